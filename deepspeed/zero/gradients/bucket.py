@@ -4,7 +4,7 @@ a script finds of it in ``param.grad`` at stage 0."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -295,7 +295,9 @@ class ExposedGrads:
         self._views: list[Tensor] = []
         """All that were handed out after the last backward."""
 
-    def show(self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Sequence[GradPlace]) -> None:
+    def show(
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradPlace]
+    ) -> None:
         """Set ``grad`` of the ``used`` ones of ``params``."""
         self.params, self._views = [], []
         for index, param in enumerate(params):
@@ -327,7 +329,7 @@ class ExposedGrads:
         self.params = []
 
     def take_assigned(
-        self, params: Sequence[nn.Parameter], used: list[bool], places: Sequence[GradPlace]
+        self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradPlace]
     ) -> None:
         """Take what the script has assigned since the backward, or without one, for the sum over ranks. Parameters
         whose gradient it has set to None are not updated: ``used`` becomes False."""

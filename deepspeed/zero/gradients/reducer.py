@@ -142,7 +142,7 @@ class GradReducer:
             slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != NOBODY]
             places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
             members.append([index for _, index in slots])
-        self._places = [places[index] for index in range(len(self.params))]
+        self._places = places
         self._order = self._order.extended(members, added)
         self._begin()
 
