@@ -165,6 +165,9 @@ class SynchronizedWallClockTimer:
     def get_timers(self) -> dict[str, SynchronizedWallClockTimer.Timer]:
         return self.timers
 
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
     def log(
         self,
         names: Iterable[str],
@@ -182,6 +185,17 @@ class SynchronizedWallClockTimer:
         if memory_breakdown:
             text += memory_usage()
         print_dist(text, ranks=[0] if ranks is None else ranks)
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """``mean`` of each known name in ms, divided by ``normalizer``."""
+        _check_normalizer(normalizer)
+        means = {}
+        for name in names:
+            if name in self.timers:
+                means[name] = self.timers[name].mean() / normalizer
+                if reset:
+                    self.timers[name].reset()
+        return means
 
 
 def _check_normalizer(normalizer: float) -> None:
@@ -217,6 +231,9 @@ class NoopTimer:
     def get_timers(self) -> dict[str, NoopTimer.Timer]:
         return {}
 
+    def has_timer(self, name: str) -> bool:
+        return False
+
     def log(
         self,
         names: Iterable[str],
@@ -226,6 +243,9 @@ class NoopTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         pass
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        return {}
 
 
 def _checked_interval(steps_per_output: float | None) -> int | None:

@@ -36,9 +36,10 @@ def run(timer: SynchronizedWallClockTimer.Timer, clock: Clock, ms: float, **opti
 
 def test_intervals_add_up_in_milliseconds(clock: Clock) -> None:
     timers = SynchronizedWallClockTimer()
+    assert not timers.has_timer("a")
     run(timers("a"), clock, 10)
     run(timers("a"), clock, 5)
-    assert list(timers.get_timers()) == ["a"]
+    assert timers.has_timer("a") and list(timers.get_timers()) == ["a"]
     assert timers("a").elapsed(reset=False) == pytest.approx(15)
     assert timers("a").elapsed() == pytest.approx(15)
     assert timers("a").elapsed() == 0
@@ -69,7 +70,9 @@ def test_mean_of_recorded_intervals(clock: Clock) -> None:
     for ms in (10, 20):
         run(timers("a"), clock, ms, record=True)
     run(timers("a"), clock, 500)  # not recorded
-    assert timers("a").mean() == pytest.approx(15)
+    assert timers.get_mean(["a", "unknown"], normalizer=5, reset=False) == pytest.approx({"a": 3})
+    assert timers.get_mean(["a"]) == pytest.approx({"a": 15})
+    assert timers.get_mean(["a"]) == {"a": 0}
 
 
 def test_a_timer_that_nobody_reads_stays_small(clock: Clock) -> None:
@@ -141,7 +144,7 @@ def test_noop() -> None:
     timers("a").stop(record=True)
     timers("a").reset()
     assert timers("a").elapsed(reset=True) == timers("a").mean() == 0
-    assert timers.get_timers() == {}
+    assert timers.get_timers() == timers.get_mean(["a"]) == {} and not timers.has_timer("a")
     timers.log(["a"])
 
 

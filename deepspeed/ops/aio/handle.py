@@ -89,6 +89,10 @@ class aio_handle:  # documented name
     def get_intra_op_parallelism(self) -> int:
         return self._options.intra_op_parallelism
 
+    def get_alignment(self) -> int:
+        """Bytes to which the two ends of a transfer may be aligned to save a copy; alignment is never required."""
+        return ALIGNMENT
+
     @property
     def backend(self) -> str:
         """Return the engine that moves the bytes: io_uring, libaio, threads (native) or python."""

@@ -48,7 +48,7 @@ def test_settings_and_their_defaults() -> None:
     handle = op.aio_handle()
     assert (handle.get_block_size(), handle.get_queue_depth()) == (1048576, 128)
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, False)
-    assert handle.get_intra_op_parallelism() == 1
+    assert handle.get_intra_op_parallelism() == 1 and handle.get_alignment() % 512 == 0
     other = op.aio_handle(4096, 3, True, True, 2)
     assert (other.get_block_size(), other.get_queue_depth(), other.get_intra_op_parallelism()) == (4096, 3, 2)
     assert other.get_single_submit() and other.get_overlap_events()
@@ -150,7 +150,7 @@ def test_locked_memory() -> None:
     for numel in (0, 3, 5 << 20):
         tensor = handle.new_cpu_locked_tensor(numel, example)
         assert tensor.shape == (numel,) and tensor.dtype == torch.float16 and handle.is_pinned(tensor)
-        assert numel == 0 or tensor.data_ptr() % 512 == 0
+        assert numel == 0 or tensor.data_ptr() % handle.get_alignment() == 0
         assert tensor.untyped_storage().nbytes() == 2 * numel and not tensor.any()
         assert handle.free_cpu_locked_tensor(tensor) and not handle.free_cpu_locked_tensor(tensor)
     assert not handle.is_pinned(example)
@@ -346,6 +346,9 @@ def test_functions_of_the_module(tmp_path: Path) -> None:
     assert op.aio_write(tensor, path, 4096, 8, False, True, True) == 1
     target = torch.empty_like(tensor)
     assert op.aio_read(target, path, 4096, 8, False, True, True) == 1 and torch.equal(target, tensor)
+    copied = torch.empty(500, dtype=torch.float64)
+    op.deepspeed_memcpy(copied, tensor)
+    assert torch.equal(copied.view(torch.float32), tensor)
 
 
 def test_files_by_descriptor_under_the_documented_keywords(tmp_path: Path) -> None:

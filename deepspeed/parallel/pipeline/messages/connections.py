@@ -131,4 +131,3 @@ class Connections:
         for group in self._groups.values():
             with contextlib.suppress(ValueError):  # where the job's groups are destroyed already
                 dist.destroy_process_group(group)
-        self._groups = {}
