@@ -87,7 +87,7 @@ def test_a_dtype_without_instructions_is_told_once(section: dict[str, Any], warn
 
 def test_slowdown_is_a_ratio_of_times() -> None:
     assert 0.001 < slow_dtype.slowdown(torch.bfloat16) < 1000
-    wide: Any = SimpleNamespace(param=torch.float32, autocast=None)
+    wide: Any = SimpleNamespace(products=torch.float32)
     assert slow_dtype.slow_dtype_warning(wide, torch.device("cpu")) is None
 
 
