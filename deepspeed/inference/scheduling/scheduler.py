@@ -230,9 +230,8 @@ class Scheduler:
 
     def _add_proposed(self, chunk: Chunk, tokens: Sequence[int]) -> None:
         request, known = chunk.request, len(chunk.request.tokens)
-        tokens = tokens[
-            : max(0, self.blocks.room(request.table) - known)
-        ]  # others have taken blocks meanwhile
+        room = self.blocks.room(request.table) - known  # others have taken blocks meanwhile
+        tokens = tokens[: max(0, room)]
         # Behind a length where rotations change, they would be computed otherwise than they are chosen.
         if not tokens or self.blocks.span(known + len(tokens)) != request.table.span:
             return

@@ -443,8 +443,7 @@ class GradReducer:
         for bucket in buckets:
             bucket.launch()
             bucket.collect()
-            if bucket.host is not None:
-                bucket.host.synchronize()
+        self.finish_copies()
 
     def finish_copies(self) -> None:
         """Wait for gradients that are on their way to host memory: a pinned copy runs on while the host goes on."""

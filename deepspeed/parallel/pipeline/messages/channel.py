@@ -5,7 +5,7 @@ Between ranks of one host they go through shared memory (``LocalSender``), other
 Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. On CPUs the receives of the next
 frame and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
 receive costs gloo milliseconds. On a GPU a receive that waits for a message to come would hold up whatever waits for
-the device. The frame holds the description of the message (``messages.py``) only where that has changed, and else its
+the device. The frame holds the description of the message (``describe``) only where that has changed, and else its
 number of bytes; a description that is too long follows by itself.
 
 gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
@@ -88,7 +88,7 @@ class LocalSender:
         self._specs: list[TensorSpec] = []
 
     def send(self, value: Any) -> None:
-        """``value``: as ``messages.describe`` takes it."""
+        """``value``: as ``describe`` takes it."""
         words, tensors = describe(value)
         note = array("q", (self.sent,))
         if words != self._words:
@@ -153,7 +153,7 @@ class Sender:
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, value: Any) -> None:
-        """``value``: as ``messages.describe`` takes it. Its tensors must not change before ``flush``."""
+        """``value``: as ``describe`` takes it. Its tensors must not change before ``flush``."""
         words, tensors = describe(value)
         frame = [self.sent, 0, _SAME]
         rest: list[int] = []
