@@ -64,6 +64,9 @@ class Transport:
     def end_pass(self, phase: Phase) -> None:
         self.log.append(("end", phase.name))
 
+    def finish(self, index: int) -> None:
+        self.log.append(("finish", index))
+
     def resharded(self, index: int) -> None:
         self.log.append(("resharded", index))
 
