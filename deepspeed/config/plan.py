@@ -222,6 +222,11 @@ class Packing:
         """Tell whether sums of gradients are inexact."""
         return self.gradients > 0 or self.codec is not None
 
+    @property
+    def rounds(self) -> bool:
+        """Tell whether anything travels rounded, gradients or weights."""
+        return self.loses or self.weights > 0 or self.frozen_weights > 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

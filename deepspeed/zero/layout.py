@@ -38,11 +38,13 @@ class ParamSpec:
     requires_grad: bool = True
     alone: bool = False
     """Gets a bucket to itself."""
+    apart: bool = False
+    """Shares no bucket with copies of whole tensors (Note: blocks and copies in `zero/partitioning.py`)."""
 
     @property
-    def key(self) -> tuple[str, torch.dtype, torch.dtype, bool]:
+    def key(self) -> tuple[str, torch.dtype, torch.dtype, bool, bool]:
         """Parameters with different keys never share a bucket."""
-        return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad)
+        return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad, self.apart)
 
 
 @dataclass(frozen=True, slots=True)

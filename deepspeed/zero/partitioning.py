@@ -1,6 +1,11 @@
 """Partitioning of parameters: from a module and a plan to bucket layouts. No allocation, no communication.
 
 Both the engine and the memory planner (``deepspeed/planning``) start here, so what is planned is what is built.
+
+[Note: blocks and copies] Few-bit formats share one scale among neighbours in a bucket. The ranks of a tensor-parallel
+layer hold different parts of its weights and equal copies of the rest, such as norms: if a block mixed the two, each
+rank would round its copies differently, and they would drift apart. So where anything travels rounded, parts of tensors
+have buckets to themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Plan
 from deepspeed.zero.gather_units import assign_units
 from deepspeed.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
+from deepspeed.zero.placements import in_parts
 from deepspeed.zero.precision import wire_dtypes
 from deepspeed.zero.replica_groups import replica_group_name
 
@@ -107,6 +113,7 @@ def param_specs(
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
             requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
             alone=param in by_rows,
+            apart=plan.packing.rounds and in_parts(param),
         )
         for i, param in enumerate(trained.params)
     ]

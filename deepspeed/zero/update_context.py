@@ -133,21 +133,28 @@ class SegmentSums:
 
 class Holders:
     """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in shards
-    (``sharded``), those with the same shard."""
+    (``sharded``), those with the same shard. Parts of tensors and copies of whole ones are kinds of their own (Note:
+    blocks and copies in `zero/partitioning.py`)."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.sharded = sharded
         self.order = list(params_by_group(store.params, replica_groups))
-        self.group_of = {
-            id(o.master): replica_groups.of(store.params[o.param_index]) for o in store.fragments
+        self.kind_of = {
+            id(o.master): (replica_groups.of(param), in_parts(param))
+            for o in store.fragments
+            for param in (store.params[o.param_index],)
         }
 
     def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
-        found: dict[ReplicaGroup, list[int]] = {replica_group: [] for replica_group in self.order}
+        found: dict[tuple[ReplicaGroup, bool], list[int]] = {
+            (replica_group, part): [] for replica_group in self.order for part in (False, True)
+        }
         for position, master in enumerate(masters):
-            found[self.group_of[id(master)]].append(position)
+            found[self.kind_of[id(master)]].append(position)
         return [
-            (holders_of(s, sharded=self.sharded), positions) for s, positions in found.items() if positions
+            (holders_of(replica_group, sharded=self.sharded), positions)
+            for (replica_group, _), positions in found.items()
+            if positions
         ]
 
 

@@ -24,10 +24,6 @@ DRAWN = list(itertools.islice(draw.cells(SEED), COUNT))
 
 
 OPEN = {
-    "model=moe ranks=4 axes=tp+sp stage=3 precision=bf16_masters wire=qgz batch_change=true": (
-        "in 4 bits a block's scale depends on its neighbours, which differ between the ranks of a layer: parameters "
-        "that these have in common drift apart, in fp32 too, until they route a token differently"
-    ),
     "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
     "token_drop=true": (
         "equal in fp32; what bf16 rounds of the first gradients of rare tokens stays in variances that are kept for "

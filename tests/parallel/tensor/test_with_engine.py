@@ -14,6 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.placements import in_parts
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.parallel.tensor.blocks import Model, batch, split
 from tests.parallel.tensor.test_layers import own_part
@@ -165,6 +166,37 @@ def test_checkpoints_and_exports_are_of_whole_tensors(stage: int, tmp_path: Path
     whole.load_checkpoint(tmp_path)
     assert whole(*batch(2, 1)).item() == pytest.approx(expected[2][1], rel=1e-5)
     whole.destroy()
+
+
+WIRES: dict[str, dict[str, Any]] = {
+    "qgZ": {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+    "qwZ": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    "8 bits": {"gradient_compression": {"codec": "int8"}},
+    "1-bit Adam": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}},
+    "0/1 Adam": {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-2, "var_freeze_step": 2}}},
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@distributed(world_size=4)
+def test_what_the_ranks_of_a_layer_share_stays_equal_on_a_wire_that_rounds(wire: str) -> None:
+    """A block that mixed norms with parts of split weights would round the norms differently on each rank."""
+    unit = Unit()
+    model = split(Model(6, 2, blocks=5), unit.tensor)
+    settings = {**config(0), **WIRES[wire], "gradient_clipping": 0.0}
+    engine = deepspeed.initialize(model=model, config=settings, mpu=unit)[0]
+    train(engine, 5)
+    shared = 0
+    for name, param in engine.module.named_parameters():
+        if in_parts(param):
+            continue
+        own = safe_get_full_fp32_param(param)
+        others = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(others, own, group=unit.tensor)
+        assert torch.equal(*others), f"{name}: {(others[0] - others[1]).abs().max():.1e} apart"
+        shared += own.numel()
+    assert shared > 512  # fewer would not be rounded
+    engine.destroy()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
