@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.module_utils import keep_hooks
 from deepspeed.ops.small_product import (
+    RUNS,
     QuantizedMatrix,
     SmallProducts,
     product,
@@ -113,27 +114,39 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
         groups: scales of a row; columns are padded so that they divide it.
         dtype: of the layers' inputs and outputs.
 
-    ValueError: other bits, or groups that do not divide the rows.
+    ValueError: other bits, or a layer whose rows cannot be divided so; nothing is changed then.
     """
     owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
+    layers = [found for found in _linears(module) if owners[id(found[2].weight)] == 1]
+    for _, name, layer in layers:
+        _require_groups(name, _matrix_of(layer).shape[1], bits, groups)
     count = before = after = 0
-    for parent, name, layer in list(_linears(module)):
-        weight = layer.weight
-        if owners[id(weight)] > 1:
-            continue
-        matrix = weight.detach() if isinstance(layer, nn.Linear) else weight.detach().T
-        columns = -(-matrix.shape[1] // (512 // bits)) * (512 // bits)
-        if columns % groups:
-            raise ValueError(
-                f"quant.weight.q_groups={groups} does not divide the {columns} columns of a layer; use 1"
-            )
-        made = QuantizedMatrix.of(matrix, bits, columns // groups)
+    for parent, name, layer in layers:
+        weight, matrix = layer.weight, _matrix_of(layer)
+        made = QuantizedMatrix.of(matrix, bits, -(-matrix.shape[1] // RUNS[bits]) * RUNS[bits] // groups)
         replaced = IntegerLinear(made, layer.bias, dtype).train(layer.training)
         keep_hooks(layer, replaced)
         parent._modules[name] = replaced
         count, before = count + 1, before + weight.nbytes
         after += made.words.nbytes + made.scales.nbytes
     return f"{count} linear layers have weights of {bits} bits: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"
+
+
+def _matrix_of(layer: Any) -> Tensor:
+    """[outputs, inputs]"""
+    return layer.weight.detach() if isinstance(layer, nn.Linear) else layer.weight.detach().T
+
+
+def _require_groups(name: str, columns: int, bits: int, groups: int) -> None:
+    if bits not in RUNS:
+        raise ValueError(f"quant.weight.num_bits={bits}: weights are quantized to 8 or 4 bits")
+    runs = -(-columns // RUNS[bits])
+    if runs % groups:
+        fitting = [n for n in range(1, runs + 1) if runs % n == 0]
+        raise ValueError(
+            f"quant.weight.q_groups={groups} does not divide the {columns} columns of {name!r} into groups of whole "
+            f"runs of {RUNS[bits]}, which lie together in {bits} bits; of this layer {fitting} do, and 1 fits every one"
+        )
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
