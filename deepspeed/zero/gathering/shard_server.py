@@ -308,9 +308,11 @@ def _leave() -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. (After ``.numpy()`` its storage could no longer be resized.)"""
-    nbytes = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    """The memory of a contiguous CPU tensor, which stays as long as the view. (After ``.numpy()`` its storage could no
+    longer be resized.)"""
+    region: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    region.tensor = tensor
+    return memoryview(region).cast("B")
 
 
 def _listen(master: str) -> socket.socket:
