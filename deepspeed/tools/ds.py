@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from deepspeed.base.tool_arguments import ends_quietly
-from deepspeed.tools import parsers
+from deepspeed.tools import parsers, serve_options
 from deepspeed.tools.starter import arguments as starter
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
@@ -86,7 +86,7 @@ TOOLS = {
         "main",
         "MODEL",
         "serve a model over HTTP with an OpenAI-compatible API",
-        parsers.serve,
+        serve_options.parser,
     ),
     "stacks": Tool(
         "deepspeed.tools.stacks",

@@ -6,7 +6,6 @@ Each function returns the parser of one tool; the module that does the work pars
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from pathlib import Path
 
@@ -15,12 +14,6 @@ from deepspeed.planning.step_time import options as time_options
 
 IO_ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
 """Ways in which `ds_io` accesses files."""
-
-TOKEN_VARIABLE = "DS_SERVE_TOKEN"
-"""Environment variable with the API key of `ds serve`."""
-
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
-REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
 
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -181,163 +174,6 @@ def report() -> argparse.ArgumentParser:
         "--bench_dir", help="folder for the file used to time async_io (default: a temporary one)"
     )
     return made
-
-
-def _add_cache(made: argparse.ArgumentParser) -> None:
-    sizes = made.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--cache-gb",
-        type=float,
-        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
-    )
-    sizes.add_argument("--kv-cache-memory-bytes", type=int, help="the same, in bytes")
-    sizes.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        help="the same, as what is left of this fraction of the device's memory (of the machine's, without an "
-        "accelerator) beside the weights and all else that is there",
-    )
-    made.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="share keys and values of prompts that begin alike (default: %(default)s)",
-    )
-    made.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
-    made.add_argument("--seed", type=int, help="of requests that give none (default: drawn)")
-
-
-def serve() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="ds serve", description="Serve a causal Transformers model over HTTP."
-    )
-    made.add_argument("model", help="folder written by save_pretrained, or a model name on the hub")
-    made.add_argument("--name", "--served-model-name", help="model name in responses (default: as given)")
-    made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    made.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    made.add_argument(
-        "--token",
-        "--api-key",
-        default=os.environ.get(TOKEN_VARIABLE) or None,
-        help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
-    )
-    made.add_argument(
-        "--dtype", default="bf16", help="dtype of the weights; auto: the folder's (default: %(default)s)"
-    )
-    made.add_argument(
-        "--tp-size",
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        help="ranks that share each layer; start the server with `deepspeed`",
-    )
-    _limit_options(made)
-    _add_cache(made)
-    made.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=30,
-        help="time to finish answers after SIGTERM (default: %(default)s)",
-    )
-    _chat_options(made)
-    _use_options(made)
-    made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    return made
-
-
-def _limit_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--token-budget",
-        "--max-num-batched-tokens",
-        type=int,
-        default=512,
-        help="tokens per forward (default: %(default)s)",
-    )
-    made.add_argument(
-        "--short-share",
-        type=float,
-        default=0.5,
-        help="fraction of the tokens for prompts that short prompts may use to overtake long ones; 0: serve in order "
-        "of arrival (default: %(default)s)",
-    )
-    made.add_argument(
-        "--scheduling-policy",
-        choices=["fcfs", "priority"],
-        default="fcfs",
-        help="fcfs: serve by arrival; priority: requests whose field `priority` is lower first (default: %(default)s)",
-    )
-    made.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        help="propose tokens that one forward verifies, which changes no answer: by a draft model of the same "
-        'vocabulary {"model": folder, "num_speculative_tokens": 4}, or those that repeat earlier ones {"method": '
-        '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}',
-    )
-    made.add_argument(
-        "--max-sequences",
-        "--max-num-seqs",
-        type=int,
-        default=64,
-        help="most sequences served at a time (default: %(default)s)",
-    )
-    made.add_argument(
-        "--max-requests", type=int, default=256, help="most requests served or waiting (default: %(default)s)"
-    )
-    made.add_argument(
-        "--max-length",
-        "--max-model-len",
-        type=int,
-        help="most tokens of prompt and answer together (default: the model's, up to 2048)",
-    )
-    made.add_argument(
-        "--default-tokens",
-        type=int,
-        default=1024,
-        help="most tokens of an answer if the request does not say (default: %(default)s)",
-    )
-
-
-def _use_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--lora-modules",
-        nargs="+",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="adapters of PEFT; requests choose one as their model",
-    )
-    made.add_argument(
-        "--pooling",
-        choices=("last", "mean", "cls"),
-        help="hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: "
-        "as in the folder's 1_Pooling/config.json, else last)",
-    )
-
-
-def _chat_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--chat-template", metavar="FILE", help="file with a chat template, or the template itself"
-    )
-    made.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="accept the field chat_template: a client's template may compute without end",
-    )
-    made.add_argument(
-        "--tool-call-parser",
-        choices=("none", *TOOL_CALL_PARSERS),
-        help="how the model writes calls of tools (default: guessed from the chat template)",
-    )
-    made.add_argument(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="end with an error if it is not known how the model writes calls, instead of refusing requests with tools",
-    )
-    made.add_argument(
-        "--reasoning-parser",
-        choices=("none", *REASONING_PARSERS),
-        help="how the model writes reasoning (default: guessed from the chat template)",
-    )
 
 
 def elastic() -> argparse.ArgumentParser:

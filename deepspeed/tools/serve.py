@@ -27,21 +27,23 @@ from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
+from deepspeed.inference.serving.clients import Certificate, RequestLog, read_keys
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
+from deepspeed.inference.serving.observing import access_log, trace
 from deepspeed.inference.serving.pooling import classifier_in, dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.observe.live.access import check_token, is_local
-from deepspeed.tools import parsers
+from deepspeed.tools import serve_options
 
 
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
-    args = parsers.serve().parse_args(argv)
+    args = serve_options.parser().parse_args(argv)
     problem = problem_of(args)
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from deepspeed.inference.serving.listening import LoadingAnswers
 
     try:
-        loading = LoadingAnswers(args.host, args.port)
+        certificate = _certificate_of(args)
+        loading = LoadingAnswers(args.host, args.port, certificate and certificate.context())
     except OSError as error:
         print(f"ds serve: --host {args.host} --port {args.port}: {error.strerror}", file=sys.stderr)
         return 2
@@ -85,7 +88,7 @@ def load(args: argparse.Namespace) -> LoadedServer:
         model=args.name or args.model,
         max_length=generator.scheduler.max_length,
         stop_token_ids=generator.runner.facts.stop_token_ids,
-        token=args.token,
+        **clients_of(args),
         default_tokens=args.default_tokens,
         formats=formats,
         trust_templates=args.trust_request_chat_template,
@@ -114,10 +117,10 @@ def _load_cross_encoder(args: argparse.Namespace) -> LoadedServer:
     settings = ServerSettings(
         model=args.name or args.model,
         max_length=engine.max_length,
-        token=args.token,
+        **clients_of(args),
         encode_pair=engine.encode_pair,
     )
-    service = Service(engine, max_requests=args.max_requests)
+    service = Service(engine, max_requests=args.max_requests, request_seconds=args.request_seconds)
     app = make_app(service, tokenizer, settings)
     return LoadedServer(service, app, f"model {settings.model}, which scores pairs of texts")
 
@@ -150,8 +153,22 @@ def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int
     def ready(address: str) -> None:
         report(f"ds serve: ready at {address}: {loaded.told}; endpoints {', '.join(endpoints(app))}")
 
+    try:
+        if args.otlp_traces_endpoint is not None:
+            trace(app, args.otlp_traces_endpoint, args.name or args.model)
+        log = None if args.access_log is None else access_log(args.access_log)
+    except (OSError, ValueError) as problem:
+        print(f"ds serve: {problem}", file=sys.stderr)
+        service.close(drain=False)
+        return 2
     listener = make_listener(
-        app, service, host=args.host, port=args.port, drain_seconds=args.drain_seconds, ready=ready
+        RequestLog(app, log),
+        service,
+        host=args.host,
+        port=args.port,
+        drain_seconds=args.drain_seconds,
+        ready=ready,
+        certificate=_certificate_of(args),
     )
     # What is loaded now stays until the end: the collector need not visit it, and would for a second after SIGTERM.
     gc.freeze()
@@ -160,6 +177,20 @@ def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
+
+
+def clients_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of who may ask, and how often. OSError, ValueError: the file of keys cannot be read."""
+    return {
+        "token": args.token,
+        "keys": {} if args.api_key_file is None else read_keys(args.api_key_file),
+        "requests_per_minute": args.requests_per_minute,
+        "allowed_origins": tuple(args.allowed_origins),
+    }
+
+
+def _certificate_of(args: argparse.Namespace) -> Certificate | None:
+    return None if args.ssl_certfile is None else Certificate(args.ssl_certfile, args.ssl_keyfile)
 
 
 def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> Models:
@@ -187,14 +218,25 @@ def _end(*_: Any) -> None:
 
 def problem_of(args: argparse.Namespace) -> str | None:
     """Why a server is not to be started like this."""
-    if not is_local(args.host) and not args.token:
+    if not is_local(args.host) and not (args.token or args.api_key_file):
         return (
-            f"--host {args.host} can be reached from other hosts: set --token or ${parsers.TOKEN_VARIABLE}, "
-            "so that only those who know it are served"
+            f"--host {args.host} can be reached from other hosts: set --token or ${serve_options.TOKEN_VARIABLE}, "
+            "or --api-key-file, so that only those who know a key are served"
         )
+    try:
+        clients_of(args)
+    except (OSError, ValueError) as problem:
+        return f"--api-key-file: {problem}"
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        return "--ssl-keyfile is the key of a certificate: set --ssl-certfile too"
+    if (certificate := _certificate_of(args)) is not None:
+        try:
+            certificate.context()
+        except OSError as problem:
+            return f"--ssl-certfile {args.ssl_certfile}, --ssl-keyfile {args.ssl_keyfile}: {problem.strerror}"
     if args.token is not None:
         try:
-            check_token(args.token, f"--token or ${parsers.TOKEN_VARIABLE}")
+            check_token(args.token, f"--token or ${serve_options.TOKEN_VARIABLE}")
         except ValueError as problem:
             return str(problem)
     if args.lora_modules and args.tp_size > 1:
@@ -323,7 +365,12 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         matcher_of=Grammars(known, facts.stop_token_ids),
     )
     announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
-    service = Service(generator, max_requests=args.max_requests, announcer=announcer)
+    service = Service(
+        generator,
+        max_requests=args.max_requests,
+        request_seconds=args.request_seconds,
+        announcer=announcer,
+    )
     tokenizer = HuggingFaceTokenizer(known, max_tokens=generator.scheduler.max_length)
     return service, tokenizer, generator, group is None or group.rank == 0
 

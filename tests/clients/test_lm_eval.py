@@ -18,8 +18,8 @@ import lm_eval  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
-from deepspeed.tools import parsers  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
+from deepspeed.tools import serve_options  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.clients.test_serving import save_model  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any,
     for each in (model, tokenizer):
         each.save_pretrained(folder)
     arguments = [str(folder), "--dtype", "fp32", "--max-length", str(LENGTH), "--max-sequences", "8"]
-    service, own, _, _ = command.build(parsers.serve().parse_args(arguments))
+    service, own, _, _ = command.build(serve_options.parser().parse_args(arguments))
     app = make_app(
         service.start(), own, ServerSettings(model="tiny", max_length=LENGTH, stop_token_ids=(256,))
     )

@@ -22,7 +22,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installe
 
 from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer  # noqa: E402
-from deepspeed.tools import parsers, plan  # noqa: E402
+from deepspeed.tools import plan, serve_options  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
@@ -51,7 +51,7 @@ def save_model(folder: Path) -> tuple[Any, Any]:
 def test_a_saved_model_answers(guesses: str | None, tmp_path: Path) -> None:
     model, tokenizer = save_model(tmp_path)
     more = ["--speculative-config", guesses] if guesses else []
-    args = parsers.serve().parse_args(
+    args = serve_options.parser().parse_args(
         [str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4", *more]
     )
     service, own, generator, leads = command.build(args)

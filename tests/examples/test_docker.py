@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.tools import parsers
+from deepspeed.tools import serve_options
 from deepspeed.tools.serve import problem_of
 from tests.tools.launcher.programs import REPOSITORY
 
@@ -82,13 +82,13 @@ def test_what_is_printed_starts_a_server(source: Path, monkeypatch: pytest.Monke
     assert "[serve,transformers]" in file.read_text()
     for package in ("fastapi", "uvicorn", "transformers"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
-    monkeypatch.delenv(parsers.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(serve_options.TOKEN_VARIABLE, raising=False)
     arguments = json.loads(found["CMD"])[2:]
-    assert "set --token" in (problem_of(parsers.serve().parse_args(arguments)) or "")
+    assert "set --token" in (problem_of(serve_options.parser().parse_args(arguments)) or "")
     for flag, variable in itertools.pairwise(words):
         if flag == "-e":
             monkeypatch.setenv(*variable.split("=", 1))
-    assert problem_of(parsers.serve().parse_args(arguments)) is None
+    assert problem_of(serve_options.parser().parse_args(arguments)) is None
     published = words[words.index("-p") + 1].partition(":")[2]
     assert published == found["EXPOSE"] and f"--port={published}" in arguments
     mounted = words[words.index("-v") + 1].split(":")[1]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.clients import RequestLog
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.service import Service
 from tests.inference.standin import REPLY, Bytes, Parrot
@@ -28,7 +29,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from deepspeed.inference.serving.app import ServerSettings, make_app
-from deepspeed.inference.serving.listening import HEADERS_S, Listener, make_listener
+from deepspeed.inference.serving.listening import HEADERS_S, Certificate, Listener, make_listener
 
 
 class Running:
@@ -63,6 +64,9 @@ def server(
     engine: Parrot | None = None,
     *,
     max_requests: int = 64,
+    request_seconds: float | None = None,
+    log: Callable[[str], object] | None = None,
+    certificate: Certificate | None = None,
     tokenizer: Bytes | None = None,
     drain_seconds: float = 5.0,
     headers_seconds: float = HEADERS_S,
@@ -72,7 +76,7 @@ def server(
     **more: Any,
 ) -> Iterator[Running]:
     engine = engine or Parrot()
-    service = Service(engine, max_requests=max_requests).start()
+    service = Service(engine, max_requests=max_requests, request_seconds=request_seconds).start()
     settings = ServerSettings(**{"model": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more})
     app = make_app(service, tokenizer or Bytes(), settings, models)
     addresses: queue.Queue[str] = queue.Queue()
@@ -83,8 +87,9 @@ def server(
         addresses.put(address)
 
     listener = make_listener(
-        app,
+        RequestLog(app, log),
         service,
+        certificate=certificate,
         host="127.0.0.1",
         port=0,
         drain_seconds=drain_seconds,

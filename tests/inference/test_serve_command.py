@@ -8,18 +8,18 @@ import pytest
 
 from deepspeed.inference.serving.formats import REASONING_FORMATS, TOOL_FORMATS
 from deepspeed.inference.serving.tool_requests import Formats
-from deepspeed.tools import ds, parsers
+from deepspeed.tools import ds, serve_options
 from deepspeed.tools import serve as command
 
 
 def test_beyond_this_host_a_token_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(parsers.TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(serve_options.TOKEN_VARIABLE, raising=False)
     assert ds.main(["serve", "model", "--host", "0.0.0.0"]) == 2
     assert "set --token or $DS_SERVE_TOKEN" in capsys.readouterr().err
-    monkeypatch.setenv(parsers.TOKEN_VARIABLE, "secret")
-    args = parsers.serve().parse_args(["model", "--host", "0.0.0.0"])
+    monkeypatch.setenv(serve_options.TOKEN_VARIABLE, "secret")
+    args = serve_options.parser().parse_args(["model", "--host", "0.0.0.0"])
     assert args.token == "secret" and "reached from other hosts" not in (command.problem_of(args) or "")
 
 
@@ -27,21 +27,21 @@ def test_a_token_that_clients_cannot_send(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An empty variable is none, as usual; an empty option was meant to be something."""
-    monkeypatch.setenv(parsers.TOKEN_VARIABLE, "")
-    assert parsers.serve().parse_args(["model"]).token is None
+    monkeypatch.setenv(serve_options.TOKEN_VARIABLE, "")
+    assert serve_options.parser().parse_args(["model"]).token is None
     assert ds.main(["serve", "model", "--host", "0.0.0.0"]) == 2
     assert "set --token or $DS_SERVE_TOKEN" in capsys.readouterr().err
     assert ds.main(["serve", "model", "--token", ""]) == 2
     assert "the token is empty" in capsys.readouterr().err
     for token in ("Schlüssel", "two words", "line\n"):
-        monkeypatch.setenv(parsers.TOKEN_VARIABLE, token)
+        monkeypatch.setenv(serve_options.TOKEN_VARIABLE, token)
         assert ds.main(["serve", "model"]) == 2
         assert "$DS_SERVE_TOKEN: the token contains a space or" in capsys.readouterr().err
 
 
 def test_formats_are_guessed_unless_they_are_named(tmp_path: Path) -> None:
-    assert tuple(TOOL_FORMATS) == parsers.TOOL_CALL_PARSERS
-    assert tuple(REASONING_FORMATS) == parsers.REASONING_PARSERS
+    assert tuple(TOOL_FORMATS) == serve_options.TOOL_CALL_PARSERS
+    assert tuple(REASONING_FORMATS) == serve_options.REASONING_PARSERS
     template = "{{ tools }}<tool_call></think>"
     for given, formats in (
         ([], Formats("hermes", "qwen3")),
@@ -51,7 +51,7 @@ def test_formats_are_guessed_unless_they_are_named(tmp_path: Path) -> None:
             Formats("mistral", "deepseek_r1"),
         ),
     ):
-        assert command.formats_of(parsers.serve().parse_args(["model", *given]), template) == formats
+        assert command.formats_of(serve_options.parser().parse_args(["model", *given]), template) == formats
     (tmp_path / "chat.jinja").write_text("a template")
     assert command.template_of(str(tmp_path / "chat.jinja")) == "a template"
     assert command.template_of("{{ messages }}") == "{{ messages }}"
@@ -65,7 +65,7 @@ def test_flags_by_their_names_in_vllm() -> None:
         "--served-model-name n --api-key t --tensor-parallel-size 2 --max-num-batched-tokens 128 --max-num-seqs 8 "
         "--max-model-len 99"
     ).split()
-    parse = parsers.serve().parse_args
+    parse = serve_options.parser().parse_args
     assert parse(["model", *ours]) == parse(["model", *theirs])
     assert parse(["model"]).scheduling_policy == "fcfs"
     assert parse(["model", "--scheduling-policy", "priority"]).scheduling_policy == "priority"
@@ -81,9 +81,11 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--kv-cache-memory-bytes", "12345"], 12345),
         (["--gpu-memory-utilization", "0.9"], 600),
     ):
-        assert command.cache_bytes_of(parsers.serve().parse_args(["model", *given])) == size
+        assert command.cache_bytes_of(serve_options.parser().parse_args(["model", *given])) == size
     with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is in use"):
-        command.cache_bytes_of(parsers.serve().parse_args(["model", "--gpu-memory-utilization", "0.2"]))
+        command.cache_bytes_of(
+            serve_options.parser().parse_args(["model", "--gpu-memory-utilization", "0.2"])
+        )
 
 
 def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
@@ -96,7 +98,7 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
         assert ds.main(["serve", str(tmp_path)]) == 2
         told = capsys.readouterr().err
         assert str(file) in told and "give --pooling" in told and told.count("\n") == 1
-        args = parsers.serve().parse_args([str(tmp_path), "--pooling", "mean"])
+        args = serve_options.parser().parse_args([str(tmp_path), "--pooling", "mean"])
         assert "Pooling" not in (command.problem_of(args) or "")
     file = tmp_path / "ranks" / "config.json"
     file.parent.mkdir()

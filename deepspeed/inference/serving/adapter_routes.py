@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.clients import CALLER, OPERATOR
 from deepspeed.inference.serving.handling import Intake, refusal
 from deepspeed.inference.serving.models import Models
 
@@ -43,10 +44,9 @@ def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     async def answer(
         request: Request, work: Callable[[bytes, Any], str], threads: ThreadPoolExecutor | None = None
     ) -> Response:
-        if intake.settings.token is None:
-            return refusal(
-                403, "adapters are loaded and unloaded only if the server has a token", "permission_error"
-            )
+        if intake.authorize(request) and request.scope.get(CALLER) != OPERATOR:
+            message = "adapters are loaded and unloaded only if the server has a token, by who knows it"
+            return refusal(403, message, "permission_error")
         done = await intake.take(request, work, threads)
         return done if isinstance(done, Response) else PlainTextResponse(done)
 

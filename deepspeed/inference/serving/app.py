@@ -14,10 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.adapter_routes import add_adapter_routes
+from deepspeed.inference.serving.clients import REQUEST_ID
 from deepspeed.inference.serving.embedding_routes import Embedder, add_embedding_routes
 from deepspeed.inference.serving.handling import (
     Intake,
@@ -64,8 +66,16 @@ def make_app(
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
     intake, models = Intake(settings, service), models or Models(settings.model, settings.max_length)
     server = _Server(service, tokenizer, settings, intake, models)
-    if settings.token is None:
+    if not settings.all_keys:
         app.add_middleware(_ThisMachineOnly)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
 
     def condition(good: bool) -> Response:
         why = {} if service.failure is None else {"error": str(service.failure)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import math
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,9 +18,10 @@ from starlette.requests import ClientDisconnect
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
+from deepspeed.inference.serving.clients import CALLER, OPERATOR, RateLimit, owner_of
 from deepspeed.inference.serving.models import ModelError
 from deepspeed.inference.serving.protocol import RequestError
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service
+from deepspeed.inference.serving.service import BusyError, ClosedError, OverdueError, Service
 from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.observe.live.access import check_token
 
@@ -28,18 +30,22 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
-    this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
-    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
-    ``formats``: of calls and reasoning; ``trust_templates``: a request may bring its own template. ``pooling``: of
-    embeddings; ``dimensions``: to which they may be cut: those of the list, any for an empty one, none
-    for None. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair of texts, for a cross-encoder; None:
-    the model generates."""
+    """``model``: the name in answers. ``token``: that clients have to send, or one of ``keys``, by the names of their
+    owners; neither: only requests to a name of this machine are answered. ``requests_per_minute``: of a client, by its
+    key, else by its address. ``allowed_origins``: whose pages may read answers in a browser. ``max_length``: tokens of
+    a prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``max_body_bytes``: of a
+    request; ``body_seconds``: in which it has to arrive. ``formats``: of calls and reasoning; ``trust_templates``: a
+    request may bring its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of
+    the list, any for an empty one, none for None. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair
+    of texts, for a cross-encoder; None: the model generates."""
 
     model: str
     max_length: int
     stop_token_ids: tuple[int, ...] = ()
     token: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    requests_per_minute: float | None = None
+    allowed_origins: tuple[str, ...] = ()
     default_tokens: int = 1024
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 60.0
@@ -53,6 +59,11 @@ class ServerSettings:
         if self.token is not None:
             check_token(self.token, "token")
 
+    @property
+    def all_keys(self) -> dict[str, str]:
+        """The keys that are accepted, by name; empty: nobody needs one."""
+        return {**({} if self.token is None else {OPERATOR: self.token}), **self.keys}
+
 
 class _TooLargeError(ValueError):
     pass
@@ -64,6 +75,9 @@ class Intake:
     def __init__(self, settings: ServerSettings, service: Service) -> None:
         self.settings = settings
         self._service = service
+        self._keys = settings.all_keys
+        rate = settings.requests_per_minute
+        self._rate = None if rate is None else RateLimit(rate)
         # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
         # keeps memory of its own.
         self._short = ThreadPoolExecutor(2, "short-requests")
@@ -72,11 +86,22 @@ class Intake:
         """Reads files, which may take minutes, one after another."""
 
     def authorize(self, request: Request) -> bool:
-        token = self.settings.token
-        if token is None:
+        if not self._keys:
             return True
-        given = request.headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        owner = owner_of(request.headers.get("authorization", ""), self._keys)
+        request.scope[CALLER] = owner
+        return owner is not None
+
+    def _too_fast(self, request: Request) -> Response | None:
+        """Count the request. Returns the refusal of one that exceeds the rate of its client."""
+        client = request.scope.get(CALLER) or (request.client.host if request.client else "")
+        wait = self._rate.take(client, time.monotonic()) if self._rate is not None else 0.0
+        if not wait:
+            return None
+        message = (
+            f"more than {self.settings.requests_per_minute:g} requests per minute: try again in {wait:.0f} s"
+        )
+        return refusal(429, message, "rate_limit_error", headers={"Retry-After": str(math.ceil(wait))})
 
     async def take(
         self,
@@ -89,6 +114,8 @@ class Intake:
         ``threads``: in place of the usual ones."""
         if not self.authorize(request):
             return unauthorized()
+        if (refused := self._too_fast(request)) is not None:
+            return refused
         try:
             self._service.check_open()
             body, loop = await self._body(request), asyncio.get_running_loop()
@@ -157,6 +184,8 @@ def refusal_of(problem: Exception) -> Response:
         return refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
     if isinstance(problem, BusyError):
         return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
+    if isinstance(problem, OverdueError):  # OpenAI's clients would send it again
+        return refusal(504, str(problem), "timeout_error", headers={"X-Should-Retry": "false"})
     if isinstance(problem, ClosedError):
         after = problem.retry_after
         headers = None if after is None else {"Retry-After": str(after)}

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.clients import Certificate
 from deepspeed.inference.serving.service import RETRY_AFTER_S, Service
 
 HEADERS_S = 20.0
@@ -46,8 +48,9 @@ def make_listener(
     drain_seconds: float,
     ready: Callable[[str], None],
     headers_seconds: float = HEADERS_S,
+    certificate: Certificate | None = None,
 ) -> Listener:
-    """A server of ``app``, not started; see ``Listener``."""
+    """A server of ``app``, not started; see ``Listener``. ``certificate``: it speaks TLS."""
 
     class Connection(_Connection):
         seconds = headers_seconds
@@ -58,6 +61,8 @@ def make_listener(
         port=port,
         log_level="warning",
         http=Connection,
+        ssl_certfile=certificate and certificate.file,
+        ssl_keyfile=certificate and certificate.key_file,
         ws="none",
         lifespan="off",  # it would be in the midst of it when a second Ctrl-C ends it
     )
@@ -83,7 +88,8 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._ready(_address(self.config.host, self.servers[0].sockets[0].getsockname()[1]))
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self._ready(_address(self.config.host, port, secure=self.config.is_ssl))
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         usual = sys.getswitchinterval()
@@ -126,9 +132,9 @@ class LoadingAnswers:
     OSError: the address cannot be used.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None = None) -> None:
         self._loop = asyncio.new_event_loop()
-        opening = asyncio.start_server(_answer_loading, host, port)
+        opening = asyncio.start_server(_answer_loading, host, port, ssl=context)
         self._server = self._loop.run_until_complete(opening)
         self._thread = threading.Thread(target=self._loop.run_forever, name="deepspeed-loading", daemon=True)
         self._thread.start()
@@ -168,7 +174,8 @@ async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWr
             "Connection: close\r\n\r\n".encode()
             + body
         )
-        writer.write_eof()
+        if writer.can_write_eof():  # not with TLS
+            writer.write_eof()
         await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the answer
     writer.close()
 
@@ -228,5 +235,5 @@ class _Connection(H11Protocol):
         self.transport.close()
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _address(host: str, port: int, *, secure: bool) -> str:
+    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 from deepspeed.base.logging import logger
@@ -32,6 +33,10 @@ class ClosedError(RuntimeError):
     def __init__(self, why: str, retry_after: int | None = None) -> None:
         super().__init__(why)
         self.retry_after = retry_after
+
+
+class OverdueError(ClosedError):
+    """A request has taken longer than any may."""
 
 
 class Engine(Protocol):
@@ -88,16 +93,23 @@ class Service:
     Args:
         engine: what generates; from now on only the service's thread uses it.
         max_requests: that are waiting or being served at one time.
+        request_seconds: after which one that has not ended is cancelled; None: never.
         announcer: for several ranks. Ranks other than the first call ``follow`` instead of ``start``.
 
     Methods may be called from any thread.
     """
 
     def __init__(
-        self, engine: Engine, *, max_requests: int = 256, announcer: Announcer | None = None
+        self,
+        engine: Engine,
+        *,
+        max_requests: int = 256,
+        request_seconds: float | None = None,
+        announcer: Announcer | None = None,
     ) -> None:
         self.engine = engine
         self.max_requests = max_requests
+        self.request_seconds = request_seconds
         self.metrics = Metrics()
         self.failure: BaseException | None = None
         self.draining = False
@@ -249,10 +261,18 @@ class Service:
             if not self.engine.has_work:
                 self._changed.wait_for(self._has_news, timeout=_PULSE_S)
             commands, self._new = self._new, Commands()
+            commands.cancelled += self._overdue()
             commands.ends = self._closing and not (
                 self.engine.has_work or commands.submitted or commands.cancelled
             )
             return commands
+
+    def _overdue(self) -> list[int]:
+        if self.request_seconds is None:
+            return []
+        latest = time.monotonic() - self.request_seconds
+        # They are in the order in which they came.
+        return [t.number for t in takewhile(lambda t: t.arrived < latest, self._tickets.values())]
 
     def _has_news(self) -> bool:
         return bool(self._new.submitted or self._new.cancelled or self._closing)
@@ -286,7 +306,12 @@ class Service:
             return
         if ticket.request is not None:
             self.engine.cancel(ticket.request)
+        overdue = (
+            self.request_seconds is not None and time.monotonic() - ticket.arrived > self.request_seconds
+        )
         error = self._closed() if self._closing else None
+        if overdue and error is None:
+            error = OverdueError(f"the request was not answered within {self.request_seconds:g} s")
         self._inform(ticket, Update(reason="cancelled", error=error))
         self._end(ticket)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray import serve
 
-from deepspeed.tools import parsers
+from deepspeed.tools import serve_options
 from deepspeed.tools.serve import load, problem_of
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own.add_argument("--gpus", type=float, default=0, help="of each replica")
     own.add_argument("--port", type=int, default=8000)
     mine, rest = own.parse_known_args(argv)
-    args = parsers.serve().parse_args(rest)
+    args = serve_options.parser().parse_args(rest)
     problem = problem_of(args)
     if problem is not None:
         own.error(problem)

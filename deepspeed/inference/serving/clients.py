@@ -1,0 +1,125 @@
+"""Clients of a server: their API keys and rates, its certificate, the ids of their requests, and a log of these."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.observe.live.access import check_token
+
+REQUEST_ID = "x-request-id"
+CALLER = "deepspeed.caller"
+"""Entry of a request's scope: the name that its key has."""
+OPERATOR = "token"
+"""Name of the server's own key, which may do more than those of clients."""
+_ID = re.compile(rb"[!-~]{1,128}")
+_SWEEP = 4096
+
+
+def read_keys(path: str | Path) -> dict[str, str]:
+    """Read a file with a ``name key`` per line, by name. Empty lines and those that begin with # do not count.
+
+    OSError, ValueError: the file, or the line that is named, cannot be read. No message shows a key.
+    """
+    keys: dict[str, str] = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:
+            raise ValueError(f"{path}, line {number}: {len(words)} words instead of a name and a key")
+        name, key = words
+        check_token(key, f"{path}, line {number}")
+        if name in (*keys, OPERATOR) or key in keys.values():
+            raise ValueError(f"{path}, line {number}: the name {name!r}, or its key, is taken already")
+        keys[name] = key
+    if not keys:
+        raise ValueError(f"{path}: there is no key in it")
+    return keys
+
+
+def owner_of(authorization: str, keys: Mapping[str, str]) -> str | None:
+    """Return the name of the key in a header ``Authorization``; None: it has none of them. All are compared, so that
+    the time tells nothing."""
+    given = authorization.encode()
+    found = [name for name, key in keys.items() if hmac.compare_digest(given, f"Bearer {key}".encode())]
+    return found[0] if found else None
+
+
+class Certificate(NamedTuple):
+    """Files in PEM's format. ``key_file``: None: the key is in ``file`` too."""
+
+    file: str
+    key_file: str | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """OSError, such as ``ssl.SSLError``: the files cannot be read, or are not a certificate and its key."""
+        made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        made.load_cert_chain(self.file, self.key_file)
+        return made
+
+
+class RateLimit:
+    """Lets each client have ``per_minute`` requests at once, and as many in every further minute (the generic cell rate
+    algorithm, ITU-T I.371)."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._interval = 60 / per_minute
+        self._paid_until: dict[str, float] = {}
+
+    def take(self, client: str, now: float) -> float:
+        """Count a request of ``client`` at ``now`` [s]. Returns 0, or the seconds after which it would be taken."""
+        paid_until = max(self._paid_until.get(client, now), now) + self._interval
+        wait = paid_until - now - 60
+        if wait > 1e-6:
+            return wait
+        if len(self._paid_until) > _SWEEP:
+            self._paid_until = {name: until for name, until in self._paid_until.items() if until > now}
+        self._paid_until[client] = paid_until
+        return 0.0
+
+
+class RequestLog:
+    """ASGI middleware: answers carry the id of their request in ``X-Request-Id``, the client's own if it sent one.
+    ``write`` gets a line when an answer has ended: time, client, name of its key, request, status (499: it left before
+    there was one), seconds and id."""
+
+    def __init__(self, app: Any, write: Callable[[str], object] | None = None) -> None:
+        self._app = app
+        self._write = write
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"")
+        id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        begun, status = time.monotonic(), 499
+
+        async def send_with_id(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID.encode(), id)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._write is not None:
+                seconds = time.monotonic() - begun
+                self._write(_line(scope, status, seconds, id.decode()))
+
+
+def _line(scope: Any, status: int, seconds: float, id: str) -> str:
+    at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    host = (scope.get("client") or ("-",))[0]
+    path = scope.get("raw_path", b"").decode("latin-1")
+    return f'{at} {host} {scope.get(CALLER) or "-"} "{scope["method"]} {path}" {status} {seconds:.3f} {id}'
