@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from deepspeed.inference.serving.metrics import Metrics
+from tests.pool import ROOT
 
 SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
 NOW = {
@@ -73,3 +75,16 @@ def test_what_a_dashboard_for_vllm_asks_for() -> None:
 def test_a_name_of_a_model_is_escaped() -> None:
     labels = {key[1] for key in page(Metrics(), 'C:\\a "b"\n') if key[0] == "vllm:num_requests_running"}
     assert labels == {r'model_name="C:\\a \"b\"\n",engine="0"'}
+
+
+def test_the_dashboard_asks_for_series_that_are_there() -> None:
+    board = json.loads((ROOT / "examples" / "clusters" / "grafana" / "serving.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"vllm:\w+", target["expr"])
+    }
+    metrics = Metrics()
+    metrics.finished("stop", 1.0)
+    assert len(asked) > 12 and asked <= {name for name, _ in page(metrics)}
