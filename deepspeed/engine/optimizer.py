@@ -14,7 +14,12 @@ from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.elementwise import check_partitioning, is_elementwise
-from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
+from deepspeed.zero.optimizer_registry import (
+    build_optimizer,
+    kind_of_group,
+    kind_of_param,
+    set_optimizer_flags,
+)
 from deepspeed.zero.params import ZeRORuntimeException
 from deepspeed.zero.partitioning import TrainedParams
 from deepspeed.zero.placements import in_parts
@@ -83,11 +88,13 @@ def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[A
 def left_out(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
-    """Frozen parameters that would be in a configured optimizer's only group if they were trainable."""
+    """Frozen parameters that would be in a group of the configured optimizer if they were trainable: in its only one,
+    or in the one of their kind (``kind_of_group``)."""
     given = list(model_parameters) if model_parameters is not None else list(module.parameters())
-    if len(optimizer.param_groups) > 1 or any(isinstance(entry, dict) for entry in given):
+    kinds = [kind_of_group(group) for group in optimizer.param_groups]
+    if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
         return []
-    return [param for param in given if not param.requires_grad]
+    return [p for p in given if not p.requires_grad and (kinds == [None] or kind_of_param(p) in kinds)]
 
 
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ in `config/optimizers.py`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,17 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
             f"({', '.join((*_OF_QUERIES, *_OF_KEYS, *_OF_BOTH))}) whose outputs are the heads that "
             f"{type(model).__name__}.config tells; leave it out, or name the layers like that"
         )
+
+
+def kind_of_group(group: Mapping[str, Any]) -> tuple[bool, int | None] | None:
+    """Return the kind of parameters that a group of Muon takes: matrices or others, and how many heads they compute;
+    None: the group of another optimizer."""
+    return (bool(group["use_muon"]), group.get("num_heads")) if "use_muon" in group else None
+
+
+def kind_of_param(param: torch.nn.Parameter) -> tuple[bool, int | None]:
+    """Return it as ``set_optimizer_flags`` has flagged the parameter."""
+    return bool(getattr(param, "use_muon", False)), getattr(param, "muon_num_heads", None)
 
 
 def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:

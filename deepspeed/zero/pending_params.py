@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from deepspeed.base.logging import log_dist, logger
+from deepspeed.zero.optimizer_registry import kind_of_group, kind_of_param
 from deepspeed.zero.partitioning import TrainedParams, named_params
 from deepspeed.zero.states.store import PARAMS
 
@@ -144,7 +145,10 @@ class PendingParams:
     def _join_group(self, params: Sequence[nn.Parameter]) -> None:
         groups = self.store.optimizer.param_groups
         held = {id(p) for group in groups for p in group[PARAMS]}
-        groups[0][PARAMS] += [p for p in params if id(p) not in held]
+        for param in params:
+            if id(param) not in held:
+                fitting = [g for g in groups if kind_of_group(g) in (None, kind_of_param(param))]
+                fitting[0][PARAMS].append(param)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -361,7 +361,7 @@ def _compression(cell: Cell) -> dict[str, Any]:
     return {
         name: {
             "shared_parameters": {"enabled": True, "schedule_offset": 0, **shared},
-            "different_groups": {"up": {"params": params, "modules": ["feed.up"]}},
+            "different_groups": {"up": {"params": params, "modules": ["feed.up", "sometimes.up"]}},
         }
     }
 

@@ -89,6 +89,9 @@ def tolerance(cell: Cell) -> Tolerance:
     elif cell.fp8 and cell.wire not in ("plain", "fp32") and not has_formula(cell):
         # So does one rounding of gradients: with it the oracle's own losses of step 2 differ by 9e-3.
         found.append(Tolerance(3e-2, 0.1, 0.5, 1e-6))
+    if cell.wire == "bf16" and cell.optimizer == "Muon" and not has_formula(cell):
+        # Small singular values of what was rounded: noise of 2^-10 in the first weights moves the oracle's by 0.1.
+        found.append(Tolerance(3e-3, 1e-2, 0.15, 1e-6))
     if cell.wire == "qgz" and cell.optimizer != "SGD" and not has_formula(cell):
         # Of a gradient that is small beside others of its block nothing is left, and what is divided by the gradients'
         # size then does not move, instead of as far as others: SGD is what shows how exact the wire is.

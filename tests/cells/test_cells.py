@@ -68,6 +68,9 @@ FOUND = [
     "ranks=2 stage=3 wire=qwz parameters=frozen",
     "ranks=4 stage=3 optimizer=SGD resume=2x2,_1",
     "ranks=2 stage=3 recompute=torch data=uneven resume=same token_drop=true",
+    "ranks=2 optimizer=Muon wire=bf16 parameters=late",
+    "model=gru ranks=2 parameters=unused_somewhere compression=weights",
+    "ranks=2 axes=pp optimizer=Muon wire=bf16",
 ]
 """Cells that failed once, made small."""
 

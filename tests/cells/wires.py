@@ -95,7 +95,7 @@ class Wires:
                 [self._sum(at, wire, [wire.flat(own) for own in each]) for each in rounds]
             ).sum(0)
             found |= wire.parted(whole, like)
-        assert found.keys() == like.keys(), "a gradient is in no bucket"
+        assert found.keys() == like.keys(), f"in no bucket: {like.keys() - found.keys()}"
         return found
 
     def _sum(self, at: int, wire: Wire, own: list[Tensor]) -> Tensor:
