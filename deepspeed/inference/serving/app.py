@@ -18,9 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
-from deepspeed.inference.serving.adapter_routes import add_adapter_routes
 from deepspeed.inference.serving.clients import REQUEST_ID
-from deepspeed.inference.serving.embedding_routes import Embedder, add_embedding_routes
 from deepspeed.inference.serving.handling import (
     Intake,
     ServerSettings,
@@ -40,12 +38,14 @@ from deepspeed.inference.serving.protocol import (
     ResponsesRequest,
 )
 from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
+from deepspeed.inference.serving.routes.adapters import add_adapter_routes
+from deepspeed.inference.serving.routes.embeddings import Embedder, add_embedding_routes
+from deepspeed.inference.serving.routes.scores import add_score_routes
+from deepspeed.inference.serving.routes.texts import add_text_routes
 from deepspeed.inference.serving.sampling_fields import sampling_of
-from deepspeed.inference.serving.score_routes import add_score_routes
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service
 from deepspeed.inference.serving.text import TextStream
-from deepspeed.inference.serving.text_routes import add_text_routes
 from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
 from deepspeed.observe.live.access import names_this_machine
@@ -66,16 +66,7 @@ def make_app(
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
     intake, models = Intake(settings, service), models or Models(settings.model, settings.max_length)
     server = _Server(service, tokenizer, settings, intake, models)
-    if not settings.all_keys:
-        app.add_middleware(_ThisMachineOnly)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID],
-        )
+    _add_middleware(app, settings)
 
     def condition(good: bool) -> Response:
         why = {} if service.failure is None else {"error": str(service.failure)}
@@ -133,6 +124,19 @@ def make_app(
         return refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
     return app
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
+    if not settings.all_keys:
+        app.add_middleware(_ThisMachineOnly)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
 
 
 def _add_page(app: FastAPI, chats: bool) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
-from deepspeed.inference.serving.embedding_routes import MAX_INPUTS, Embedder
 from deepspeed.inference.serving.handling import Intake
 from deepspeed.inference.serving.pooling import vectors_of
+from deepspeed.inference.serving.routes.embeddings import MAX_INPUTS, Embedder
 
 
 class _TextPairs(BaseModel):
