@@ -18,7 +18,6 @@ from deepspeed import comm as dist
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
-from deepspeed.parallel.expert.mappings import AllToAll as _AllToAll
 from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import (
     Routes,
@@ -29,20 +28,6 @@ from deepspeed.parallel.expert.routes import (
 )
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
 from deepspeed.transforms.recompute.rng import RegionNumbers
-
-__all__ = [
-    "FIRST_ALLTOALL_TIMER",
-    "MOE_TIMER",
-    "SECOND_ALLTOALL_TIMER",
-    "MOELayer",
-    "TopKGate",
-    "_AllToAll",
-    "einsum",
-    "multiplicative_jitter",
-    "top1gating",
-    "top2gating",
-    "topkgating",
-]
 
 NOISE = (None, "None", "Jitter", "RSample")
 

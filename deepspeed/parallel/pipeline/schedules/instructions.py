@@ -12,27 +12,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-__all__ = [
-    "BackwardPass",
-    "BufferOpInstruction",
-    "CommitP2P",
-    "DataParallelSchedule",
-    "DualPipeVSchedule",
-    "ForwardPass",
-    "InferenceSchedule",
-    "LoadMicroBatch",
-    "OptimizerStep",
-    "PipeInstruction",
-    "PipeSchedule",
-    "RecvActivation",
-    "RecvGrad",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "SendActivation",
-    "SendGrad",
-    "TrainSchedule",
-]
-
 
 def _is_even(number: int) -> bool:
     return number % 2 == 0
