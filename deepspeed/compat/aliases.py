@@ -3,8 +3,6 @@
 Most documented module paths are simply where our code is; only the others have a row.
 """
 
-from __future__ import annotations
-
 # Documented module -> ours: the import returns the same module object, so that a client that replaces a
 # name inside it replaces the one we look up. Submodules follow: `deepspeed.zero.config` is
 # `deepspeed.runtime.zero.config`.
