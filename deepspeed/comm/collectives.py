@@ -31,18 +31,9 @@ if TYPE_CHECKING:
     from deepspeed.comm.hangs.thread_states import Names
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "CommunicationError",
-    "Communicator",
-    "Network",
-    "Pending",
-    "ReduceScatter",
-    "Transport",
-    "communicator",
-    "forget_communicators",
-    "use_shared_memory",
-]
+    "AllGather", "AllReduce", "CommunicationError", "Communicator", "Network", "Pending", "ReduceScatter",
+    "Transport", "communicator", "forget_communicators", "use_shared_memory",
+]  # fmt: skip
 
 
 class Communicator:

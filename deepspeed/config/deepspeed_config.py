@@ -45,28 +45,12 @@ from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum
 
 __all__ = [
-    "ADAGRAD_OPTIMIZER",
-    "ADAMW_OPTIMIZER",
-    "ADAM_OPTIMIZER",
-    "DEEPSPEED_OPTIMIZERS",
-    "LAMB_OPTIMIZER",
-    "LION_OPTIMIZER",
-    "MUADAMW_OPTIMIZER",
-    "MUADAM_OPTIMIZER",
-    "MUON_OPTIMIZER",
-    "MUSGD_OPTIMIZER",
-    "ONEBIT_ADAM_OPTIMIZER",
-    "ONEBIT_LAMB_OPTIMIZER",
-    "ZERO_ONE_ADAM_OPTIMIZER",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedConfigWriter",
-    "DeepSpeedZeroConfig",
-    "DtypeEnum",
-    "HybridEngineConfig",
-    "Problem",
-    "ZeroStageEnum",
-]
+    "ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER", "MUADAMW_OPTIMIZER", "MUADAM_OPTIMIZER", "MUON_OPTIMIZER", "MUSGD_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER", "DeepSpeedConfig",
+    "DeepSpeedConfigError", "DeepSpeedConfigWriter", "DeepSpeedZeroConfig", "DtypeEnum",
+    "HybridEngineConfig", "Problem", "ZeroStageEnum",
+]  # fmt: skip
 
 
 class DtypeEnum(Enum):

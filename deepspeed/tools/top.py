@@ -16,19 +16,9 @@ from deepspeed.observe.live.jobs import VARIABLE, running_jobs, runtime_folder
 PAUSE_S = 2.0
 SILENT_S = 15.0
 COLUMNS = (
-    "job",
-    "pid",
-    "step",
-    "loss",
-    "curve",
-    "speed",
-    "step ms",
-    "memory/planned",
-    "ranks",
-    "state",
-    "left",
+    "job", "pid", "step", "loss", "curve", "speed", "step ms", "memory/planned", "ranks", "state", "left",
     "page",
-)
+)  # fmt: skip
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16
 CLEAR = "\x1b[H\x1b[2J"

@@ -16,16 +16,7 @@ from deepspeed.ops.sparse_attention.sparsity_config import (
 )
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BertSparseSelfAttention",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "MatMul",
-    "Softmax",
-    "SparseAttentionUtils",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+    "BSLongformerSparsityConfig", "BertSparseSelfAttention", "BigBirdSparsityConfig", "DenseSparsityConfig",
+    "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "MatMul", "Softmax", "SparseAttentionUtils",
+    "SparseSelfAttention", "SparsityConfig", "VariableSparsityConfig",
+]  # fmt: skip

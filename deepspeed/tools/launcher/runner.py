@@ -39,21 +39,11 @@ from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
 from deepspeed.tools.launcher.supervision import supervise
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "EXPORT_ENVS",
-    "_parse_hostfile",
-    "apply_num_nodes_and_gpus",
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_num_nodes",
+    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "_parse_hostfile",
+    "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "main", "parse_args",
+    "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list", "parse_num_nodes",
     "parse_resource_filter",
-]
+]  # fmt: skip
 
 EXAMPLES = """\
 examples:
