@@ -13,8 +13,10 @@ import torch.distributed
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.version import __version__ as __version__
 from deepspeed.version import git_branch as git_branch
 from deepspeed.version import git_hash as git_hash
+from deepspeed.version import version as version
 
 
 def _two_parts(text: str | None) -> str:
