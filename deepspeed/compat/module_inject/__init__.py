@@ -10,11 +10,6 @@ from deepspeed.parallel.tensor.planning.autotp_config import (
 )
 
 __all__ = [
-    "AutoTPConfig",
-    "AutoTPPresets",
-    "LinearAllreduce",
-    "LinearLayer",
-    "PartitionType",
-    "TPLayerSpec",
+    "AutoTPConfig", "AutoTPPresets", "LinearAllreduce", "LinearLayer", "PartitionType", "TPLayerSpec",
     "merge_autotp_configs",
-]
+]  # fmt: skip

@@ -38,14 +38,8 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 OPERATIONS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_reduce_max",
-    "broadcast",
-    "reduce",
-    "all_to_all",
-)
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "broadcast", "reduce", "all_to_all",
+)  # fmt: skip
 OUTSIDE, DATA = "outside the engine", "data and script"
 
 
