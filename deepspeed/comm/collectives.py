@@ -35,6 +35,11 @@ __all__ = [
     "Transport", "communicator", "forget_communicators", "use_shared_memory",
 ]  # fmt: skip
 
+OPERATIONS = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "broadcast", "reduce", "all_to_all",
+)  # fmt: skip
+"""Methods of a `Communicator` that move tensors."""
+
 
 class Communicator:
     """Collectives of one process group on flat tensors, with traffic counters of one network.
