@@ -26,6 +26,7 @@ from deepspeed.config.section import (
     SumDtypeOrNull,
     is_auto,
     key,
+    lower,
     section,
 )
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
@@ -89,13 +90,9 @@ def _print_period(value: Any) -> int | float | None:
     return int(value) if math.isfinite(value) and float(value).is_integer() else float(value)
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 def _spelled_in_any_case(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """Check a word in lower case and keep it as written: `engine.log_level()` returns it."""
-    check(_lower(value))
+    check(lower(value))
     return value
 
 
@@ -166,7 +163,7 @@ class TrainingConfig(LenientConfigModel):
     seq_parallel_communication_data_type: DtypeOrNull = key(
         Dtype.fp32, "No effect: `communication_data_type` applies to all ranks."
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = key(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = key(
         "mean", "Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, DeepCompile."
     )
     prescale_gradients: bool = key(False, "Divide gradients before they are reduced instead of after.")

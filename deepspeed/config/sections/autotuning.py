@@ -6,11 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator
 
-from deepspeed.config.section import Int, LenientConfigModel, key
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value  # the documents write "FLOPS"
+from deepspeed.config.section import Int, LenientConfigModel, key, lower
 
 
 def _or(default: str) -> BeforeValidator:
@@ -51,7 +47,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     overwrite: bool = key(
         False, "Replace earlier results; false: reuse them, and resume after an interruption."
     )
-    metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(_lower)] = key(
+    metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(lower)] = key(
         "throughput", "What is optimized."
     )
     start_profile_step: Int = key(3, "First step that is timed.", ge=0)
