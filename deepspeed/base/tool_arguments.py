@@ -51,7 +51,7 @@ def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[st
     """
     for words, row in rows.items():
         names = [word for word in words.split() if word.startswith("-")] or [words]
-        given: dict[str, Any] = {"help": row} if isinstance(row, str) else row
+        given: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         if isinstance(row, str) and names[0].startswith("-"):
             given["action"] = "store_true"
         if not words.endswith(names[-1]):
