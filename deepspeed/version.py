@@ -1,7 +1,5 @@
 """Version of the package; `tests/test_import.py` compares it to the one in `pyproject.toml`."""
 
-from __future__ import annotations
-
 __version__ = "1.0.0"
 
 # Filled in by a release build; a source checkout leaves them unknown.

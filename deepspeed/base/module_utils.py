@@ -9,15 +9,9 @@ from torch import nn
 
 _FULL = "_is_full_backward_hook"
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    _FULL,
-)
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", _FULL,
+)  # fmt: skip
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 LAYOUTS = "_ds_layouts"
 """A module whose parameters were DTensors keeps by name how they lie."""
+_SHOWN = 3
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -32,3 +33,9 @@ def is_dtensor(value: object) -> bool:
 def had_dtensors(model: nn.Module) -> bool:
     """Tell whether parameters of the model are DTensors, or were until an engine took them."""
     return any(map(is_dtensor, model.parameters())) or any(LAYOUTS in vars(each) for each in model.modules())
+
+
+def listing(names: list[str]) -> str:
+    """Name the first of some parameters, for an error."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"parameters {', '.join(names[:_SHOWN])}{more}"

@@ -9,8 +9,8 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 INTERRUPTED = 130
 """The exit code of what Ctrl-C has ended, as shells have it."""
@@ -33,6 +33,30 @@ class ArgumentParser(argparse.ArgumentParser):
     def _suggestion(self, option: str) -> str:
         found = difflib.get_close_matches(option, self._option_string_actions, n=2, cutoff=0.6)
         return f"did you mean {' or '.join(found)} in place of {option}?" if found else ""
+
+
+def takes(help: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    """Describe an option that takes a value, of the default's type if that is a number, for `add_options`."""
+    if type(default) in (int, float):
+        more.setdefault("type", type(default))
+    if default is not None:
+        more["default"] = default
+    return {"help": help, **more}
+
+
+def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[str, Any]]) -> None:
+    """Add a table of options: the words that its help begins with, such as ``-H --hostfile FILE``, -> what it takes.
+
+    A text is the help of a flag or of a positional argument.
+    """
+    for words, row in rows.items():
+        names = [word for word in words.split() if word.startswith("-")] or [words]
+        given: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
+        if isinstance(row, str) and names[0].startswith("-"):
+            given["action"] = "store_true"
+        if not words.endswith(names[-1]):
+            given["metavar"] = words.rpartition(" ")[2]
+        to.add_argument(*names, **given)
 
 
 def positive(text: str) -> int:

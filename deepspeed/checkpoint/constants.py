@@ -3,8 +3,6 @@
 The script `zero_to_fp32.py` that release 0.19 puts into its checkpoints imports some of these.
 """
 
-from __future__ import annotations
-
 from deepspeed.checkpoint.names import DS_CONFIG, DS_VERSION, OPTIMIZER_STATE
 
 __all__ = ["DS_CONFIG", "DS_VERSION"]

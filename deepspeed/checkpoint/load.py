@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -88,33 +88,29 @@ class Reader:
             into.as_strided(copy.shape, copy.target_strides, offset).copy_(data)
 
 
+@dataclass(eq=False)
 class Restorer:
-    """Loads one catalog into a module and its training state. Every rank makes the same calls in the same
-    order."""
+    """Loads one catalog into a module and its training state. Every rank makes the same calls in the same order.
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        module: nn.Module,
-        state: TrainingState | None,
-        *,
-        strict: bool,
-        is_stage: bool = False,
-    ) -> None:
-        """``is_stage``: other ranks have other parts of the model (pipelines), whose names are no mistake here."""
-        self.is_stage = is_stage
-        self.catalog = catalog
-        self.module = module
-        self.state = state
-        self.strict = strict
-        self.reader = Reader(catalog)
+    ``is_stage``: other ranks have other parts of the model (pipelines), whose names are no mistake here.
+    """
+
+    catalog: Catalog
+    module: nn.Module
+    state: TrainingState | None
+    _: KW_ONLY
+    strict: bool
+    is_stage: bool = False
+
+    def __post_init__(self) -> None:
+        self.reader = Reader(self.catalog)
         self.report = LoadReport()
-        self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
-        self.parts = ShardedWeights(module)
-        params = module.named_parameters(remove_duplicate=False)
+        self.entries: list[ParamEntry] = list(self.state.trainable()) if self.state is not None else []
+        self.parts = ShardedWeights(self.module)
+        params = self.module.named_parameters(remove_duplicate=False)
         found = {name: placement_of(param) for name, param in params}
         self.placements = {name: placement for name, placement in found.items() if placement.boxes}
-        self.elsewhere = names_elsewhere(module)
+        self.elsewhere = names_elsewhere(self.module)
 
     @property
     def rewrites_names(self) -> bool:

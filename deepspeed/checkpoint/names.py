@@ -34,26 +34,11 @@ CHECKSUMS = "checkpoint_checksums"
 """Key of the hashes of every tensor in the same file."""
 
 DOCUMENTED_KEYS = (
-    "module",
-    "buffer_names",
-    "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
-    "shared_params",
-    "frozen_param_fragments",
-    "lr_scheduler",
-    "data_sampler",
-    "random_ltd",
-    "sparse_tensor_module_names",
-    "skipped_steps",
-    "global_steps",
-    "global_samples",
-    "dp_world_size",
-    "mp_world_size",
-    DS_CONFIG,
-    DS_VERSION,
-    "universal_checkpoint_info",
-)
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", DS_CONFIG,
+    DS_VERSION, "universal_checkpoint_info",
+)  # fmt: skip
 RESERVED_KEYS = frozenset(
     (*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, SAVED_BY, CHECKSUMS)
 ) - {"universal_checkpoint_info"}

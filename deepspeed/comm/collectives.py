@@ -31,18 +31,14 @@ if TYPE_CHECKING:
     from deepspeed.comm.hangs.thread_states import Names
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "CommunicationError",
-    "Communicator",
-    "Network",
-    "Pending",
-    "ReduceScatter",
-    "Transport",
-    "communicator",
-    "forget_communicators",
-    "use_shared_memory",
-]
+    "AllGather", "AllReduce", "CommunicationError", "Communicator", "Network", "Pending", "ReduceScatter",
+    "Transport", "communicator", "forget_communicators", "use_shared_memory",
+]  # fmt: skip
+
+OPERATIONS = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "broadcast", "reduce", "all_to_all",
+)  # fmt: skip
+"""Methods of a `Communicator` that move tensors."""
 
 
 class Communicator:

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -177,15 +178,7 @@ def _ask_mpi(identity: Identity) -> Identity:
         )
     mpi = importlib.import_module("mpi4py.MPI")
     address = mpi.COMM_WORLD.bcast(_own_address() if identity.rank == 0 else None, root=0)
-    return Identity(
-        rank=identity.rank,
-        world_size=identity.world_size,
-        local_rank=identity.local_rank,
-        local_size=identity.local_size,
-        master_addr=address,
-        master_port=identity.master_port,
-        source=identity.source,
-    )
+    return replace(identity, master_addr=address)
 
 
 def _own_address() -> str:

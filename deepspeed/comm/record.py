@@ -18,13 +18,8 @@ SizeRecords = dict[int, list[Any]]
 _GATHERING = ("all_gather", "reduce_scatter")
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 _TABLE_HEAD = (
-    "Message Size",
-    "Count",
-    "Total Latency(ms)",
-    "Avg Latency(ms)",
-    "tput_avg (Gbps)",
-    "busbw_avg (Gbps)",
-)
+    "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)",
+)  # fmt: skip
 _STRAGGLER_HEAD = (
     *("Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)"),
     *("Avg comm lat(ms)", "Avg straggler(ms)", "Slowest rank"),

@@ -3,8 +3,6 @@
 Most documented module paths are simply where our code is; only the others have a row.
 """
 
-from __future__ import annotations
-
 # Documented module -> ours: the import returns the same module object, so that a client that replaces a
 # name inside it replaces the one we look up. Submodules follow: `deepspeed.zero.config` is
 # `deepspeed.runtime.zero.config`.
@@ -49,11 +47,6 @@ MODULES = {
     "deepspeed.monitor.config": "deepspeed.config.sections.monitor",
     "deepspeed.nebula.config": "deepspeed.config.sections.checkpoint",
     "deepspeed.nvme": "deepspeed.tools.nvme",
-    "deepspeed.pipe": "deepspeed.parallel.pipeline",
-    "deepspeed.pipe.engine": "deepspeed.engine.pipeline.engine",
-    "deepspeed.pipe.p2p": "deepspeed.parallel.pipeline.messages.p2p",
-    "deepspeed.pipe.schedule": "deepspeed.parallel.pipeline.schedules.instructions",
-    "deepspeed.pipe.topology": "deepspeed.comm.topology",
     "deepspeed.profiling.config": "deepspeed.config.sections.profiling",
     "deepspeed.profiling.flops_profiler": "deepspeed.observe.flops",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.transforms.recompute",
@@ -111,7 +104,6 @@ MODULES = {
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero.gathering.init_context",
     "deepspeed.runtime.zero.stage3": "deepspeed.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.zero.optimizer",
-    "deepspeed.runtime.zero.tensor_fragment": "deepspeed.zero.tensor_fragment",
     "deepspeed.runtime.zero.tiling": "deepspeed.transforms.tiled_linear",
     "deepspeed.runtime.zero.utils": "deepspeed.compat.zero_utils",
     "deepspeed.sequence": "deepspeed.parallel.sequence",
@@ -133,27 +125,20 @@ MODULES = {
     "deepspeed.utils.types": "deepspeed.compat.types",
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.gathering.leaf_modules",
     "deepspeed.utils.zero_to_fp32": "deepspeed.tools.zero_to_fp32",
-    "deepspeed.zero.config": "deepspeed.config.sections.zero",
-    "deepspeed.zero.leaf_module_config": "deepspeed.config.sections.zero",
-    "deepspeed.zero.linear": "deepspeed.compat.zero_linear",
-    "deepspeed.zero.offload_config": "deepspeed.config.sections.offload",
-    "deepspeed.zero.offload_states": "deepspeed.compat.offload_states",
-    "deepspeed.zero.partition_parameters": "deepspeed.zero.gathering.init_context",
-    "deepspeed.zero.stage3": "deepspeed.zero.optimizer",
-    "deepspeed.zero.stage_1_and_2": "deepspeed.zero.optimizer",
-    "deepspeed.zero.tiling": "deepspeed.transforms.tiled_linear",
-    "deepspeed.zero.utils": "deepspeed.compat.zero_utils",
+}
+# These two packages are documented without `runtime` too.
+MODULES |= {
+    path.replace(".runtime", "", 1): ours
+    for path, ours in MODULES.items()
+    if path.startswith(("deepspeed.runtime.zero.", "deepspeed.runtime.pipe"))
 }
 
-# Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
+# Documented module -> {our module: the documented names that are there, or "name=ours" where the name differs}.
 # The documented module may be one of ours or exist only here.
-NAMES: dict[str, dict[str, str]] = {
-    "deepspeed.autotuning": {
-        "Autotuner": "deepspeed.tools.autotuning.autotuner",
-    },
+_NAMES_BY_MODULE = {
+    "deepspeed.autotuning": {"deepspeed.tools.autotuning.autotuner": "Autotuner"},
     "deepspeed.checkpoint": {
-        **dict.fromkeys(
-            """
+        "deepspeed.checkpoint.constants": """
             BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP BUFFER_NAMES CLIP_GRAD DS_VERSION FP32_FLAT_GROUPS
             FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES GROUP_PADDINGS LOSS_SCALER OPTIMIZER_STATE_DICT
             ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAM PARAMETER_TO_AVERAGE_PATTERNS
@@ -162,261 +147,196 @@ NAMES: dict[str, dict[str, str]] = {
             SINGLE_PARTITION_OF_FP32_GROUPS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
             UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS
             ZERO_STAGE
-            """.split(),
-            "deepspeed.checkpoint.constants",
-        ),
-        "DeepSpeedCheckpoint": "deepspeed.compat.checkpoint.deepspeed_checkpoint",
-        "SubparamShape": "deepspeed.compat.checkpoint.universal_checkpoint",
-        "enable_universal_checkpoint": "deepspeed.compat.checkpoint.universal_checkpoint",
-        "ZeROCheckpoint": "deepspeed.compat.checkpoint.zero_checkpoint",
-        "get_layer_ckpt_name_for_rank": "deepspeed.compat.checkpoint.utils",
-        "get_model_3d_descriptor": "deepspeed.compat.checkpoint.reshape_3d_utils",
-        "get_model_ckpt_name_for_rank": "deepspeed.compat.checkpoint.utils",
-        "get_zero_ckpt_name_for_rank": "deepspeed.compat.checkpoint.utils",
-        "model_3d_desc": "deepspeed.compat.checkpoint.reshape_3d_utils",
+        """,
+        "deepspeed.compat.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",
+        "deepspeed.compat.checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint",
+        "deepspeed.compat.checkpoint.zero_checkpoint": "ZeROCheckpoint",
+        "deepspeed.compat.checkpoint.utils": """
+            get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
+        """,
+        "deepspeed.compat.checkpoint.reshape_3d_utils": "get_model_3d_descriptor model_3d_desc",
     },
     "deepspeed.compression": {
-        "compression_scheduler": "deepspeed.compression.scheduler",
-        "init_compression": "deepspeed.compression.compress",
-        "redundancy_clean": "deepspeed.compression.compress",
+        "deepspeed.compression.scheduler": "compression_scheduler",
+        "deepspeed.compression.compress": "init_compression redundancy_clean",
     },
     # installed as the entry of `ds_check` by earlier builds
     "deepspeed.config_check": {
-        "check_config": "deepspeed.tools.config.check",
-        "main": "deepspeed.tools.config.command",
+        "deepspeed.tools.config.check": "check_config",
+        "deepspeed.tools.config.command": "main",
     },
     "deepspeed.elasticity": {
-        "DSElasticAgent": "deepspeed.tools.elastic.elastic_agent",
-        "compute_elastic_config": "deepspeed.config.elastic_batch",
-        "elasticity_enabled": "deepspeed.config.elastic_batch",
-        "ensure_immutable_elastic_config": "deepspeed.config.elastic_batch",
+        "deepspeed.tools.elastic.elastic_agent": "DSElasticAgent",
+        "deepspeed.config.elastic_batch": """
+            compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
+        """,
     },
     "deepspeed.inference": {
-        "DeepSpeedTPConfig": "deepspeed.inference.v2.config_v2",
-        "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
-        "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
-        "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
-        "build_hf_engine": "deepspeed.inference.v2.engine_factory",
+        "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
+        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
+        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
     },
     "deepspeed.inference.v2": {
-        "DeepSpeedTPConfig": "deepspeed.inference.v2.config_v2",
-        "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
-        "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
-        "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
-        "build_hf_engine": "deepspeed.inference.v2.engine_factory",
+        "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
+        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
+        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
     },
     "deepspeed.inference.v2.checkpoint": {
-        "InMemoryModelEngine": "deepspeed.inference.v2.checkpoint.in_memory_engine",
-        "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
-        "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+        "deepspeed.inference.v2.checkpoint.in_memory_engine": "InMemoryModelEngine",
+        "deepspeed.inference.v2.checkpoint.base_engine": "CheckpointEngineBase",
+        "deepspeed.inference.v2.checkpoint.huggingface_engine": "HuggingFaceCheckpointEngine",
     },
     "deepspeed.inference.v2.ragged": {
-        "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
+        "deepspeed.inference.v2.ragged.manager_configs": "DSStateManagerConfig",
     },
-    "deepspeed.module_inject": {
-        "replace_transformer_layer": "deepspeed.compat.module_inject.replacing",
-    },
+    "deepspeed.module_inject": {"deepspeed.compat.module_inject.replacing": "replace_transformer_layer"},
     "deepspeed.module_inject.auto_ep_config": {
-        "AutoEPConfig": "deepspeed.config.sections.expert",
-        "parse_autoep_config": "deepspeed.config.sections.expert",
-        "validate_autoep_config": "deepspeed.config.sections.expert",
+        "deepspeed.config.sections.expert": "AutoEPConfig parse_autoep_config validate_autoep_config",
     },
-    "deepspeed.module_inject.auto_tp": dict.fromkeys(
-        ("AutoTPConfig", "PartitionType", "TPLayerSpec"),
-        "deepspeed.parallel.tensor.planning.autotp_config",
-    ),
+    "deepspeed.module_inject.auto_tp": {
+        "deepspeed.parallel.tensor.planning.autotp_config": "AutoTPConfig PartitionType TPLayerSpec",
+    },
     "deepspeed.module_inject.containers": {
-        "HFGPT2LayerPolicy": "deepspeed.compat.module_inject.replace_policy",
+        "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
     },
     "deepspeed.module_inject.containers.gpt2": {
-        "HFGPT2LayerPolicy": "deepspeed.compat.module_inject.replace_policy",
+        "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
     },
     "deepspeed.module_inject.replace_module": {
-        "revert_transformer_layer": "deepspeed.compat.module_inject.inject:revert_layers",
-        "replace_transformer_layer": "deepspeed.compat.module_inject.replacing",
+        "deepspeed.compat.module_inject.inject": "revert_transformer_layer=revert_layers",
+        "deepspeed.compat.module_inject.replacing": "replace_transformer_layer",
     },
     "deepspeed.ops": {
-        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
-        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
+        "deepspeed.ops.transformer.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     },
-    "deepspeed.ops.op_builder.async_io": {
-        "AsyncIOBuilder": "deepspeed.ops.op_builder",
-    },
-    "deepspeed.ops.op_builder.evoformer_attn": {
-        "EvoformerAttnBuilder": "deepspeed.ops.op_builder",
-    },
-    "deepspeed.ops.op_builder.gds": {
-        "GDSBuilder": "deepspeed.ops.op_builder",
-    },
-    "deepspeed.ops.triton_ops": {
-        "swiglu": "deepspeed.ops.triton_ops.swiglu_triton",
-    },
+    "deepspeed.ops.op_builder.async_io": {"deepspeed.ops.op_builder": "AsyncIOBuilder"},
+    "deepspeed.ops.op_builder.evoformer_attn": {"deepspeed.ops.op_builder": "EvoformerAttnBuilder"},
+    "deepspeed.ops.op_builder.gds": {"deepspeed.ops.op_builder": "GDSBuilder"},
+    "deepspeed.ops.triton_ops": {"deepspeed.ops.triton_ops.swiglu_triton": "swiglu"},
     "deepspeed.profiling.flops_profiler": {
-        "FlopsProfiler": "deepspeed.observe.flops.profiler",
-        "get_model_profile": "deepspeed.observe.flops.profiler",
+        "deepspeed.observe.flops.profiler": "FlopsProfiler get_model_profile",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "_set_cuda_rng_state": "deepspeed.transforms.recompute.rng:set_device_state",
-        "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.transforms.recompute.rng:MODEL_PARALLEL_RNG",
-        "detach_variable": "deepspeed.compat.runtime_utils",
+        "deepspeed.transforms.recompute.rng": """
+            _set_cuda_rng_state=set_device_state _MODEL_PARALLEL_RNG_TRACKER_NAME=MODEL_PARALLEL_RNG
+        """,
+        "deepspeed.compat.runtime_utils": "detach_variable",
     },
-    "deepspeed.runtime": {
-        "ZeROOptimizer": "deepspeed.optim.base",
-    },
+    "deepspeed.runtime": {"deepspeed.optim.base": "ZeROOptimizer"},
     "deepspeed.runtime.engine": {
-        "MoE": "deepspeed.parallel.expert.layer",
-        "autocast_if_enabled": "deepspeed.compat.torch_autocast",
+        "deepspeed.parallel.expert.layer": "MoE",
+        "deepspeed.compat.torch_autocast": "autocast_if_enabled",
     },
     "deepspeed.runtime.utils": {
-        "bwc_tensor_model_parallel_rank": "deepspeed.comm.bwc",
-        "graph_process": "deepspeed.compat.absent",
-        "inf": "torch",
+        "deepspeed.comm.bwc": "bwc_tensor_model_parallel_rank",
+        "deepspeed.compat.absent": "graph_process",
+        "torch": "inf",
     },
     "deepspeed.runtime.pipe": {
-        "DualPipeVModule": "deepspeed.engine.pipeline.dualpipev",
-        "LayerSpec": "deepspeed.parallel.pipeline.module",
-        "PipelineModule": "deepspeed.parallel.pipeline.module",
-        "ProcessTopology": "deepspeed.comm.topology",
-        "TiedLayerSpec": "deepspeed.parallel.pipeline.module",
-        "cut_causal_lm": "deepspeed.parallel.pipeline.causal_lm",
+        "deepspeed.engine.pipeline.dualpipev": "DualPipeVModule",
+        "deepspeed.parallel.pipeline.module": "LayerSpec PipelineModule TiedLayerSpec",
+        "deepspeed.comm.topology": "ProcessTopology",
+        "deepspeed.parallel.pipeline.causal_lm": "cut_causal_lm",
     },
     "deepspeed.runtime.pipe.engine": {
-        **dict.fromkeys(
-            """
-            BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER
-            PIPE_SEND_OUTPUT_TIMER TRAIN_BATCH_TIMER
-            """.split(),
-            "deepspeed.engine.pipeline.instructions",
-        ),
-        "DeepSpeedEngine": "deepspeed.engine.engine",
+        "deepspeed.engine.pipeline.instructions": """
+            BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER PIPE_SEND_OUTPUT_TIMER
+            TRAIN_BATCH_TIMER
+        """,
+        "deepspeed.engine.engine": "DeepSpeedEngine",
     },
     "deepspeed.runtime.zero": {
-        "DeepSpeedTensorOverride": "deepspeed.zero.gathering.init_context",
-        "DeepSpeedZeRoOffload": "deepspeed.zero.parameter_offload",
-        "GatheredParameters": "deepspeed.zero.gathering.init_context",
-        "Init": "deepspeed.zero.gathering.init_context",
-        "MiCS_Init": "deepspeed.zero.mics",
-        "TiledLinear": "deepspeed.transforms.tiled_linear",
-        "TiledLinearReturnBias": "deepspeed.transforms.tiled_linear",
-        "ZeroParamStatus": "deepspeed.zero.gathering.init_context",
-        "ZeroParamType": "deepspeed.zero.gathering.init_context",
-        "register_external_parameter": "deepspeed.zero.gathering.init_context",
-        "unregister_external_parameter": "deepspeed.zero.gathering.init_context",
-        "unwrap_model_for_generation": "deepspeed.zero.gathering.gathered",
+        "deepspeed.zero.gathering.init_context": """
+            DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType
+            register_external_parameter unregister_external_parameter
+        """,
+        "deepspeed.zero.parameter_offload": "DeepSpeedZeRoOffload",
+        "deepspeed.zero.mics": "MiCS_Init",
+        "deepspeed.transforms.tiled_linear": "TiledLinear TiledLinearReturnBias",
+        "deepspeed.zero.gathering.gathered": "unwrap_model_for_generation",
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "AutogradComputeMLP": "deepspeed.parallel.sequence.tiled.functions",
-        "SequenceTiledCompute": "deepspeed.parallel.sequence.tiled.functions",
-        "TiledFusedLogitsLoss": "deepspeed.parallel.sequence.tiled.functions",
-        "TiledLoss": "deepspeed.parallel.sequence.tiled.functions",
-        "TiledMLP": "deepspeed.parallel.sequence.tiled.functions",
-        "UlyssesSPAttentionHF": "deepspeed.parallel.sequence.hf.attention",
-        "UlyssesSPDataLoaderAdapter": "deepspeed.parallel.sequence.hf.dataloader",
-        "UlyssesSPFwdLossBwdWithLogits": "deepspeed.parallel.sequence.tiled.logits_training",
-        "sequence_tiled_compute": "deepspeed.parallel.sequence.tiled.functions",
+        "deepspeed.parallel.sequence.tiled.functions": """
+            AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledLoss TiledMLP sequence_tiled_compute
+        """,
+        "deepspeed.parallel.sequence.hf.attention": "UlyssesSPAttentionHF",
+        "deepspeed.parallel.sequence.hf.dataloader": "UlyssesSPDataLoaderAdapter",
+        "deepspeed.parallel.sequence.tiled.logits_training": "UlyssesSPFwdLossBwdWithLogits",
     },
-    "deepspeed.comm.mori": {
-        "is_enabled": "deepspeed.compat.absent",
-    },
+    "deepspeed.comm.mori": {"deepspeed.compat.absent": "is_enabled"},
     "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": {
-        "NebulaCheckpointEngine": "deepspeed.compat.absent",
+        "deepspeed.compat.absent": "NebulaCheckpointEngine",
     },
     "deepspeed.utils.tensor_fragment": {
-        "fragment_address": "deepspeed.checkpoint.files.safe_types:FragmentAddress",
+        "deepspeed.checkpoint.files.safe_types": "fragment_address=FragmentAddress",
     },
-    "deepspeed.utils.zero_to_fp32": {
-        "parse_optim_states": "deepspeed.compat.absent",
-    },
-    "deepspeed.zero.gathering.init_context": {
-        "CUDAQuantizer": "deepspeed.ops.formats.op_quantizer",
-    },
+    "deepspeed.utils.zero_to_fp32": {"deepspeed.compat.absent": "parse_optim_states"},
+    "deepspeed.zero.gathering.init_context": {"deepspeed.ops.formats.op_quantizer": "CUDAQuantizer"},
     "deepspeed.zero.optimizer": {
-        "estimate_zero2_model_states_mem_needs": "deepspeed.compat.zero_memory",
-        "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.compat.zero_memory",
-        "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.compat.zero_memory",
-        "estimate_zero3_model_states_mem_needs": "deepspeed.compat.zero_memory",
-        "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.compat.zero_memory",
-        "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.compat.zero_memory",
-        "unwrap_model_for_generation": "deepspeed.zero.gathering.gathered",
+        "deepspeed.compat.zero_memory": """
+            estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
+            estimate_zero2_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs
+            estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+        """,
+        "deepspeed.zero.gathering.gathered": "unwrap_model_for_generation",
     },
     "deepspeed.sequence": {
-        "InternVLFusionAdapter": "deepspeed.parallel.sequence.autosp_fusion",
-        "LlavaFusionAdapter": "deepspeed.parallel.sequence.autosp_fusion",
-        "Qwen2VLFusionAdapter": "deepspeed.parallel.sequence.autosp_fusion",
-        "UlyssesSPViTAttention": "deepspeed.parallel.sequence.autosp_vit",
-        "auto_wrap_model_for_sp": "deepspeed.parallel.sequence.auto_sp",
-        "detect_model_sp_info": "deepspeed.parallel.sequence.autosp_detector",
+        "deepspeed.parallel.sequence.autosp_fusion": """
+            InternVLFusionAdapter LlavaFusionAdapter Qwen2VLFusionAdapter
+        """,
+        "deepspeed.parallel.sequence.autosp_vit": "UlyssesSPViTAttention",
+        "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp",
+        "deepspeed.parallel.sequence.autosp_detector": "detect_model_sp_info",
     },
     "deepspeed.utils": {
-        "RepeatingLoader": "deepspeed.data.loader",
-        "get_caller_func": "deepspeed.comm.record",
-        "DeprecatedException": "deepspeed.base.exceptions",
-        **dict.fromkeys(
-            """
+        "deepspeed.data.loader": "RepeatingLoader",
+        "deepspeed.comm.record": "get_caller_func",
+        "deepspeed.base.exceptions": "DeprecatedException",
+        "deepspeed.comm.documented_groups": """
             get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group
             get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group
             get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size
             initialize set_tensor_model_parallel_rank set_tensor_model_parallel_world_size
-            """.split(),
-            "deepspeed.comm.documented_groups",
-        ),
-        "OnDevice": "deepspeed.transforms.on_device",
-        "get_numactl_cmd": "deepspeed.base.numa",
-        "instrument_w_nvtx": "deepspeed.compat.utils.nvtx",
-        **dict.fromkeys(
-            """
+        """,
+        "deepspeed.transforms.on_device": "OnDevice",
+        "deepspeed.base.numa": "get_numactl_cmd",
+        "deepspeed.compat.utils.nvtx": "instrument_w_nvtx",
+        "deepspeed.zero.tensor_fragment": """
             get_full_hp_grad get_full_hp_param safe_get_full_fp32_param safe_get_full_grad
             safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
             safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
             safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
             safe_update_full_grad_vectorized set_full_hp_grad set_full_hp_param
-            """.split(),
-            "deepspeed.zero.tensor_fragment",
-        ),
-        **dict.fromkeys(
-            """
+        """,
+        "deepspeed.zero.gathering.leaf_modules": """
             apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
             set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_parameter
-            """.split(),
-            "deepspeed.zero.gathering.leaf_modules",
-        ),
-        "fragment_address": "deepspeed.checkpoint.files.safe_types:FragmentAddress",
-        "is_initialized": "deepspeed.comm",
-        "link_hp_params": "deepspeed.compat.absent",
+        """,
+        "deepspeed.checkpoint.files.safe_types": "fragment_address=FragmentAddress",
+        "deepspeed.comm": "is_initialized",
+        "deepspeed.compat.absent": "link_hp_params",
+    },
+    "deepspeed.config.deepspeed_config": {
+        "deepspeed.config.getters": "get_gradient_clipping get_log_level",
+        "deepspeed.config.constants": "ADAM_W_MODE ADAM_W_MODE_DEFAULT TORCH_ADAM_PARAM",
     },
 }
-
-NAMES["deepspeed.config.deepspeed_config"] = {
-    "get_gradient_clipping": "deepspeed.config.getters",
-    "get_log_level": "deepspeed.config.getters",
-    **dict.fromkeys(("ADAM_W_MODE", "ADAM_W_MODE_DEFAULT", "TORCH_ADAM_PARAM"), "deepspeed.config.constants"),
+NAMES = {
+    documented: {
+        name.partition("=")[0]: f"{module}:{ours}" if (ours := name.partition("=")[2]) else module
+        for module, names in by_module.items()
+        for name in names.split()
+    }
+    for documented, by_module in _NAMES_BY_MODULE.items()
 }
 # Packages of ours whose documented submodules clients reach by dotted access after only `import deepspeed`.
 SUBMODULES = {
     "deepspeed.moe": ("layer", "utils"),
     "deepspeed.launcher": ("multinode_runner", "runner"),
     "deepspeed.ops": ("adagrad", "adam", "aio", "gds", "lamb", "lion", "op_builder"),
-    "deepspeed.runtime": (
-        "activation_checkpointing",
-        "config",
-        "config_utils",
-        "constants",
-        "dataloader",
-        "engine",
-        "lr_schedules",
-        "pipe",
-        "utils",
-        "zero",
-    ),
+    "deepspeed.runtime": """
+        activation_checkpointing config config_utils constants dataloader engine lr_schedules pipe utils zero
+    """.split(),
     "deepspeed.runtime.zero": ("config", "offload_config", "partition_parameters", "stage_1_and_2"),
-    "deepspeed.utils": (
-        "debug",
-        "groups",
-        "logging",
-        "numa",
-        "nvtx",
-        "tensor_fragment",
-        "timer",
-        "zero_to_fp32",
-    ),
+    "deepspeed.utils": "debug groups logging numa nvtx tensor_fragment timer zero_to_fp32".split(),
 }

@@ -13,18 +13,10 @@ import torch.distributed
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.ops.op_builder import ALL_OPS
-from deepspeed.version import __version__, git_branch, git_hash, version
-
-__all__ = [
-    "__version__",
-    "accelerator_name",
-    "compatible_ops",
-    "git_branch",
-    "git_hash",
-    "installed_ops",
-    "torch_info",
-    "version",
-]
+from deepspeed.version import __version__ as __version__
+from deepspeed.version import git_branch as git_branch
+from deepspeed.version import git_hash as git_hash
+from deepspeed.version import version as version
 
 
 def _two_parts(text: str | None) -> str:

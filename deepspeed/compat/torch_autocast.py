@@ -14,17 +14,8 @@ from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.config.plan import AUTOCAST_MODULES
-from deepspeed.zero.precision import PARAM_COMM_DTYPE_ATTR_NAME, autocast_context, safe_parameters
-
-__all__ = [
-    "PARAM_COMM_DTYPE_ATTR_NAME",
-    "autocast_if_enabled",
-    "get_autocast_dtype",
-    "get_comm_dtype",
-    "get_default_autocast_lower_precision_modules",
-    "has_comm_dtype",
-    "init_autocast_params",
-]
+from deepspeed.zero.precision import PARAM_COMM_DTYPE_ATTR_NAME as PARAM_COMM_DTYPE_ATTR_NAME
+from deepspeed.zero.precision import autocast_context, safe_parameters
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:

@@ -1,7 +1,5 @@
 """Kinds of layers, by the numbers that documented interfaces give them."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 

@@ -11,24 +11,10 @@ from torch import Tensor, nn
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import Communicator
 from deepspeed.compression.split import CompressedColumns, CompressedRows, CompressedVocabulary
-from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape, tokens
+from deepspeed.compression.techniques import TOPK, Compressible, _shape, tokens
+from deepspeed.compression.techniques import QuantAct as QuantAct
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import copy_to, gather_from, reduce_from, split_to
-
-__all__ = [
-    "BNLayer_Compress",
-    "ColumnParallelLinear_Compress",
-    "Conv2dLayer_Compress",
-    "Embedding_Compress",
-    "LinearLayer_Compress",
-    "QuantAct",
-    "RowParallelLinear_Compress",
-    "copy_to_model_parallel_region",
-    "gather_from_model_parallel_region",
-    "reduce_from_model_parallel_region",
-    "scatter_to_model_parallel_region",
-    "split_tensor_along_last_dim",
-]
 
 
 class Embedding_Compress(Compressible, nn.Embedding):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.compression.helper import recursive_getattr
 Sum = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
+@dataclass(eq=False)
 class Eigenvalue:
     """Measures the curvature of the loss with respect to the parameters of each block.
 
@@ -29,28 +31,20 @@ class Eigenvalue:
     ValueError: no ``layer_name``, or ``layer_num`` below 1.
     """
 
-    def __init__(
-        self,
-        verbose: bool = False,
-        max_iter: int = 100,
-        tol: float = 0.01,
-        stability: float = 0,
-        gas_boundary_resolution: int = 1,
-        layer_name: str = "",
-        layer_num: int = 0,
-    ) -> None:
-        if not layer_name or layer_num < 1:
+    verbose: bool = False
+    max_iter: int = 100
+    tol: float = 0.01
+    stability: float = 0
+    gas_boundary_resolution: int = 1
+    layer_name: str = ""
+    layer_num: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layer_name or self.layer_num < 1:
             raise ValueError(
-                f"eigenvalues are measured block by block: layer_name={layer_name!r} must name the list of blocks, and "
-                f"layer_num={layer_num} say how many it has"
+                f"eigenvalues are measured block by block: layer_name={self.layer_name!r} must name the list of "
+                f"blocks, and layer_num={self.layer_num} say how many it has"
             )
-        self.verbose = verbose
-        self.max_iter = max_iter
-        self.tol = tol
-        self.stability = stability
-        self.gas_boundary_resolution = gas_boundary_resolution
-        self.layer_name = layer_name
-        self.layer_num = layer_num
 
     def nan_to_num(self, x: Tensor) -> Tensor:
         """``x`` with zeros where it is not finite."""

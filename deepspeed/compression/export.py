@@ -16,14 +16,8 @@ from deepspeed.compression.techniques import Compressible
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 WIDTHS = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "d_ff",
-    "hidden_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-)
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
+)  # fmt: skip
 HEADS = ("num_attention_heads", "num_key_value_heads")
 """A config can say fewer heads only where it says their size apart (`head_dim`)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from deepspeed.compression.utils import (
 Eigenvalues = Mapping[int, tuple[float, int]]
 
 
+@dataclass(eq=False)
 class MoQQuantizer:
     """Quantizes parameters in place, and lowers their bits step by step.
 
@@ -42,27 +44,17 @@ class MoQQuantizer:
         layer_num: number of blocks with eigenvalues, 0 if there are none.
     """
 
-    def __init__(
-        self,
-        q_groups: int = 1,
-        q_mixed_fp16: bool = False,
-        q_change_ratio: float = 0.01,
-        q_type: int = 0,
-        q_rounding: int = 0,
-        q_verbose: bool = False,
-        q_eigenvalue: bool = False,
-        use_quantizer_kernel: bool = False,
-        layer_num: int = 0,
-    ) -> None:
-        self.q_groups = q_groups
-        self.q_mixed_fp16 = q_mixed_fp16
-        self.q_change_ratio = q_change_ratio
-        self.q_type = q_type
-        self.q_rounding = q_rounding
-        self.q_verbose = q_verbose
-        self.q_eigenvalue = q_eigenvalue
-        self.use_quantizer_kernel = use_quantizer_kernel
-        self.layer_num = layer_num
+    q_groups: int = 1
+    q_mixed_fp16: bool = False
+    q_change_ratio: float = 0.01
+    q_type: int = 0
+    q_rounding: int = 0
+    q_verbose: bool = False
+    q_eigenvalue: bool = False
+    use_quantizer_kernel: bool = False
+    layer_num: int = 0
+
+    def __post_init__(self) -> None:
         self.qsteps = 0
         self.quantize_real_ratio = 1.0
         """Share of the value itself in the mixture."""

@@ -126,21 +126,10 @@ OPTIMIZER: dict[str, Allowed] = {
     "ns_steps": STEPS,
     "ns_method": WORD,
     **dict.fromkeys(
-        (
-            "adam_w_mode",
-            "amsgrad",
-            "bias_correction",
-            "centered",
-            "decoupled_weight_decay",
-            "differentiable",
-            "eps_inside_sqrt",
-            "fp32_optimizer_states",
-            "maximize",
-            "nesterov",
-            "set_grad_none",
-            "stochastic_rounding",
-            "torch_adam",
-        ),
+        """
+        adam_w_mode amsgrad bias_correction centered decoupled_weight_decay differentiable eps_inside_sqrt
+        fp32_optimizer_states maximize nesterov set_grad_none stochastic_rounding torch_adam
+        """.split(),
         FLAG,
     ),
     "state_bits": Allowed(lambda v: is_whole(v) and v in (8, 32), "8 or 32"),

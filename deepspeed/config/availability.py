@@ -67,20 +67,10 @@ ROUTING = (
     "num_limited_groups",
 )  # fmt: skip
 NAMING = (
-    "preset_model",
-    "moe_layer_pattern",
-    "router_pattern",
-    "expert_pattern",
-    "expert_w1",
-    "expert_w2",
-    "expert_w3",
-    "num_experts_attr",
-    "top_k_attr",
-    "has_shared_experts",
-    "shared_experts_pattern",
-    "shared_experts_gate_pattern",
-    "expert_activation",
-)
+    "preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2",
+    "expert_w3", "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern",
+    "shared_experts_gate_pattern", "expert_activation",
+)  # fmt: skip
 COMPUTING = (
     "use_grouped_mm",
     "combine_impl",

@@ -36,12 +36,7 @@ WEIGHT_QUANTIZE_FP16_MIXED_QUANTIZE = "fp16_mixed_quantize"
 WEIGHT_QUANTIZE_CHANGE_RATIO = "quantize_change_ratio"
 
 TECHNIQUES = (
-    WEIGHT_QUANTIZATION,
-    ACTIVATION_QUANTIZATION,
-    SPARSE_PRUNING,
-    HEAD_PRUNING,
-    ROW_PRUNING,
-    CHANNEL_PRUNING,
-)
+    WEIGHT_QUANTIZATION, ACTIVATION_QUANTIZATION, SPARSE_PRUNING, HEAD_PRUNING, ROW_PRUNING, CHANNEL_PRUNING,
+)  # fmt: skip
 """In the order in which they are made permanent: what changes shapes comes last."""
 SNIP_MOMENTUM = "snip_momentum"

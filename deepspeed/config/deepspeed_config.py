@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,28 +45,12 @@ from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum
 
 __all__ = [
-    "ADAGRAD_OPTIMIZER",
-    "ADAMW_OPTIMIZER",
-    "ADAM_OPTIMIZER",
-    "DEEPSPEED_OPTIMIZERS",
-    "LAMB_OPTIMIZER",
-    "LION_OPTIMIZER",
-    "MUADAMW_OPTIMIZER",
-    "MUADAM_OPTIMIZER",
-    "MUON_OPTIMIZER",
-    "MUSGD_OPTIMIZER",
-    "ONEBIT_ADAM_OPTIMIZER",
-    "ONEBIT_LAMB_OPTIMIZER",
-    "ZERO_ONE_ADAM_OPTIMIZER",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedConfigWriter",
-    "DeepSpeedZeroConfig",
-    "DtypeEnum",
-    "HybridEngineConfig",
-    "Problem",
-    "ZeroStageEnum",
-]
+    "ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER", "MUADAMW_OPTIMIZER", "MUADAM_OPTIMIZER", "MUON_OPTIMIZER", "MUSGD_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER", "DeepSpeedConfig",
+    "DeepSpeedConfigError", "DeepSpeedConfigWriter", "DeepSpeedZeroConfig", "DtypeEnum",
+    "HybridEngineConfig", "Problem", "ZeroStageEnum",
+]  # fmt: skip
 
 
 class DtypeEnum(Enum):
@@ -255,33 +240,19 @@ class DeepSpeedConfig:
 
     # Older attribute names, each a shorthand for a field of a section.
 
-    @property
-    def fp16_enabled(self) -> bool:
-        return self.float16_config.enabled
-
-    @property
-    def bfloat16_enabled(self) -> bool:
-        return self.bfloat16_config.enabled
-
-    @property
-    def amp_enabled(self) -> bool:
-        return self.amp.enabled
-
-    @property
-    def amp_params(self) -> dict[str, Any]:
-        return self.amp.params
-
-    @property
-    def torch_autocast_enabled(self) -> bool:
-        return self.torch_autocast.enabled
+    fp16_enabled = property(attrgetter("float16_config.enabled"))
+    bfloat16_enabled = property(attrgetter("bfloat16_config.enabled"))
+    amp_enabled = property(attrgetter("amp.enabled"))
+    amp_params = property(attrgetter("amp.params"))
+    torch_autocast_enabled = property(attrgetter("torch_autocast.enabled"))
 
     @property
     def torch_autocast_dtype(self) -> torch.dtype | None:
         return torch_dtype(self.torch_autocast.dtype)
 
-    @property
-    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
-        return self.torch_autocast.lower_precision_safe_modules
+    torch_autocast_lower_precision_safe_modules = property(
+        attrgetter("torch_autocast.lower_precision_safe_modules")
+    )
 
     @property
     def grad_accum_dtype(self) -> torch.dtype | None:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BeforeValidator,
     ConfigDict,
-    Field,
     PlainValidator,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -26,6 +25,8 @@ from deepspeed.config.section import (
     LenientConfigModel,
     SumDtypeOrNull,
     is_auto,
+    key,
+    lower,
     section,
 )
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
@@ -89,13 +90,9 @@ def _print_period(value: Any) -> int | float | None:
     return int(value) if math.isfinite(value) and float(value).is_integer() else float(value)
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
 def _spelled_in_any_case(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """Check a word in lower case and keep it as written: `engine.log_level()` returns it."""
-    check(_lower(value))
+    check(lower(value))
     return value
 
 
@@ -111,27 +108,25 @@ Arguments = Annotated[dict[str, Any] | None, BeforeValidator(_without_auto)]
 class OptimizerConfig(LenientConfigModel):
     """The optimizer that the engine makes when none is passed to `initialize`."""
 
-    type: str | None = Field(
-        default=None,
-        description="Name (case-insensitive) of a built-in one (adam, adamw, lamb, lion, adagrad, "
+    type: str | None = key(
+        None,
+        "Name (case-insensitive) of a built-in one (adam, adamw, lamb, lion, adagrad, "
         "sgd, ...), "
         "or the name of a class in `torch.optim`.",
     )
-    params: Arguments = Field(
-        default=None, description="Arguments of the constructor (`lr`, `betas`, `weight_decay`, ...)."
-    )
-    legacy_fusion: bool = Field(default=False, description="No effect; chose an older way of flattening.")
+    params: Arguments = key(None, "Arguments of the constructor (`lr`, `betas`, `weight_decay`, ...).")
+    legacy_fusion: bool = key(False, "No effect; chose an older way of flattening.")
 
 
 class SchedulerConfig(LenientConfigModel):
     """The learning-rate schedule that the engine makes and steps when none is passed to `initialize`."""
 
-    type: str | None = Field(
-        default=None,
-        description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, "
+    type: str | None = key(
+        None,
+        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, "
         "or the name of a class in `torch.optim.lr_scheduler`.",
     )
-    params: Arguments = Field(default=None, description="Arguments of the constructor.")
+    params: Arguments = key(None, "Arguments of the constructor.")
 
 
 class TrainingConfig(LenientConfigModel):
@@ -139,53 +134,44 @@ class TrainingConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    train_batch_size: Int | None = Field(
-        default=None,
-        gt=0,
-        description="Samples per optimizer step over all ranks: micro-batch x accumulation x "
+    train_batch_size: Int | None = key(
+        None,
+        "Samples per optimizer step over all ranks: micro-batch x accumulation x "
         "data-parallel ranks. "
         "Derived when missing; this or `train_micro_batch_size_per_gpu` must be given.",
-    )
-    train_micro_batch_size_per_gpu: Int | None = Field(
-        default=None, gt=0, description="Samples per rank in one forward and backward. Derived when missing."
-    )
-    gradient_accumulation_steps: Int | None = Field(
-        default=None,
         gt=0,
-        description="Micro-batches per optimizer step. Derived when missing; 1 if one batch size alone is "
-        "given.",
     )
-    managed_gradient_accumulation: bool = Field(
-        default=True,
-        description="The engine counts micro-batches and `step()` acts at the last one only. False: every "
+    train_micro_batch_size_per_gpu: Int | None = key(
+        None, "Samples per rank in one forward and backward. Derived when missing.", gt=0
+    )
+    gradient_accumulation_steps: Int | None = key(
+        None,
+        "Micro-batches per optimizer step. Derived when missing; 1 if one batch size alone is given.",
+        gt=0,
+    )
+    managed_gradient_accumulation: bool = key(
+        True,
+        "The engine counts micro-batches and `step()` acts at the last one only. False: every "
         "`step()` acts. "
         "False excludes `compile.deepcompile`, `amp`, and `overlap_comm` unless at stage 2.",
     )
-    optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer created by the engine.")
-    scheduler: SchedulerConfig | None = Field(
-        default=None, description="Learning-rate schedule created by the engine."
+    optimizer: OptimizerConfig | None = key(None, "Optimizer created by the engine.")
+    scheduler: SchedulerConfig | None = key(None, "Learning-rate schedule created by the engine.")
+    communication_data_type: SumDtypeOrNull = key(
+        None, "Dtype in which gradients are sent; null: that of training."
     )
-    communication_data_type: SumDtypeOrNull = Field(
-        default=None, description="Dtype in which gradients are sent; null: that of training."
+    seq_parallel_communication_data_type: DtypeOrNull = key(
+        Dtype.fp32, "No effect: `communication_data_type` applies to all ranks."
     )
-    seq_parallel_communication_data_type: DtypeOrNull = Field(
-        default=Dtype.fp32, description="No effect: `communication_data_type` applies to all ranks."
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = key(
+        "mean", "Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, DeepCompile."
     )
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = Field(
-        default="mean",
-        description="Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, "
-        "DeepCompile.",
+    prescale_gradients: bool = key(False, "Divide gradients before they are reduced instead of after.")
+    gradient_predivide_factor: Float = key(
+        1.0, "Divide by this before reducing, by the rest after.", gt=0, le=1e6
     )
-    prescale_gradients: bool = Field(
-        default=False, description="Divide gradients before they are reduced instead of after."
-    )
-    gradient_predivide_factor: Float = Field(
-        default=1.0, gt=0, le=1e6, description="Divide by this before reducing, by the rest after."
-    )
-    sparse_gradients: bool = Field(
-        default=False, description="Reduce gradients of `nn.Embedding` as indices and values."
-    )
-    disable_allgather: bool = Field(default=False, description="No effect; kept for old files.")
+    sparse_gradients: bool = key(False, "Reduce gradients of `nn.Embedding` as indices and values.")
+    disable_allgather: bool = key(False, "No effect; kept for old files.")
     fp16: DeepSpeedFP16Config = section(DeepSpeedFP16Config, "Training in fp16.")
     bf16: DeepSpeedBF16Config = section(DeepSpeedBF16Config, "Training in bf16. Old spelling: `bfloat16`.")
     fp8: Float8Config = section(
@@ -197,32 +183,29 @@ class TrainingConfig(LenientConfigModel):
     )
     amp: AmpConfig = section(AmpConfig, "Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
     torch_autocast: TorchAutocastConfig = section(TorchAutocastConfig, "`torch.autocast` by the engine.")
-    gradient_clipping: FloatOrInfinity = Field(
-        default=1.0, ge=0, description="Largest global norm of the gradients; 0 or infinity: no clipping."
+    gradient_clipping: FloatOrInfinity = key(
+        1.0, "Largest global norm of the gradients; 0 or infinity: no clipping.", ge=0
     )
     data_types: DataTypesConfig = section(DataTypesConfig, "Dtypes other than the implied ones.")
-    zero_optimization: DeepSpeedZeroConfig = Field(
-        default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
+    zero_optimization: DeepSpeedZeroConfig = key(
+        DeepSpeedZeroConfig(), "ZeRO. The old form, a boolean, means stage 1 or 0."
     )
-    zero_allow_untested_optimizer: bool = Field(
-        default=False,
-        description="true: partition a client's optimizer without checks; false, if given: refuse all but "
+    zero_allow_untested_optimizer: bool = key(
+        False,
+        "true: partition a client's optimizer without checks; false, if given: refuse all but "
         "torch's and ours.",
     )
-    zero_force_ds_cpu_optimizer: bool = Field(
-        default=True,
-        description="true, if given: with optimizer offload, refuse a client's optimizer not made for the host.",
+    zero_force_ds_cpu_optimizer: bool = key(
+        True, "true, if given: with optimizer offload, refuse a client's optimizer not made for the host."
     )
     aio: AioConfig = section(AioConfig, "File access for NVMe offload.")
     tensor_parallel: TPTrainingConfig = section(TPTrainingConfig, "AutoTP.")
-    sequence_parallel_size: Int | None = Field(default=None, ge=1, description="Ranks that share a sequence.")
-    data_parallel_size: Int | None = Field(
-        default=None,
-        ge=1,
-        description="Data-parallel ranks; with `sequence_parallel_size` it defines the device mesh.",
+    sequence_parallel_size: Int | None = key(None, "Ranks that share a sequence.", ge=1)
+    data_parallel_size: Int | None = key(
+        None, "Data-parallel ranks; with `sequence_parallel_size` it defines the device mesh.", ge=1
     )
-    use_data_before_expert_parallelism: bool = Field(
-        default=False, description="Order of the ranks: data groups inside expert groups."
+    use_data_before_expert_parallelism: bool = key(
+        False, "Order of the ranks: data groups inside expert groups."
     )
     expert_parallel: AutoEPConfig = section(AutoEPConfig, "AutoEP.")
     hybrid_engine: HybridEngineConfig = section(HybridEngineConfig, "Training and generation in one engine.")
@@ -230,61 +213,39 @@ class TrainingConfig(LenientConfigModel):
         int | float | None,
         PlainValidator(_print_period),
         AllowedValues("a number above 0 (infinity: never) or null"),
-    ] = Field(
-        default=None,
-        description="Steps between two lines of progress; null: chosen automatically, see logging.md.",
-    )
-    wall_clock_breakdown: bool = Field(
-        default=False, description="Time forward, backward and step; `flops_profiler` turns it on."
-    )
-    memory_breakdown: bool = Field(
-        default=False, description="Report memory around forward, backward and step."
-    )
-    dump_state: bool = Field(default=False, description="Print the config at the start.")
-    disable_python_gc: bool = Field(
-        default=False,
-        description="Turn Python's garbage collector off until the engine is destroyed, because a full collection on "
+    ] = key(None, "Steps between two lines of progress; null: chosen automatically, see logging.md.")
+    wall_clock_breakdown: bool = key(False, "Time forward, backward and step; `flops_profiler` turns it on.")
+    memory_breakdown: bool = key(False, "Report memory around forward, backward and step.")
+    dump_state: bool = key(False, "Print the config at the start.")
+    disable_python_gc: bool = key(
+        False,
+        "Turn Python's garbage collector off until the engine is destroyed, because a full collection on "
         "one rank delays all; `engine.collect_python_gc()` collects.",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, WrapValidator(_spelled_in_any_case)
-    ] = Field(
-        default=None,
-        description="Level of the logger; null: unchanged. At `warning` and above, no progress is shown.",
-    )
-    vocabulary_size: Int | None = Field(
-        default=None, ge=1, description="Only checked: a multiple of 8 is faster on GPUs."
-    )
-    dataloader_drop_last: bool = Field(
-        default=False, description="The engine's loader drops an incomplete last batch."
-    )
-    graph_harvesting: bool = Field(default=False, description="Run the optimizer step as a CUDA graph.")
+    ] = key(None, "Level of the logger; null: unchanged. At `warning` and above, no progress is shown.")
+    vocabulary_size: Int | None = key(None, "Only checked: a multiple of 8 is faster on GPUs.", ge=1)
+    dataloader_drop_last: bool = key(False, "The engine's loader drops an incomplete last batch.")
+    graph_harvesting: bool = key(False, "Run the optimizer step as a CUDA graph.")
     timers: TimersConfig = section(TimersConfig, "Timers.")
     autotuning: DeepSpeedAutotuningConfig = section(DeepSpeedAutotuningConfig, "Autotuner.")
     flops_profiler: DeepSpeedFlopsProfilerConfig = section(DeepSpeedFlopsProfilerConfig, "FLOPs profiler.")
-    gradient_compression: GradientCompressionConfig | None = Field(
-        default=None, description="Gradients in a few bits per element; see slow_links.md."
+    gradient_compression: GradientCompressionConfig | None = key(
+        None, "Gradients in a few bits per element; see slow_links.md."
     )
-    audit: AuditConfig | None = Field(
-        default=None, description="Fingerprints of every step, for `ds diff`; see diff.md."
-    )
-    trace: TraceConfig | None = Field(
-        default=None, description="A timeline of some steps, for `ds trace`; see profiling.md."
-    )
+    audit: AuditConfig | None = key(None, "Fingerprints of every step, for `ds diff`; see diff.md.")
+    trace: TraceConfig | None = key(None, "A timeline of some steps, for `ds trace`; see profiling.md.")
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = section(
         DeepSpeedActivationCheckpointingConfig, "Activation checkpointing."
     )
     tiled_compute: TiledComputeConfig = section(TiledComputeConfig, "Long sequences in tiles.")
-    sparse_attention: SparseAttentionConfig | None = Field(
-        default=None, description="Block-sparse attention."
-    )
+    sparse_attention: SparseAttentionConfig | None = key(None, "Block-sparse attention.")
     data_efficiency: DataEfficiencyConfig = section(DataEfficiencyConfig, "Data efficiency library.")
-    curriculum_learning: CurriculumLegacyConfig | None = Field(
-        default=None, description="Curriculum on sequence length (older form)."
+    curriculum_learning: CurriculumLegacyConfig | None = key(
+        None, "Curriculum on sequence length (older form)."
     )
-    progressive_layer_drop: ProgressiveLayerDropConfig | None = Field(
-        default=None, description="Progressive layer dropping."
-    )
+    progressive_layer_drop: ProgressiveLayerDropConfig | None = key(None, "Progressive layer dropping.")
     tensorboard: TensorBoardConfig = section(TensorBoardConfig, "Curves for TensorBoard.")
     wandb: WandbConfig = section(WandbConfig, "Curves for Weights & Biases.")
     csv_monitor: CSVConfig = section(CSVConfig, "Curves in CSV files.")
@@ -294,26 +255,22 @@ class TrainingConfig(LenientConfigModel):
     aim: AimConfig = section(AimConfig, "Curves for Aim.")
     monitor: MonitorConfig = section(MonitorConfig, "The live page (see live.md); the x axis of the curves.")
     comm: CommConfig = section(CommConfig, "Communication.")
-    comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
-    elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
+    comms_logger: CommsLoggerConfig | None = key(None, "Log of communication.")
+    elasticity: ElasticityConfig | None = key(None, "Elastic batch size.")
     compression_training: CompressionConfig = section(CompressionConfig, "Compression.")
-    quantize_training: QuantizeTrainingConfig | None = Field(
-        default=None, description="The first form of MoQ's section, kept for old files."
+    quantize_training: QuantizeTrainingConfig | None = key(
+        None, "The first form of MoQ's section, kept for old files."
     )
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoints.")
     pipeline: PipelineConfig = section(PipelineConfig, "Pipeline engine.")
     nebula: DeepSpeedNebulaConfig = section(DeepSpeedNebulaConfig, "Checkpoints through Azure Nebula.")
-    datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = Field(
-        default=False, description="Checkpoints through DataStates; anything but false turns it on."
+    datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = key(
+        False, "Checkpoints through DataStates; anything but false turns it on."
     )
-    weight_quantization: WeightQuantConfig | None = Field(
-        default=None, description="Quantized weights for inference with ZeRO."
-    )
+    weight_quantization: WeightQuantConfig | None = key(None, "Quantized weights for inference with ZeRO.")
     compile: CompileConfig = section(CompileConfig, "DeepCompile.")
-    inference: Any = Field(
-        default=None, description="Not read here; Transformers looks for `inference.tensor_parallel.tp_size`."
-    )
-    msamp: Any = Field(default=None, description="Not read here; Accelerate writes it for MS-AMP.")
+    inference: Any = key(None, "Not read here; Transformers looks for `inference.tensor_parallel.tp_size`.")
+    msamp: Any = key(None, "Not read here; Accelerate writes it for MS-AMP.")
 
     @model_validator(mode="after")
     def profiler_needs_timers(self) -> TrainingConfig:

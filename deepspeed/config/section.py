@@ -222,6 +222,16 @@ def required(description: str) -> Any:
     return Field(None, description=description, json_schema_extra={"required_when_enabled": True})
 
 
+def lower(value: Any) -> Any:
+    """Accept a word in any case: the documents write "FLOPS"."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def key(default: Any, description: str, **more: Any) -> Any:
+    """Define a key with its default, its text in `docs/config.md`, and its bounds as pydantic's `Field` has them."""
+    return Field(default, description=description, **more)
+
+
 def deprecated(
     default: Any,
     description: str,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
-from deepspeed.base.sharded import is_dtensor, is_zero_param
+from deepspeed.base.sharded import is_dtensor, is_zero_param, listing
 from deepspeed.config.plan import Plan
 from deepspeed.parallel.expert.placement import mark_stacks, place_experts, watched_layers
 from deepspeed.zero.placements import find_placements
@@ -18,8 +18,6 @@ from deepspeed.zero.replica_groups import ReplicaGroups
 
 if TYPE_CHECKING:
     from deepspeed.comm.mesh import ProcessMesh
-
-_SHOWN = 3
 
 
 def require_module(given: object) -> None:
@@ -42,7 +40,7 @@ def check_module(module: nn.Module) -> None:
             found.setdefault(kind, []).append(name)
     if not found:
         return
-    problems = [f"{_listing(names)} {_WHY[kind]}" for kind, names in found.items()]
+    problems = [f"{listing(names)} {_WHY[kind]}" for kind, names in found.items()]
     refusal = NotImplementedError if set(found) == {"dtensor"} else ValueError
     raise refusal("; ".join(problems))
 
@@ -69,11 +67,6 @@ def _problem(param: nn.Parameter) -> str | None:
     if param.requires_grad and param.layout is not torch.strided:
         return "sparse"
     return None
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameters {', '.join(names[:_SHOWN])}{more}"
 
 
 def lay_out_contiguously(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Int, deprecated
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Int, deprecated, key
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
@@ -44,46 +44,36 @@ class QuantTypeEnum(str, Enum):
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
     """Tensor parallelism."""
 
-    enabled: bool = Field(default=True, description="Turn it on.")
-    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
-    tp_grain_size: Int = Field(
-        default=64, ge=1, description="Shard boundaries fall on multiples of this many columns."
-    )
-    mpu: Any = Field(default=None, description="Model-parallel unit that provides the groups.")
-    tp_group: Any = Field(default=None, description="The process group.")
+    enabled: bool = key(True, "Turn it on.")
+    tp_size: Int = key(1, "Ranks that share each layer.", ge=1)
+    tp_grain_size: Int = key(64, "Shard boundaries fall on multiples of this many columns.", ge=1)
+    mpu: Any = key(None, "Model-parallel unit that provides the groups.")
+    tp_group: Any = key(None, "The process group.")
 
 
 class DeepSpeedMoEConfig(DeepSpeedConfigModel):
     """Mixture of experts."""
 
-    enabled: bool = Field(default=True, description="Turn it on.")
-    ep_size: Int = Field(default=1, ge=1, description="Ranks that share the experts of a layer.")
-    moe_experts: list[Int] = Field(default=[1], alias="num_experts", description="Experts per layer.")
-    type: MoETypeEnum = Field(
-        default=MoETypeEnum.standard, description="Plain experts, or experts alongside a dense layer."
-    )
-    ep_mp_group: Any = Field(default=None, description="Group of the ranks that share an expert.")
-    ep_group: Any = Field(
-        default=None, alias="expert_group", description="Group of the ranks that share the experts."
-    )
+    enabled: bool = key(True, "Turn it on.")
+    ep_size: Int = key(1, "Ranks that share the experts of a layer.", ge=1)
+    moe_experts: list[Int] = key([1], "Experts per layer.", alias="num_experts")
+    type: MoETypeEnum = key(MoETypeEnum.standard, "Plain experts, or experts alongside a dense layer.")
+    ep_mp_group: Any = key(None, "Group of the ranks that share an expert.")
+    ep_group: Any = key(None, "Group of the ranks that share the experts.", alias="expert_group")
 
 
 class BaseQuantConfig(DeepSpeedConfigModel):
-    enabled: bool = Field(default=True, description="Turn it on.")
-    num_bits: Int = Field(default=8, ge=1, description="Bits.")
-    q_type: QuantTypeEnum = Field(default=QuantTypeEnum.sym, description="With or without a zero point.")
-    q_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
+    enabled: bool = key(True, "Turn it on.")
+    num_bits: Int = key(8, "Bits.", ge=1)
+    q_type: QuantTypeEnum = key(QuantTypeEnum.sym, "With or without a zero point.")
+    q_groups: Int = key(1, "Groups of values with a scale of their own.", ge=1)
 
 
 class WeightQuantConfig(BaseQuantConfig):
     """Quantized weights."""
 
-    quantized_initialization: dict[str, Any] = Field(
-        default={}, description="Quantize while the model is built."
-    )
-    post_init_quant: dict[str, Any] = Field(
-        default={}, description="Quantize the built model: module name to settings."
-    )
+    quantized_initialization: dict[str, Any] = key({}, "Quantize while the model is built.")
+    post_init_quant: dict[str, Any] = key({}, "Quantize the built model: module name to settings.")
 
 
 class ActivationQuantConfig(BaseQuantConfig):
@@ -93,16 +83,16 @@ class ActivationQuantConfig(BaseQuantConfig):
 class QKVQuantConfig(DeepSpeedConfigModel):
     """Quantized attention projections."""
 
-    enabled: bool = Field(default=True, description="Turn it on.")
+    enabled: bool = key(True, "Turn it on.")
 
 
 class InferenceQuantConfig(DeepSpeedConfigModel):
     """Quantization."""
 
-    enabled: bool = Field(default=True, description="Turn it on.")
-    activation: ActivationQuantConfig = Field(default=ActivationQuantConfig(), description="Activations.")
-    weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="Weights.")
-    qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="Attention projections.")
+    enabled: bool = key(True, "Turn it on.")
+    activation: ActivationQuantConfig = key(ActivationQuantConfig(), "Activations.")
+    weight: WeightQuantConfig = key(WeightQuantConfig(), "Weights.")
+    qkv: QKVQuantConfig = key(QKVQuantConfig(), "Attention projections.")
 
 
 QuantizationConfig = InferenceQuantConfig
@@ -112,9 +102,9 @@ QuantizationConfig = InferenceQuantConfig
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
     """Source of the weights, and folder to save them to."""
 
-    checkpoint_dir: str | None = Field(default=None, description="Folder to load from.")
-    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the sharded weights.")
-    base_dir: str | None = Field(default=None, description="Folder that relative paths start from.")
+    checkpoint_dir: str | None = key(None, "Folder to load from.")
+    save_mp_checkpoint_path: str | None = key(None, "Folder for the sharded weights.")
+    base_dir: str | None = key(None, "Folder that relative paths start from.")
 
 
 _DTYPES = f"a torch dtype or its name: {', '.join(member.name for member in DtypeEnum)}"
@@ -147,64 +137,43 @@ Experts = Annotated[list[Int], BeforeValidator(_listed)]
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     """Arguments of `init_inference`."""
 
-    replace_with_kernel_inject: bool = Field(
-        default=False, alias="kernel_inject", description="Use fused kernels for known models."
+    replace_with_kernel_inject: bool = key(
+        False, "Use fused kernels for known models.", alias="kernel_inject"
     )
-    dtype: Annotated[torch.dtype, PlainValidator(_dtype), AllowedValues(_DTYPES)] = Field(
-        default=torch.float16, description="Dtype of the weights."
+    dtype: Annotated[torch.dtype, PlainValidator(_dtype), AllowedValues(_DTYPES)] = key(
+        torch.float16, "Dtype of the weights."
     )
-    tensor_parallel: DeepSpeedTPConfig = Field(
-        default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
+    tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig(), "Tensor parallelism.", alias="tp")
+    enable_cuda_graph: bool = key(False, "Capture forward as a CUDA graph.")
+    use_triton: bool = key(False, "No effect: kernels are chosen by the device and by what is installed.")
+    triton_autotune: bool = key(False, "Tune them at the start.")
+    zero: DeepSpeedZeroConfig = key(DeepSpeedZeroConfig(), "ZeRO, for weights outside the device.")
+    triangular_masking: bool = key(True, "Causal attention in fused kernels.", alias="tm")
+    moe: Annotated[DeepSpeedMoEConfig, BeforeValidator(_moe_switch)] = key(
+        DeepSpeedMoEConfig(), "Mixture of experts; a boolean stands for `enabled`."
     )
-    enable_cuda_graph: bool = Field(default=False, description="Capture forward as a CUDA graph.")
-    use_triton: bool = Field(
-        default=False, description="No effect: kernels are chosen by the device and by what is installed."
+    keep_module_on_host: bool = key(False, "Leave weights in host memory.")
+    quant: InferenceQuantConfig = key(InferenceQuantConfig(), "Quantization.")
+    checkpoint: str | list[str] | dict[str, Any] | None = key(
+        None, "Weight files: a list, an object or a JSON file with it, a file, or a folder."
     )
-    triton_autotune: bool = Field(default=False, description="Tune them at the start.")
-    zero: DeepSpeedZeroConfig = Field(
-        default=DeepSpeedZeroConfig(), description="ZeRO, for weights outside the device."
+    base_dir: str = key("", "Folder that relative paths start from.")
+    set_empty_params: bool = key(False, "Build the model without weights.")
+    save_mp_checkpoint_path: str | None = key(None, "Folder for the sharded weights.")
+    checkpoint_config: InferenceCheckpointConfig = key(
+        InferenceCheckpointConfig(), "Where weights come from and go to.", alias="ckpt_config"
     )
-    triangular_masking: bool = Field(
-        default=True, alias="tm", description="Causal attention in fused kernels."
-    )
-    moe: Annotated[DeepSpeedMoEConfig, BeforeValidator(_moe_switch)] = Field(
-        default=DeepSpeedMoEConfig(), description="Mixture of experts; a boolean stands for `enabled`."
-    )
-    keep_module_on_host: bool = Field(default=False, description="Leave weights in host memory.")
-    quant: InferenceQuantConfig = Field(default=InferenceQuantConfig(), description="Quantization.")
-    checkpoint: str | list[str] | dict[str, Any] | None = Field(
-        default=None,
-        description="Weight files: a list, an object or a JSON file with it, a file, or a folder.",
-    )
-    base_dir: str = Field(default="", description="Folder that relative paths start from.")
-    set_empty_params: bool = Field(default=False, description="Build the model without weights.")
-    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the sharded weights.")
-    checkpoint_config: InferenceCheckpointConfig = Field(
-        default=InferenceCheckpointConfig(),
-        alias="ckpt_config",
-        description="Where weights come from and go to.",
-    )
-    return_tuple: bool = Field(default=True, description="Fused layers return a tuple.")
-    training_mp_size: Int = Field(
-        default=1, ge=1, description="Ranks that shared each layer when the weights were saved."
-    )
+    return_tuple: bool = key(True, "Fused layers return a tuple.")
+    training_mp_size: Int = key(1, "Ranks that shared each layer when the weights were saved.", ge=1)
     replace_method: str = deprecated("auto", "No effect.", message="no effect; leave it out")
-    injection_policy: dict[Any, Any] | None = Field(
-        default=None,
-        alias="injection_dict",
-        description="Layer class to the names of the layers whose output is summed.",
+    injection_policy: dict[Any, Any] | None = key(
+        None, "Layer class to the names of the layers whose output is summed.", alias="injection_dict"
     )
-    injection_policy_tuple: tuple[Any, ...] | None = Field(
-        default=None, description="The same for all layers."
-    )
-    config: Any = Field(default=None, alias="args", description="Further settings.")
-    max_out_tokens: Int = Field(
-        default=1024, ge=1, alias="max_tokens", description="Longest sequence, prompt included."
-    )
-    min_out_tokens: Int = Field(
-        default=1, ge=1, alias="min_tokens", description="Minimum room for new tokens."
-    )
-    transposed_mode: bool = Field(default=False, description="Keep weights transposed.")
+    injection_policy_tuple: tuple[Any, ...] | None = key(None, "The same for all layers.")
+    config: Any = key(None, "Further settings.", alias="args")
+    max_out_tokens: Int = key(1024, "Longest sequence, prompt included.", ge=1, alias="max_tokens")
+    min_out_tokens: Int = key(1, "Minimum room for new tokens.", ge=1, alias="min_tokens")
+    transposed_mode: bool = key(False, "Keep weights transposed.")
     mp_size: Annotated[Int, Field(ge=1)] = deprecated(
         1, "Old name of `tensor_parallel.tp_size`.", new_param="tensor_parallel.tp_size"
     )

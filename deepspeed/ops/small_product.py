@@ -12,20 +12,9 @@ from torch.nn import functional
 
 from deepspeed.ops import gpu
 from deepspeed.ops.formats.integers import symmetric_levels
-from deepspeed.ops.host_graph import GraphMatrix, GraphStep, HostGraph, Weights
+from deepspeed.ops.host_graph import GraphMatrix, GraphStep, HostGraph
+from deepspeed.ops.host_graph import Weights as Weights
 from deepspeed.ops.native import DTYPE_CODES, library
-
-__all__ = [
-    "SmallProducts",
-    "QuantizedMatrix",
-    "Weights",
-    "by_kernel",
-    "product",
-    "program_rows",
-    "quantized_product",
-    "rounded_product",
-    "takes_bfloat16",
-]
 
 MAX_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
 """For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""

@@ -1,7 +1,5 @@
 """Marker classes that clients test optimizers against."""
 
-from __future__ import annotations
-
 
 class DeepSpeedOptimizer:
     """Base of every optimizer that the engine wraps around a client's."""

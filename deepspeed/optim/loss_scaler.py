@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -119,31 +120,19 @@ class LossScaler(LossScalerBase):
 
     # Documented names of the same values, of the scalers and of the ``loss_scale_config`` of optimizers ------
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.dynamic
+    dynamic_loss_scale = property(attrgetter("dynamic"))
 
     @property
     def last_overflow_iter(self) -> int:
         return self.cur_iter - self.good_steps - 1
 
-    @property
-    def scale_window(self) -> int:
-        return self.plan.window
-
-    @property
-    def min_scale(self) -> float:
-        return self.plan.minimum
+    scale_window = property(attrgetter("plan.window"))
+    min_scale = property(attrgetter("plan.minimum"))
 
     min_loss_scale = min_scale
 
-    @property
-    def delayed_shift(self) -> int:
-        return self.plan.hysteresis
-
-    @property
-    def consecutive_hysteresis(self) -> bool:
-        return self.plan.consecutive_hysteresis
+    delayed_shift = property(attrgetter("plan.hysteresis"))
+    consecutive_hysteresis = property(attrgetter("plan.consecutive_hysteresis"))
 
     @property
     def cur_hysteresis(self) -> int:

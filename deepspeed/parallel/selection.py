@@ -104,17 +104,9 @@ def weight_quantization(config: DeepSpeedConfig) -> ModuleTransform | None:
 
 Factory = Callable[["DeepSpeedConfig"], "ModuleTransform | None"]
 FROM_CONFIG: tuple[Factory, ...] = (
-    expert_parallelism,
-    tensor_parallelism,
-    sparse_attention,
-    sequence_shards,
-    float8_linears,
-    tiled_compute,
-    memory_budget,
-    native_products,
-    layer_drop,
-    weight_quantization,
-)
+    expert_parallelism, tensor_parallelism, sparse_attention, sequence_shards, float8_linears, tiled_compute,
+    memory_budget, native_products, layer_drop, weight_quantization,
+)  # fmt: skip
 """Each gives a transform, or None where the config does not ask for it."""
 
 

@@ -56,13 +56,9 @@ ESTIMATED = (MemoryKind.ARRIVING, MemoryKind.ACTIVATIONS)
 """Kinds that depend on the model's code."""
 
 MODEL_STATES = (
-    MemoryKind.PARAMETERS,
-    MemoryKind.BUFFERS,
-    MemoryKind.MASTERS,
-    MemoryKind.STATE,
-    MemoryKind.GRADIENTS,
+    MemoryKind.PARAMETERS, MemoryKind.BUFFERS, MemoryKind.MASTERS, MemoryKind.STATE, MemoryKind.GRADIENTS,
     MemoryKind.SWAP,
-)
+)  # fmt: skip
 """What must exist whatever the model does."""
 
 

@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
 from deepspeed.tools.launcher import runner
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.shim import USAGE_ERROR
@@ -20,20 +21,7 @@ from deepspeed.tools.launcher.shim import USAGE_ERROR
 RANKS_MODULE = "deepspeed.tools.bench_ranks"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 TRANSPORTS = ("shared_memory", "gloo", "torch")
-DTYPES = (
-    "float32",
-    "float",
-    "float16",
-    "half",
-    "bfloat16",
-    "float64",
-    "double",
-    "int32",
-    "int",
-    "int64",
-    "long",
-    "uint8",
-)
+DTYPES = "float32 float float16 half bfloat16 float64 double int32 int int64 long uint8".split()
 
 
 def parser() -> ArgumentParser:
@@ -43,52 +31,34 @@ def parser() -> ArgumentParser:
         epilog="All other options are those of `deepspeed`, such as --num_gpus, --hostfile and --include.",
         allow_abbrev=False,
     )
-    made.add_argument("--trials", type=int, default=5, metavar="N", help="number of timed calls (default: 5)")
-    made.add_argument(
-        "--warmups",
-        type=int,
-        default=5,
-        metavar="N",
-        help="number of calls before the timed ones (default: 5)",
-    )
-    made.add_argument(
-        "--maxsize", type=int, default=24, metavar="K", help="largest tensor, in 2**K elements (default: 24)"
-    )
-    made.add_argument(
-        "--minsize", type=int, default=10, metavar="K", help="smallest tensor, in 2**K elements (default: 10)"
-    )
-    made.add_argument(
-        "--scan", action="store_true", help="measure every power of two (default: every fourth)"
-    )
-    made.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    made.add_argument(
-        "--bw-unit", choices=("Gbps", "GBps"), default="Gbps", help="bits or bytes per second (default: Gbps)"
-    )
-    made.add_argument(
-        "--mem-factor", type=float, default=0.3, metavar="F", help="fraction of the free memory to use"
-    )
-    made.add_argument("--backend", help="backend of the process group (default: that of the device)")
-    made.add_argument(
-        "--dist",
-        choices=("deepspeed", "torch"),
-        help="measure only our transports, or only torch.distributed",
-    )
-    made.add_argument("--transport", choices=TRANSPORTS, nargs="+", help="measure only these transports")
-    made.add_argument("--async-op", action="store_true", help="issue all trials before waiting for them")
-    made.add_argument("--raw", action="store_true", help="print numbers without units")
-    made.add_argument("--debug", action="store_true", help="also print the result of each rank")
-    made.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    made.add_argument("--plot", metavar="FILE", help="plot the results (needs matplotlib)")
-    for operation in OPERATIONS:
-        flag = f"--{operation.replace('_', '-')}"
-        made.add_argument(
-            flag,
-            action="append_const",
-            dest="operations",
-            const=operation,
-            help="measure only the collectives given",
-        )
+    options = {
+        "--trials N": takes("number of timed calls (default: 5)", 5),
+        "--warmups N": takes("number of calls before the timed ones (default: 5)", 5),
+        "--maxsize K": takes("largest tensor, in 2**K elements (default: 24)", 24),
+        "--minsize K": takes("smallest tensor, in 2**K elements (default: 10)", 10),
+        "--scan": "measure every power of two (default: every fourth)",
+        "--dtype": takes("default: float32", "float32", choices=DTYPES),
+        "--bw-unit": takes("bits or bytes per second (default: Gbps)", "Gbps", choices=("Gbps", "GBps")),
+        "--mem-factor F": takes("fraction of the free memory to use", 0.3),
+        "--backend": takes("backend of the process group (default: that of the device)"),
+        "--dist": takes(
+            "measure only our transports, or only torch.distributed", choices=("deepspeed", "torch")
+        ),
+        "--transport": takes("measure only these transports", choices=TRANSPORTS, nargs="+"),
+        "--async-op": "issue all trials before waiting for them",
+        "--raw": "print numbers without units",
+        "--debug": "also print the result of each rank",
+        "--json FILE": takes("write the rows as JSON"),
+        "--plot FILE": takes("plot the results (needs matplotlib)"),
+        **{f"--{name.replace('_', '-')}": _only(name) for name in OPERATIONS},
+    }
+    add_options(made, options)
     return made
+
+
+def _only(operation: str) -> dict[str, Any]:
+    about = "measure only the collectives given"
+    return takes(about, action="append_const", dest="operations", const=operation)
 
 
 @ends_quietly

@@ -31,14 +31,9 @@ STAGES = (0, 1, 2, 3)
 LIMIT_S = 600.0
 
 _SET_HERE = (
-    "zero_optimization",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "monitor",
-    "autotuning",
-)
+    "zero_optimization", "train_batch_size", "gradient_accumulation_steps", "steps_per_print",
+    "wall_clock_breakdown", "monitor", "autotuning",
+)  # fmt: skip
 """Parts of a config that a calibration replaces or leaves out."""
 _ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
 from deepspeed.observe.audit.compare import Comparison, Difference, compare, step_name
 from deepspeed.observe.audit.records import Run, UnreadableRecord, read_run
 
@@ -25,19 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "and phase that differ, and by how much. The exit code is 0 if the runs are the same, 1 if they differ, 2 if "
         "they cannot be compared.",
     )
-    parser.add_argument("run_a", type=Path, help="audit.record folder of one run")
-    parser.add_argument("run_b", type=Path, help="audit.record folder of the other run")
-    parser.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        metavar="X",
-        help="largest relative difference to ignore; 0 compares every bit (default: 0 if both runs do the same "
-        "arithmetic, otherwise depending on their precision)",
-    )
-    parser.add_argument(
-        "--show", type=positive, default=10, metavar="N", help="number of differences to list (default: 10)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = {
+        "run_a": takes("audit.record folder of one run", type=Path),
+        "run_b": takes("audit.record folder of the other run", type=Path),
+        "--tolerance X": takes(
+            "largest relative difference to ignore; 0 compares every bit (default: 0 if both runs do the same "
+            "arithmetic, otherwise depending on their precision)",
+            type=_tolerance,
+        ),
+        "--show N": takes("number of differences to list (default: 10)", 10, type=positive),
+        "--json": "print the result as JSON",
+    }
+    add_options(parser, options)
     args = parser.parse_args(argv)
     try:
         a, b = read_run(args.run_a), read_run(args.run_b)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
 from deepspeed.tools.launcher.addresses import ask, master_address, resolved
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
@@ -333,21 +333,16 @@ def parser() -> ArgumentParser:
         description="Check that this machine, and those of a hostfile, are ready for a job.",
         allow_abbrev=False,
     )
-    made.add_argument(
-        "--port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="port of the rendezvous"
-    )
-    made.add_argument(
-        "-f",
-        "-H",
-        "--hostfile",
-        metavar="FILE",
-        help="file of lines 'HOST slots=N': also check these machines, over ssh",
-    )
-    made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
-    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
-    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
-    made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
-    made.add_argument("--facts", metavar="JSON", help="used on remote machines: the arguments of `collect`")
+    options = {
+        "--port": takes("port of the rendezvous", TORCH_DISTRIBUTED_DEFAULT_PORT),
+        "-f -H --hostfile FILE": takes("file of lines 'HOST slots=N': also check these machines, over ssh"),
+        "-i --include SPEC": takes("only these hosts: HOST[@HOST...]", ""),
+        "-e --exclude SPEC": takes("all hosts but these", ""),
+        "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
+        "--launcher_args TEXT": takes("options for ssh, as one word", ""),
+        "--facts JSON": takes("used on remote machines: the arguments of `collect`"),
+    }
+    add_options(made, options)
     return made
 
 

@@ -11,48 +11,29 @@ from __future__ import annotations
 import argparse
 import sys
 
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint.foreign.universal_export import convert
 
 
 def parse_arguments() -> argparse.Namespace:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(description="Convert a checkpoint to a universal checkpoint.")
-    parser.add_argument(
-        "--input_folder", required=True, help="folder of one checkpoint, such as global_step3"
-    )
-    parser.add_argument("--output_folder", required=True, help="folder for the universal checkpoint")
-    parser.add_argument(
-        "--num_extract_workers",
-        default=4,
-        type=int,
-        help="accepted without effect: there are no temporary files",
-    )
-    parser.add_argument(
-        "--num_merge_workers",
-        default=2,
-        type=int,
-        help="number of processes; each holds one tensor in memory",
-    )
-    parser.add_argument(
-        "--keep_temp_folder",
-        action="store_true",
-        help="accepted without effect: there are no temporary files",
-    )
-    parser.add_argument(
-        "--no_strict", dest="strict", action="store_false", help="do not check the result by opening it"
-    )
-    parser.add_argument(
-        "--inject_missing_state",
-        action="store_true",
-        help="also write weights that no optimizer holds, and zeros for state that does not exist yet",
-    )
-    parser.add_argument(
-        "--zero_stage",
-        default=None,
-        type=int,
-        choices=(1, 2, 3),
-        help="stage at which release 0.19 will load it (default: the stage of the checkpoint)",
-    )
+    options = {
+        "--input_folder": takes("folder of one checkpoint, such as global_step3", required=True),
+        "--output_folder": takes("folder for the universal checkpoint", required=True),
+        "--num_extract_workers": takes("accepted without effect: there are no temporary files", 4),
+        "--num_merge_workers": takes("number of processes; each holds one tensor in memory", 2),
+        "--keep_temp_folder": "accepted without effect: there are no temporary files",
+        "--no_strict": takes("do not check the result by opening it", dest="strict", action="store_false"),
+        "--inject_missing_state": "also write weights that no optimizer holds, and zeros for state that does not exist "
+        "yet",
+        "--zero_stage": takes(
+            "stage at which release 0.19 will load it (default: the stage of the checkpoint)",
+            type=int,
+            choices=(1, 2, 3),
+        ),
+    }
+    add_options(parser, options)
     return parser.parse_args()
 
 

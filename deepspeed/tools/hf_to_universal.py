@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_writer import naming
@@ -82,14 +83,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Convert a Transformers checkpoint to a universal checkpoint."
     )
-    parser.add_argument("--hf_checkpoint_dir", required=True, help="folder of the model's weights")
-    parser.add_argument("--save_dir", required=True, help="folder for the universal checkpoint")
-    parser.add_argument(
-        "--safe_serialization", action="store_true", help="refuse weights that are not .safetensors files"
-    )
-    parser.add_argument(
-        "--num_workers", default=4, type=int, help="accepted without effect: files are converted in order"
-    )
+    options = {
+        "--hf_checkpoint_dir": takes("folder of the model's weights", required=True),
+        "--save_dir": takes("folder for the universal checkpoint", required=True),
+        "--safe_serialization": "refuse weights that are not .safetensors files",
+        "--num_workers": takes("accepted without effect: files are converted in order", 4),
+    }
+    add_options(parser, options)
     given = parser.parse_args(args)
     folder = convert(given.hf_checkpoint_dir, given.save_dir, safe_serialization=given.safe_serialization)
     print(f"wrote the universal checkpoint {folder}")

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
 from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
         "it. Ctrl-C stops it.",
     )
-    parser.add_argument("folder", type=Path, help="the run's monitor.live.folder, or an older record in it")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help=f"address to listen on (default: %(default)s). If other machines can connect, a token is required: that "
-        f"of {TOKEN_VARIABLE}, or one that is written to the folder",
-    )
-    parser.add_argument(
-        "--port", type=int, default=8470, help="port to listen on, or the next free one (default: 8470)"
-    )
+    options = {
+        "folder": takes("the run's monitor.live.folder, or an older record in it", type=Path),
+        "--host": takes(
+            f"address to listen on (default: %(default)s). If other machines can connect, a token is required: that "
+            f"of {TOKEN_VARIABLE}, or one that is written to the folder",
+            "127.0.0.1",
+        ),
+        "--port": takes("port to listen on, or the next free one (default: 8470)", 8470),
+    }
+    add_options(parser, options)
     args = parser.parse_args(argv)
     path = args.folder / NAME if args.folder.is_dir() else args.folder
     follower = Follower(path)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
-from deepspeed.base.tool_arguments import ArgumentParser
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, takes
 from deepspeed.tools.launcher.devices import DLTS_HOSTFILE
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
@@ -25,12 +25,15 @@ def parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     file = f"file of lines 'HOST slots=N' (default: {DLTS_HOSTFILE})"
-    made.add_argument("-f", "-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=file)
-    made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
-    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
-    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
-    made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
-    made.add_argument("command", nargs=argparse.REMAINDER, help="command for the shell of each host")
+    options = {
+        "-f -H --hostfile FILE": takes(file, DLTS_HOSTFILE),
+        "-i --include SPEC": takes("only these hosts: HOST[@HOST...]", ""),
+        "-e --exclude SPEC": takes("all hosts but these", ""),
+        "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
+        "--launcher_args TEXT": takes("options for ssh, as one word", ""),
+        "command": takes("command for the shell of each host", nargs=argparse.REMAINDER),
+    }
+    add_options(made, options)
     return made
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.base.constants import RANK_SOCKET
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import add_options, ends_quietly, takes
 
 ANSWER_S = 5.0
 CALLS = 5
@@ -32,16 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Print the Python stacks and the last collectives of every rank of a running job on this host. "
         "Shows only your own ranks. Jobs with one rank, or with comm.hang_report_seconds 0, cannot be inspected.",
     )
-    parser.add_argument(
-        "pid",
-        type=int,
-        nargs="?",
-        help="a rank, or the command or launcher that started it (default: all of your ranks)",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="print the stacks of threads without code of the script, too"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per rank")
+    options = {
+        "pid": takes(
+            "a rank, or the command or launcher that started it (default: all of your ranks)",
+            type=int,
+            nargs="?",
+        ),
+        "--all": "print the stacks of threads without code of the script, too",
+        "--json": "print one JSON object per rank",
+    }
+    add_options(parser, options)
     options = parser.parse_args(argv)
     processes = ranks_of_user()
     if options.pid is not None:

@@ -10,25 +10,15 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from deepspeed.base.tool_arguments import ArgumentParser
+from deepspeed.base.tool_arguments import ArgumentParser, add_options
 from deepspeed.observe.live.jobs import VARIABLE, running_jobs, runtime_folder
 
 PAUSE_S = 2.0
 SILENT_S = 15.0
 COLUMNS = (
-    "job",
-    "pid",
-    "step",
-    "loss",
-    "curve",
-    "speed",
-    "step ms",
-    "memory/planned",
-    "ranks",
-    "state",
-    "left",
+    "job", "pid", "step", "loss", "curve", "speed", "step ms", "memory/planned", "ranks", "state", "left",
     "page",
-)
+)  # fmt: skip
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16
 CLEAR = "\x1b[H\x1b[2J"
@@ -43,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Show your runs on this machine that have the config key `monitor.live`, and what their ranks are "
         "doing. Ctrl-C stops it.",
     )
-    parser.add_argument(
-        "--once", action="store_true", help="print once and exit; the default without a terminal"
-    )
-    parser.add_argument("--ranks", action="store_true", help="also show a line for each rank")
+    options = {
+        "--once": "print once and exit; the default without a terminal",
+        "--ranks": "also show a line for each rank",
+    }
+    add_options(parser, options)
     args = parser.parse_args(argv)
     terminal = _is_terminal()
     try:

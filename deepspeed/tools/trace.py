@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
 from deepspeed.observe.timeline.analysis import late_ranks, longest_waits, steps_of
 from deepspeed.observe.timeline.files import RankTrace, UnreadableTrace, join, read_traces
 
@@ -21,15 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Summarize a timeline recorded with the config key `trace`: time per step in forward, backward, "
         "update, exposed communication and data, the longest waits by bucket or module, and who waited for whom.",
     )
-    parser.add_argument("path", type=Path, help="the run's trace.path folder, or one of its files")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="also write a single file with all ranks, for chrome://tracing",
-    )
-    parser.add_argument("--show", type=positive, default=10, metavar="N", help="rows per table (default: 10)")
+    options = {
+        "path": takes("the run's trace.path folder, or one of its files", type=Path),
+        "-o --output FILE": takes("also write a single file with all ranks, for chrome://tracing", type=Path),
+        "--show N": takes("rows per table (default: 10)", 10, type=positive),
+    }
+    add_options(parser, options)
     args = parser.parse_args(argv)
     try:
         traces = read_traces(args.path)

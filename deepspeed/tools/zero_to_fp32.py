@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.export import save_weights
@@ -206,24 +207,18 @@ def natural_keys(text: str) -> list[int | str]:
 def command_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser of this command and of ``zero_to_torch.py``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("checkpoint_dir", help="folder of checkpoints that contains the file 'latest'")
-    parser.add_argument("output_dir", help="folder for the weights")
-    parser.add_argument(
-        "--max_shard_size", default="5GB", help="size limit of each file, such as 5GB or 200MB"
-    )
-    parser.add_argument(
-        "--safe_serialization", action="store_true", help="write safetensors instead of torch files"
-    )
-    parser.add_argument(
-        "-t",
-        "--tag",
-        default=None,
-        help="checkpoint to convert, such as global_step100 (default: the one that 'latest' names)",
-    )
-    parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="write only trained parameters"
-    )
-    parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")
+    options = {
+        "checkpoint_dir": "folder of checkpoints that contains the file 'latest'",
+        "output_dir": "folder for the weights",
+        "--max_shard_size": takes("size limit of each file, such as 5GB or 200MB", "5GB"),
+        "--safe_serialization": "write safetensors instead of torch files",
+        "-t --tag": takes(
+            "checkpoint to convert, such as global_step100 (default: the one that 'latest' names)"
+        ),
+        "--exclude_frozen_parameters": "write only trained parameters",
+        "-d --debug": "show tracebacks",
+    }
+    add_options(parser, options)
     return parser
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param
+from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param, listing
 from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.module_transforms import TransformContext, request
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 NAME = "distributed_tensors"
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def take_distributed(model: nn.Module) -> int | None:
 def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if any(kind.__qualname__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         raise NotImplementedError(
-            f"{_listing(list(params))} are DTensors of FSDP2 (fully_shard), which shards what ZeRO shards: pass the "
+            f"{listing(list(params))} are DTensors of FSDP2 (fully_shard), which shards what ZeRO shards: pass the "
             "plain module"
         )
     ranks = {name: param.device_mesh.mesh.flatten().tolist() for name, param in params.items()}  # type: ignore[attr-defined]
@@ -102,14 +101,9 @@ def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if odd:
         mesh = params[odd[0]].device_mesh  # type: ignore[attr-defined]
         raise NotImplementedError(
-            f"{_listing(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} here: "
+            f"{listing(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} here: "
             "distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
         )
-
-
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameters {', '.join(names[:_SHOWN])}{more}"
 
 
 def _layouts(module: nn.Module) -> dict[str, DTensorLayout]:

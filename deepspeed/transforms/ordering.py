@@ -8,19 +8,9 @@ from itertools import pairwise
 from typing import Protocol, TypeVar
 
 MODULE_ORDER = (
-    "layer_reduction",
-    "expert_parallel",
-    "tensor_parallel",
-    "sparse_attention",
-    "sequence_parallel",
-    "compression",
-    "quantized_linear",
-    "lora",
-    "fp8",
-    "tiled_compute",
-    "memory_budget",
-    "native_products",
-)
+    "layer_reduction", "expert_parallel", "tensor_parallel", "sparse_attention", "sequence_parallel",
+    "compression", "quantized_linear", "lora", "fp8", "tiled_compute", "memory_budget", "native_products",
+)  # fmt: skip
 """Transforms of the module under these names run in this order, also without saying so: first what removes or splits
 weights, then what stores them in another way, then what is added to them."""
 

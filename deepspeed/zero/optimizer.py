@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,13 +58,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
+    state = property(attrgetter("optimizer.state"))
+    defaults = property(attrgetter("optimizer.defaults"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch: parameters that were frozen, or in no optimizer, train from their first gradient on."""
@@ -126,46 +122,21 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     # What clients of the system read ------------------------------------------------------------------------
 
-    @property
-    def loss_scale(self) -> float:
-        return self.executor.scaler.scale
-
-    @property
-    def cur_scale(self) -> float:
-        return self.executor.scaler.scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.executor.scaler.dynamic
-
-    @property
-    def loss_scaler(self) -> Any:
-        return self.executor.scaler
+    loss_scale = property(attrgetter("executor.scaler.scale"))
+    cur_scale = property(attrgetter("executor.scaler.scale"))
+    dynamic_loss_scale = property(attrgetter("executor.scaler.dynamic"))
+    loss_scaler = property(attrgetter("executor.scaler"))
 
     @property
     def loss_scale_config(self) -> Any:
         """The loss scale and its rules: ``cur_scale``, ``cur_iter``, ``scale_window`` and others, read at any time."""
         return self.executor.scaler
 
-    @property
-    def cur_iter(self) -> int:
-        return self.executor.scaler.cur_iter
-
-    @property
-    def last_overflow_iter(self) -> int:
-        return self.executor.scaler.last_overflow_iter
-
-    @property
-    def scale_window(self) -> int:
-        return self.executor.scaler.scale_window
-
-    @property
-    def scale_factor(self) -> float:
-        return self.executor.scaler.scale_factor
-
-    @property
-    def min_loss_scale(self) -> float:
-        return self.executor.scaler.min_scale
+    cur_iter = property(attrgetter("executor.scaler.cur_iter"))
+    last_overflow_iter = property(attrgetter("executor.scaler.last_overflow_iter"))
+    scale_window = property(attrgetter("executor.scaler.scale_window"))
+    scale_factor = property(attrgetter("executor.scaler.scale_factor"))
+    min_loss_scale = property(attrgetter("executor.scaler.min_scale"))
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
@@ -241,9 +212,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Set the model's own weights from the master weights, which were loaded or edited. Collective."""
         self.access.publish()
 
-    @property
-    def clip_grad(self) -> float:
-        return self.executor.plan.gradients.clip
+    clip_grad = property(attrgetter("executor.plan.gradients.clip"))
 
     def scaled_global_norm(self, norm_type: float = 2) -> float:
         """Norm of the averaged gradients at the last step, before clipping."""
@@ -291,9 +260,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
             for group in self.param_groups
         ]
 
-    @property
-    def dp_process_group(self) -> Any:
-        return self.executor.communicator.group
+    dp_process_group = property(attrgetter("executor.communicator.group"))
 
     def destroy(self) -> None:
         self.executor.close()

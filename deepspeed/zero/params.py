@@ -67,36 +67,13 @@ _ids = itertools.count()
 _DEEPCOPY = "__deepcopy__"
 
 _ATTRIBUTES = (
-    CHECKS_WRITES,
-    GATHER_COUNT,
-    _DEEPCOPY,
-    "ds_active_sub_modules",
-    "ds_owner",
-    "ds_id",
-    "ds_numel",
-    "ds_numel_aligned",
-    "ds_param_type",
-    "ds_persist",
-    "ds_position",
-    "ds_process_group",
-    "ds_secondary_tensor",
-    "ds_shape",
-    "ds_status",
-    "ds_tensor",
-    "ds_zero_param_process_group",
-    "ds_zero_partition_rank",
-    "ds_zero_partition_world_size",
-    "all_gather",
-    "all_gather_coalesced",
-    "aligned_size",
-    "convert_to_zero_parameters",
-    "ds_summary",
-    "get_partition_dp_group",
-    "get_partition_rank",
-    "padding_size",
-    "partition",
-    "partition_numel",
-)
+    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
+    "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group",
+    "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group",
+    "ds_zero_partition_rank", "ds_zero_partition_world_size", "all_gather", "all_gather_coalesced",
+    "aligned_size", "convert_to_zero_parameters", "ds_summary", "get_partition_dp_group",
+    "get_partition_rank", "padding_size", "partition", "partition_numel",
+)  # fmt: skip
 
 
 def is_cast(tensor: Tensor) -> bool:

@@ -10,10 +10,6 @@ from deepspeed.base.accelerator.select import (
 )
 
 __all__ = [
-    "DeepSpeedAccelerator",
-    "get_accelerator",
-    "is_current_accelerator_supported",
-    "set_accelerator",
-    "synchronize_stream",
-    "take_device_of_rank",
-]
+    "DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator",
+    "synchronize_stream", "take_device_of_rank",
+]  # fmt: skip

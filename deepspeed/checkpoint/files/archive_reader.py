@@ -52,16 +52,9 @@ def open_archive(path: Path) -> Archive:
 
 
 DAMAGE = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    MemoryError,
+    RuntimeError, OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, MemoryError,
     zipfile.BadZipFile,
-)
+)  # fmt: skip
 """Exceptions that reading a damaged file may raise."""
 
 

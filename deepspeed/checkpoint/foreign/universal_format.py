@@ -12,6 +12,7 @@ buffers and tied weights under their other names, which the model files hold as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,24 +47,19 @@ def has_only_parameters(folder: Path) -> bool:
     return is_universal(folder) and not any(path.exists() for path in rest)
 
 
+@dataclass(eq=False)
 class UniversalFiles:
     """Adds a parameter's tensors to ``catalog`` when they are fetched. ``shapes``: of trained parameters, from the
     model files, where tensor-parallel ranks saved those of their parts. ``first``: the first of the model files."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        folder: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        wanted: Wanted | None,
-        first: FileOfSave,
-    ) -> None:
-        self.catalog = catalog
-        self.folder = folder
-        self.shapes = shapes
-        self.wanted = wanted
-        self.first = first
-        self.kinds = _kinds(folder)
+    catalog: Catalog
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    wanted: Wanted | None
+    first: FileOfSave
+
+    def __post_init__(self) -> None:
+        self.kinds = _kinds(self.folder)
         self.left = set(self.kinds)
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.consolidate import resolve_folder
@@ -458,20 +459,14 @@ def _rounded(numel: int, multiple: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=f"Write a checkpoint in the layout of release {LAYOUT}.")
-    parser.add_argument("checkpoint_dir", help="folder of checkpoints")
-    parser.add_argument("output_dir", help="folder for the exported checkpoint")
-    parser.add_argument(
-        "-t", "--tag", default=None, help="checkpoint to export (default: the one that 'latest' names)"
-    )
-    parser.add_argument(
-        "--zero_stage", type=int, default=None, help="0 to 3 (default: the checkpoint's stage)"
-    )
-    parser.add_argument(
-        "--world_size",
-        type=int,
-        default=None,
-        help="number of data-parallel ranks (default: the checkpoint's)",
-    )
+    options = {
+        "checkpoint_dir": "folder of checkpoints",
+        "output_dir": "folder for the exported checkpoint",
+        "-t --tag": takes("checkpoint to export (default: the one that 'latest' names)"),
+        "--zero_stage": takes("0 to 3 (default: the checkpoint's stage)", type=int),
+        "--world_size": takes("number of data-parallel ranks (default: the checkpoint's)", type=int),
+    }
+    add_options(parser, options)
     args = parser.parse_args()
     try:
         folder = export_checkpoint(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.groups import all_gather_single, new_group
@@ -42,13 +42,28 @@ class ExchangeLevels:
     across: ProcessGroup | None
 
 
-class ExchangedSum:
-    """``reduce_scatter`` and ``all_reduce`` of 16-bit tensors in one process group."""
+class GroupOperation:
+    """What operations of one process group share."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
         self.size = len(ranks)
+
+    def _wait(self, work: Work | None, operation: str) -> None:
+        """On a device this makes the current stream wait rather than the host."""
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CommunicationError.of(operation, self.ranks, error) from error
+
+
+class ExchangedSum(GroupOperation):
+    """``reduce_scatter`` and ``all_reduce`` of 16-bit tensors in one process group."""
+
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
+        super().__init__(group, ranks)
         self._levels: ExchangeLevels | None = None
         self._stream: Any = None
 
@@ -104,14 +119,6 @@ class ExchangedSum:
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
         self._wait(work, "reduce_scatter")
         return received
-
-    def _wait(self, work: Any, operation: str) -> None:
-        """On a device this makes the current stream wait rather than the host."""
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            raise CommunicationError.of(operation, self.ranks, error) from error
 
     # Where it runs ------------------------------------------------------------------------------------------
 

@@ -110,18 +110,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _GLOO_DTYPES else tensor.view(torch.uint8)
 
 
-_GLOO_DTYPES = frozenset(
-    (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-    )
-)
+_GLOO_DTYPES = frozenset((
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+    torch.int64,
+))  # fmt: skip
 
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(_GLOO_DTYPES, key=str), 1)}
 

@@ -7,42 +7,30 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, ReduceOp
 
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
-from deepspeed.comm.pending import CommunicationError, Pending
+from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduction import accumulation_dtype
-from deepspeed.comm.transports.exchanged_sums import ExchangedSum
+from deepspeed.comm.transports.exchanged_sums import ExchangedSum, GroupOperation
 
 
-class _GroupOperation:
-    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
-        self.group = group
-        self.ranks = ranks
-        self.size = len(ranks)
-
-    def _wait(self, work: Work | None, operation: str) -> None:
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            raise CommunicationError.of(operation, self.ranks, error) from error
-
-
-class GroupAllGather(_GroupOperation):
-    def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        work = all_gather_single(output, input, group=self.group, async_op=True)
-        return Pending(lambda: self._wait(work, "all_gather"))
-
-
-class GroupReduceScatter(_GroupOperation):
-    """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
-
+class _GroupSum(GroupOperation):
     def __init__(
         self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
     ) -> None:
         super().__init__(group, ranks)
         self.exchanged = exchanged or ExchangedSum(group, ranks)
+
+
+class GroupAllGather(GroupOperation):
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        work = all_gather_single(output, input, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_gather"))
+
+
+class GroupReduceScatter(_GroupSum):
+    """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
 
     def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         wide = accumulation_dtype(input.dtype)
@@ -61,13 +49,7 @@ class GroupReduceScatter(_GroupOperation):
         return Pending(finish)
 
 
-class GroupAllReduce(_GroupOperation):
-    def __init__(
-        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
-    ) -> None:
-        super().__init__(group, ranks)
-        self.exchanged = exchanged or ExchangedSum(group, ranks)
-
+class GroupAllReduce(_GroupSum):
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         if accumulation_dtype(tensor.dtype) != tensor.dtype:
             return self.exchanged.all_reduce(tensor, scale, all_gather_single)
@@ -81,7 +63,7 @@ class GroupAllReduce(_GroupOperation):
         return Pending(finish)
 
 
-class GroupReduce(_GroupOperation):
+class GroupReduce(GroupOperation):
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
 
@@ -93,7 +75,7 @@ class GroupReduce(_GroupOperation):
         return Pending(finish)
 
 
-class GroupAllToAll(_GroupOperation):
+class GroupAllToAll(GroupOperation):
     def __call__(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
@@ -103,19 +85,19 @@ class GroupAllToAll(_GroupOperation):
         return Pending(lambda: self._wait(work, "all_to_all"))
 
 
-class GroupBarrier(_GroupOperation):
+class GroupBarrier(GroupOperation):
     def __call__(self) -> Pending:
         work = dist.barrier(group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "barrier"))
 
 
-class GroupAllReduceMax(_GroupOperation):
+class GroupAllReduceMax(GroupOperation):
     def __call__(self, tensor: Tensor) -> Pending:
         work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "all_reduce_max"))
 
 
-class GroupBroadcast(_GroupOperation):
+class GroupBroadcast(GroupOperation):
     def __call__(self, tensor: Tensor, src: int) -> Pending:
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
         return Pending(lambda: self._wait(work, "broadcast"))

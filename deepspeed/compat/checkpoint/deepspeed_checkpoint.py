@@ -41,14 +41,10 @@ CHECKPOINT_INFO_KEY = "checkpoint_info"
 ITERATION_KEY = "iteration"
 
 SEQUENTIAL_LAYERS = (
-    "input_layernorm.weight",
-    "input_layernorm.bias",
-    "self_attention.dense.bias",
-    "post_attention_layernorm.weight",
-    "post_attention_layernorm.bias",
-    "mlp.dense_4h_to_h.bias",
+    "input_layernorm.weight", "input_layernorm.bias", "self_attention.dense.bias",
+    "post_attention_layernorm.weight", "post_attention_layernorm.bias", "mlp.dense_4h_to_h.bias",
     "position_embeddings.weight",
-)
+)  # fmt: skip
 """Parameters of Megatron's layers of which every tensor-parallel rank has a copy."""
 LAYER_CONCAT_DIM = {"self_attention.dense.weight": 1, "mlp.dense_4h_to_h.weight": 1}
 """Those that are split along another dim than the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -163,19 +164,12 @@ class MasterCopies(DeepSpeedOptimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def loss_scale(self) -> float:
-        return self.loss_scale_config.scale
+    state = property(attrgetter("optimizer.state"))
+    loss_scale = property(attrgetter("loss_scale_config.scale"))
 
     cur_scale = loss_scale
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scale_config.dynamic
+    dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic"))
 
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this scale from now on."""

@@ -1,7 +1,5 @@
 """Documented classes of tensor parallelism; the mechanism is in ``deepspeed/parallel/tensor``."""
 
-from __future__ import annotations
-
 from deepspeed.compat.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.planning.autotp_config import (
     AutoTPConfig,
@@ -12,11 +10,6 @@ from deepspeed.parallel.tensor.planning.autotp_config import (
 )
 
 __all__ = [
-    "AutoTPConfig",
-    "AutoTPPresets",
-    "LinearAllreduce",
-    "LinearLayer",
-    "PartitionType",
-    "TPLayerSpec",
+    "AutoTPConfig", "AutoTPPresets", "LinearAllreduce", "LinearLayer", "PartitionType", "TPLayerSpec",
     "merge_autotp_configs",
-]
+]  # fmt: skip

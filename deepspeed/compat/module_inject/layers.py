@@ -16,20 +16,11 @@ from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.layers import TensorParallelLayer as TensorParallel_Layer
 
 __all__ = [
-    "GatherReplacedLayerParams",
-    "GateUpPack_LinearLayer",
-    "LinearAllreduce",
-    "LinearLayer",
-    "LmHeadLinearAllreduce",
-    "SubParamLinearAllreduce",
-    "SubParamLinearLayer",
-    "TensorParallel_Layer",
-    "VocabParallelLinear",
-    "collect_autotp_universal_checkpoint_info",
-    "get_auto_tp_mode",
-    "is_autotp_training_mode",
-    "set_autotp_mode",
-]
+    "GatherReplacedLayerParams", "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer",
+    "LmHeadLinearAllreduce", "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer",
+    "VocabParallelLinear", "collect_autotp_universal_checkpoint_info", "get_auto_tp_mode",
+    "is_autotp_training_mode", "set_autotp_mode",
+]  # fmt: skip
 
 
 collect_autotp_universal_checkpoint_info = universal_checkpoint_info

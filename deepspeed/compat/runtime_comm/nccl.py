@@ -1,7 +1,5 @@
 """The compressed all-reduce by its name for NCCL."""
 
-from __future__ import annotations
-
 from deepspeed.compat.runtime_comm.compressed import CompressedBackend
 
 

@@ -1,7 +1,5 @@
 """Documented place of helpers for swapping tensors to files; the engine's own are in ``zero/offload``."""
 
-from __future__ import annotations
-
 from deepspeed.compat.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES, MIN_SWAPPABLE_BYTES
 
 __all__ = ["AIO_ALIGNED_BYTES", "MIN_AIO_BYTES", "MIN_SWAPPABLE_BYTES"]

@@ -1,7 +1,5 @@
 """Documented helpers for swapping tensors to files with an aio handle (``deepspeed.ops.aio``)."""
 
-from __future__ import annotations
-
 MIN_AIO_BYTES = 1024**2
 """Smallest access that storage serves at its full speed."""
 AIO_ALIGNED_BYTES = 1024

@@ -13,13 +13,8 @@ importlib.import_module("deepspeed.utils.z3_leaf_module")
 from deepspeed.zero.gathering.leaf_modules import z3_leaf_module  # noqa: E402
 
 __all__ = [
-    "log_dist",
-    "log_dist_once",
-    "logger",
-    "set_log_level_from_string",
-    "warning_once",
-    "z3_leaf_module",
-]
+    "log_dist", "log_dist_once", "logger", "set_log_level_from_string", "warning_once", "z3_leaf_module",
+]  # fmt: skip
 __all__ += [*NAMES["deepspeed.utils"], *SUBMODULES["deepspeed.utils"]]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
-
 from deepspeed.config.keys import constant_of
-from deepspeed.config.section import Float, Int, LenientConfigModel
+from deepspeed.config.section import Float, Int, LenientConfigModel, key
 
 ACT_CHKPT = "activation_checkpointing"
 
@@ -15,29 +13,23 @@ ACT_CHKPT = "activation_checkpointing"
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     """Storage of the inputs of checkpointed regions until backward recomputes these."""
 
-    partition_activations: bool = Field(
-        default=False, description="Partition the saved inputs across the model-parallel ranks."
+    partition_activations: bool = key(False, "Partition the saved inputs across the model-parallel ranks.")
+    cpu_checkpointing: bool = key(
+        False, "Keep the inputs in host memory; also of layers that a model checkpoints itself."
     )
-    cpu_checkpointing: bool = Field(
-        default=False,
-        description="Keep the inputs in host memory; also of layers that a model checkpoints itself.",
+    contiguous_memory_optimization: bool = key(
+        False, "One buffer for all inputs; needs `number_checkpoints` and `partition_activations`."
     )
-    contiguous_memory_optimization: bool = Field(
-        default=False,
-        description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`.",
+    number_checkpoints: Int | None = key(None, "Checkpointed regions per forward.", ge=1)
+    synchronize_checkpoint_boundary: bool = key(
+        False, "Synchronize the device at the boundaries of each region."
     )
-    number_checkpoints: Int | None = Field(
-        default=None, ge=1, description="Checkpointed regions per forward."
-    )
-    synchronize_checkpoint_boundary: bool = Field(
-        default=False, description="Synchronize the device at the boundaries of each region."
-    )
-    profile: bool = Field(default=False, description="Time forward and backward of each region.")
-    memory_budget: Float | None = Field(
-        default=None,
-        gt=0,
-        description="What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
+    profile: bool = key(False, "Time forward and backward of each region.")
+    memory_budget: Float | None = key(
+        None,
+        "What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
         "share of keeping everything; more: bytes. The rest is recomputed, with the fewest FLOPs. Own key.",
+        gt=0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from deepspeed.config.section import DeepSpeedConfigModel, Int
+from deepspeed.config.section import DeepSpeedConfigModel, Int, key
 
 
 class AuditConfig(DeepSpeedConfigModel):
@@ -13,14 +13,14 @@ class AuditConfig(DeepSpeedConfigModel):
     record: str = Field(
         min_length=1, description="Folder for one file per rank; files of an earlier run are replaced."
     )
-    first_step: Int = Field(default=1, ge=1, description="First optimizer step to record.")
-    steps: Int = Field(default=10, ge=1, description="Number of steps to record.")
-    stride: Int = Field(default=1, ge=1, description="Record one out of this many steps.")
-    prove_buckets: Int = Field(
-        default=1,
-        ge=0,
-        description="Gradient buckets per recorded step, in turn, whose sum is compared with a plain all-reduce of the "
+    first_step: Int = key(1, "First optimizer step to record.", ge=1)
+    steps: Int = key(10, "Number of steps to record.", ge=1)
+    stride: Int = key(1, "Record one out of this many steps.", ge=1)
+    prove_buckets: Int = key(
+        1,
+        "Gradient buckets per recorded step, in turn, whose sum is compared with a plain all-reduce of the "
         "ranks' gradients.",
+        ge=0,
     )
 
     def wants(self, step: int) -> bool:

@@ -7,9 +7,9 @@ import re
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
-from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, section
+from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, key, section
 
 OF_SLURM = "slurm"
 
@@ -63,76 +63,62 @@ class CheckpointDataParallel(str, Enum):
 class ParallelWriteConfig(LenientConfigModel):
     """Sharing the writing of a checkpoint."""
 
-    pipeline_stage: bool = Field(
-        default=False, description="No effect: each rank writes the part that it holds."
-    )
+    pipeline_stage: bool = key(False, "No effect: each rank writes the part that it holds.")
 
 
 class CheckpointWriterConfig(LenientConfigModel):
     """The fast writer."""
 
-    type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = Field(
-        default=CheckpointWriterType.FAST,
-        description="FAST and PYTHON: the tensors' memory goes to the files as it is; MOCK: nothing is written.",
+    type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = key(
+        CheckpointWriterType.FAST,
+        "FAST and PYTHON: the tensors' memory goes to the files as it is; MOCK: nothing is written.",
     )
-    decoupled: bool = Field(
-        default=False, description="Copy the state and write it while training continues."
+    decoupled: bool = key(False, "Copy the state and write it while training continues.")
+    io_buffer_size: Int = key(64 * 1024 * 1024, "No effect: files are written without a buffer.", ge=1)
+    io_buffer_double: bool = key(True, "No effect, likewise.")
+    show_statistics: bool = key(False, "Log how long training waits for each save.")
+    data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = key(
+        None, "No effect: each rank writes the part that it holds."
     )
-    io_buffer_size: Int = Field(
-        default=64 * 1024 * 1024, ge=1, description="No effect: files are written without a buffer."
-    )
-    io_buffer_double: bool = Field(default=True, description="No effect, likewise.")
-    show_statistics: bool = Field(default=False, description="Log how long training waits for each save.")
-    data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = Field(
-        default=None, description="No effect: each rank writes the part that it holds."
-    )
-    io_multiplier: Int = Field(default=1, ge=1, description="No effect.")
+    io_multiplier: Int = key(1, "No effect.", ge=1)
 
 
 class CheckpointConfig(LenientConfigModel):
     """Saving and loading."""
 
-    tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
-        default=ValidationMode.WARN.value,  # type: ignore[assignment]  # as the model holds it: use_enum_values
-        description="When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
+    tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = key(
+        ValidationMode.WARN.value,
+        "When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
     )
-    load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")
-    use_node_local_storage: bool = Field(
-        default=False, description="Every node has a folder of its own, not a shared one."
-    )
+    load_universal: bool = key(False, "The checkpoint to load is a universal one.")
+    use_node_local_storage: bool = key(False, "Every node has a folder of its own, not a shared one.")
     parallel_write: ParallelWriteConfig = section(ParallelWriteConfig, "Who writes what.")
-    checkpoint_serialization: bool = Field(
-        default=True, description="No effect: archives of `torch.save` are in the zip format."
+    checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
+    writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
+    keep_last: Int | None = key(
+        None, "Checkpoints that stay in a folder; older ones are removed after a save.", ge=1
     )
-    writer: CheckpointWriterConfig | None = Field(default=None, description="The fast checkpoint writer.")
-    keep_last: Int | None = Field(
-        default=None,
-        ge=1,
-        description="Checkpoints that stay in a folder; older ones are removed after a save.",
-    )
-    folder: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of this run's checkpoints, or a URL such as `s3://bucket/run`, for `resume` and for saves "
+    folder: str | None = key(
+        None,
+        "Folder of this run's checkpoints, or a URL such as `s3://bucket/run`, for `resume` and for saves "
         "that the engine makes by itself.",
-    )
-    staging_folder: str | None = Field(
-        default=None,
         min_length=1,
-        description="Where checkpoints of URLs lie on this machine on their way; default: a folder of the user's in "
+    )
+    staging_folder: str | None = key(
+        None,
+        "Where checkpoints of URLs lie on this machine on their way; default: a folder of the user's in "
         "the system's temporary one. Not a folder that machines share.",
+        min_length=1,
     )
-    resume: bool = Field(
-        default=False,
-        description="`deepspeed.initialize` loads the newest checkpoint in `folder`; without one the run begins.",
+    resume: bool = key(
+        False, "`deepspeed.initialize` loads the newest checkpoint in `folder`; without one the run begins."
     )
-    save_at_sigterm: bool = Field(
-        default=False,
-        description="SIGTERM to any rank: all save to `folder` after the step and end with exit code 143.",
+    save_at_sigterm: bool = key(
+        False, "SIGTERM to any rank: all save to `folder` after the step and end with exit code 143."
     )
-    save_before: TimeLimit = Field(
-        default=None,
-        description="Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
+    save_before: TimeLimit = key(
+        None,
+        "Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
         "from the start of the command; `slurm` is the limit of the allocation.",
     )
 
@@ -140,11 +126,9 @@ class CheckpointConfig(LenientConfigModel):
 class DeepSpeedNebulaConfig(LenientConfigModel):
     """Asynchronous checkpoints of the Nebula service."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    persistent_storage_path: str | None = Field(default=None, description="Folder of the kept checkpoints.")
-    persistent_time_interval: Int = Field(
-        default=100, ge=1, description="Seconds between two kept checkpoints."
-    )
-    num_of_version_in_retention: Int = Field(default=2, ge=1, description="How many are kept.")
-    enable_nebula_load: bool = Field(default=True, description="Load through the service.")
-    nebula_load_path: str | None = Field(default=None, description="Folder to load from.")
+    enabled: bool = key(False, "Turn it on.")
+    persistent_storage_path: str | None = key(None, "Folder of the kept checkpoints.")
+    persistent_time_interval: Int = key(100, "Seconds between two kept checkpoints.", ge=1)
+    num_of_version_in_retention: Int = key(2, "How many are kept.", ge=1)
+    enable_nebula_load: bool = key(True, "Load through the service.")
+    nebula_load_path: str | None = key(None, "Folder to load from.")

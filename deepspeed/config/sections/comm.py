@@ -7,20 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, OneOf
+from deepspeed.config.section import DeepSpeedConfigModel, Float, OneOf, key
 
 
 class CommConfig(DeepSpeedConfigModel):
     """Communication between ranks."""
 
-    shared_memory: bool = Field(
-        default=True,
-        description="CPU tensors move through shared memory among ranks of one host (else through gloo).",
+    shared_memory: bool = key(
+        True, "CPU tensors move through shared memory among ranks of one host (else through gloo)."
     )
-    hang_report_seconds: Float = Field(
-        default=30.0,
+    hang_report_seconds: Float = key(
+        30.0,
+        "After so long without progress in communication, a report says who waits for whom; 0: never.",
         ge=0,
-        description="After so long without progress in communication, a report says who waits for whom; 0: never.",
     )
 
 
@@ -37,24 +36,21 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
         description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
         "largest elements."
     )
-    share: Float = Field(
-        default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'
+    share: Float = key(0.01, 'Share of the elements that travel; only for "top_k".', gt=0, le=1)
+    rounding: Literal["nearest", "stochastic"] = key(
+        "nearest", 'Rounding of "int8" and "int4"; stochastic: at random, right in the mean.'
     )
-    rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest",
-        description='Rounding of "int8" and "int4"; stochastic: at random, right in the mean.',
-    )
-    error_feedback: bool = Field(default=True, description="Add the encoding error to the next gradients.")
+    error_feedback: bool = key(True, "Add the encoding error to the next gradients.")
 
 
 class CommsLoggerConfig(DeepSpeedConfigModel):
     """Count, size and time of collective calls."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    prof_all: bool = Field(default=True, description="Record every operation.")
-    prof_ops: list[str] = Field(default=[], description="Operations to record when `prof_all` is false.")
-    verbose: bool = Field(default=False, description="Log a line per call.")
-    debug: bool = Field(default=False, description="Add the name of the calling function to each record.")
+    enabled: bool = key(False, "Turn it on.")
+    prof_all: bool = key(True, "Record every operation.")
+    prof_ops: list[str] = key([], "Operations to record when `prof_all` is false.")
+    verbose: bool = key(False, "Log a line per call.")
+    debug: bool = key(False, "Add the name of the calling function to each record.")
 
 
 class DeepSpeedCommsConfig:

@@ -7,25 +7,19 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import Float, Int, LenientConfigModel, required, section
+from deepspeed.config.section import Float, Int, LenientConfigModel, key, required, section
 
 
 class CurriculumScheduleConfig(LenientConfigModel):
     """Growth of the difficulty; `schedule_type` decides which keys are needed."""
 
-    total_curriculum_step: Int | None = Field(
-        default=None, ge=1, description="Steps until the end (fixed_linear, fixed_root)."
+    total_curriculum_step: Int | None = key(None, "Steps until the end (fixed_linear, fixed_root).", ge=1)
+    difficulty_step: Int | None = key(
+        None, "Difficulties are multiples of this (fixed_linear, fixed_root).", ge=1
     )
-    difficulty_step: Int | None = Field(
-        default=None, ge=1, description="Difficulties are multiples of this (fixed_linear, fixed_root)."
-    )
-    root_degree: Int | None = Field(default=None, ge=1, description="Degree of the root (fixed_root).")
-    difficulty: list[Int] | None = Field(
-        default=None, description="The difficulties in order (fixed_discrete)."
-    )
-    max_step: list[Int] | None = Field(
-        default=None, description="Last step of each difficulty but the last one (fixed_discrete)."
-    )
+    root_degree: Int | None = key(None, "Degree of the root (fixed_root).", ge=1)
+    difficulty: list[Int] | None = key(None, "The difficulties in order (fixed_discrete).")
+    max_step: list[Int] | None = key(None, "Last step of each difficulty but the last one (fixed_discrete).")
 
 
 NEEDED = {
@@ -68,15 +62,13 @@ class CurriculumMetricConfig(LenientConfigModel):
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(
         description="How it grows."
     )
-    schedule_config: CurriculumScheduleConfig | None = Field(
-        default=None, description="Details of `schedule_type`."
-    )
+    schedule_config: CurriculumScheduleConfig | None = key(None, "Details of `schedule_type`.")
 
 
 class DataSamplingCurriculumConfig(LenientConfigModel):
     """Curriculum over any metric: easy samples first."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
     data_cluster_path: str | None = required("Folder of the sample clusters.")
     curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Measures of difficulty by name.")
 
@@ -84,31 +76,31 @@ class DataSamplingCurriculumConfig(LenientConfigModel):
 class DynamicBatchingConfig(LenientConfigModel):
     """Batches of about equal length in tokens, with the learning rate to match."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    metrics_path: str | None = Field(default=None, description="Folder of the measured sequence lengths.")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field(
-        default="linear", description="How the learning rate follows the batch size."
+    enabled: bool = key(False, "Turn it on.")
+    metrics_path: str | None = key(None, "Folder of the measured sequence lengths.")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = key(
+        "linear", "How the learning rate follows the batch size."
     )
-    min_batch_size: Int = Field(default=1, ge=1, description="Smallest batch.")
-    max_batch_size: Int | None = Field(default=None, ge=1, description="Largest batch.")
-    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = Field(
-        default="dataloader", description="Order of the samples."
+    min_batch_size: Int = key(1, "Smallest batch.", ge=1)
+    max_batch_size: Int | None = key(None, "Largest batch.", ge=1)
+    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = key(
+        "dataloader", "Order of the samples."
     )
     max_tokens: Int | None = required("Maximum number of tokens in a batch.")
-    loss_weighting: Literal["samples", "tokens", "predictions", "none"] = Field(
-        default="samples",
-        description="What has equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
+    loss_weighting: Literal["samples", "tokens", "predictions", "none"] = key(
+        "samples",
+        "What has equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
     )
-    verbose: bool = Field(default=False, description="Log every batch.")
+    verbose: bool = key(False, "Log every batch.")
 
 
 class DataSamplingConfig(LenientConfigModel):
     """Choice and order of samples."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    num_epochs: Int = Field(default=1000, ge=1, description="Maximum number of passes over the data.")
-    num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
-    pin_memory: bool = Field(default=False, description="Page-locked batches.")
+    enabled: bool = key(False, "Turn it on.")
+    num_epochs: Int = key(1000, "Maximum number of passes over the data.", ge=1)
+    num_workers: Int = key(0, "Loader processes.", ge=0)
+    pin_memory: bool = key(False, "Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = section(
         DataSamplingCurriculumConfig, "Curriculum over any metric: easy samples first."
     )
@@ -118,19 +110,17 @@ class DataSamplingConfig(LenientConfigModel):
 class RandomLTDScheduleDetails(LenientConfigModel):
     """Growth of the kept length."""
 
-    require_steps: Int | None = Field(default=None, ge=1, description="Steps from min_value to max_value.")
-    seq_per_step: Int | None = Field(default=None, ge=1, description="The kept length is a multiple of this.")
+    require_steps: Int | None = key(None, "Steps from min_value to max_value.", ge=1)
+    seq_per_step: Int | None = key(None, "The kept length is a multiple of this.", ge=1)
 
 
 class RandomLTDScheduleConfig(LenientConfigModel):
     """Number of tokens that the middle layers keep."""
 
-    min_value: Int | None = Field(default=None, ge=1, description="Tokens at the start.")
-    max_value: Int | None = Field(default=None, ge=1, description="Tokens at the end.")
-    schedule_type: Literal["fixed_linear"] | None = Field(default=None, description="How it grows.")
-    schedule_config: RandomLTDScheduleDetails | None = Field(
-        default=None, description="Speed of the schedule."
-    )
+    min_value: Int | None = key(None, "Tokens at the start.", ge=1)
+    max_value: Int | None = key(None, "Tokens at the end.", ge=1)
+    schedule_type: Literal["fixed_linear"] | None = key(None, "How it grows.")
+    schedule_config: RandomLTDScheduleDetails | None = key(None, "Speed of the schedule.")
 
 
 def wrong_lengths(schedule: Mapping[str, Any]) -> str:
@@ -166,20 +156,16 @@ def wrong_warmup(kind: str, warmup: int, total: int) -> str:
 class LayerTokenLRScheduleConfig(LenientConfigModel):
     """A learning rate that follows the tokens processed by all layers."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    total_layer_tokens: Int | None = Field(
-        default=None, ge=1, description="Tokens times layers until the end."
-    )
-    warmup_type: str | None = Field(default=None, description="Shape of the warm-up.")
-    warmup_layer_tokens: Int | None = Field(
-        default=None, ge=0, description="Tokens times layers of the warm-up."
-    )
+    enabled: bool = key(False, "Turn it on.")
+    total_layer_tokens: Int | None = key(None, "Tokens times layers until the end.", ge=1)
+    warmup_type: str | None = key(None, "Shape of the warm-up.")
+    warmup_layer_tokens: Int | None = key(None, "Tokens times layers of the warm-up.", ge=0)
 
 
 class RandomLTDConfig(LenientConfigModel):
     """Random layer token dropping."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
     total_layer_num: Int | None = required("Layers of the model.")
     random_ltd_layer_num: Int | None = required("Layers that drop tokens.")
     random_ltd_layer_id: list[Int] | None = required("Numbers of the layers that drop tokens.")
@@ -192,22 +178,22 @@ class RandomLTDConfig(LenientConfigModel):
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = section(
         LayerTokenLRScheduleConfig, "Learning rate by processed tokens."
     )
-    micro_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
-    global_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
+    micro_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
+    global_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
 
 
 class DataRoutingConfig(LenientConfigModel):
     """Choice of the tokens that pass through each layer."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
     random_ltd: RandomLTDConfig = section(RandomLTDConfig, "Random layer token dropping.")
 
 
 class DataEfficiencyConfig(LenientConfigModel):
     """Data efficiency library."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    seed: Int = Field(default=1234, description="Seed of the random choices.")
+    enabled: bool = key(False, "Turn it on.")
+    seed: Int = key(1234, "Seed of the random choices.")
     data_sampling: DataSamplingConfig = section(DataSamplingConfig, "Selection of samples.")
     data_routing: DataRoutingConfig = section(
         DataRoutingConfig, "Selection of the tokens that layers process."
@@ -217,7 +203,7 @@ class DataEfficiencyConfig(LenientConfigModel):
 class CurriculumLegacyConfig(LenientConfigModel):
     """Sequences that grow (the older curriculum)."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
     curriculum_type: Literal["seqlen"] | None = required("What the curriculum varies.")
     min_difficulty: Int | None = required("Difficulty at the start.")
     max_difficulty: Int | None = required("Difficulty at the end.")
@@ -235,9 +221,9 @@ class CurriculumLegacyConfig(LenientConfigModel):
 class ProgressiveLayerDropConfig(LenientConfigModel):
     """Dropping layers at random, more of them as training proceeds (Zhang and He 2020)."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    theta: Float = Field(default=1.0, ge=0.0, le=1.0, description="Final probability of keeping a layer.")
-    gamma: Float = Field(default=0.001, ge=0.0, description="How quickly `theta` is reached.")
+    enabled: bool = key(False, "Turn it on.")
+    theta: Float = key(1.0, "Final probability of keeping a layer.", ge=0.0, le=1.0)
+    gamma: Float = key(0.001, "How quickly `theta` is reached.", ge=0.0)
 
 
 def get_data_efficiency_config(param_dict: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated
+from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated, key
 
 VERSIONS = (0.1, 0.2)
 
@@ -31,35 +31,27 @@ class ElasticityIncompatibleWorldSize(ElasticityError, DeepSpeedConfigError):
 class ElasticityConfig(LenientConfigModel):
     """Bounds between which batch size and number of ranks are chosen."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    max_train_batch_size: Int = Field(
-        default=2000, ge=1, description="Largest global batch; must be written when enabled."
+    enabled: bool = key(False, "Turn it on.")
+    max_train_batch_size: Int = key(2000, "Largest global batch; must be written when enabled.", ge=1)
+    micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = key(
+        [2, 4, 6], "Micro-batch sizes to choose from; must be written when enabled.", min_length=1
     )
-    micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
-        default=[2, 4, 6],
-        min_length=1,
-        description="Micro-batch sizes to choose from; must be written when enabled.",
-    )
-    min_gpus: Int = Field(default=1, ge=1, description="Fewest ranks.")
-    max_gpus: Int = Field(default=10000, ge=1, description="Most ranks.")
-    min_time: Int = Field(
-        default=0, ge=0, description="Minimum number of minutes between two changes (version 0.1)."
-    )
-    prefer_larger_batch: bool = Field(default=True, description="Of several choices take the largest batch.")
+    min_gpus: Int = key(1, "Fewest ranks.", ge=1)
+    max_gpus: Int = key(10000, "Most ranks.", ge=1)
+    min_time: Int = key(0, "Minimum number of minutes between two changes (version 0.1).", ge=0)
+    prefer_larger_batch: bool = key(True, "Of several choices take the largest batch.")
     prefer_large_batch: bool = deprecated(
         True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
     )
-    ignore_non_elastic_batch_info: bool = Field(
-        default=False, description="Ignore batch keys given next to this section instead of refusing them."
+    ignore_non_elastic_batch_info: bool = key(
+        False, "Ignore batch keys given next to this section instead of refusing them."
     )
-    version: Float = Field(default=0.2, description="Version of the algorithm, 0.1 or 0.2.")
-    num_gpus_per_node: Int = Field(default=1, ge=1, description="Devices per node (version 0.2).")
-    model_parallel_size: Int = Field(
-        default=1, ge=1, description="Ranks that share one copy of the model (version 0.2)."
-    )
-    replicate_state: bool = Field(
-        default=False,
-        description="After each step every rank's state is kept in memory that outlives it, and in that of another "
+    version: Float = key(0.2, "Version of the algorithm, 0.1 or 0.2.")
+    num_gpus_per_node: Int = key(1, "Devices per node (version 0.2).", ge=1)
+    model_parallel_size: Int = key(1, "Ranks that share one copy of the model (version 0.2).", ge=1)
+    replicate_state: bool = key(
+        False,
+        "After each step every rank's state is kept in memory that outlives it, and in that of another "
         "machine, for `deepspeed --elastic_training`.",
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
-from deepspeed.config.section import Float, FloatOrAuto, Int, IntOrAuto, LenientConfigModel
+from deepspeed.config.section import Float, FloatOrAuto, Int, IntOrAuto, LenientConfigModel, key
 
 ABSENT = "<absent>"
 
@@ -15,88 +15,54 @@ ABSENT = "<absent>"
 class AutoEPConfig(LenientConfigModel):
     """Experts of known mixture-of-experts models spread over ranks without changes to the model."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    autoep_size: Int = Field(
-        default=1, ge=1, description="Ranks that share the experts of a layer; divides the number of experts."
-    )
-    expert_tensor_parallel_size: Literal[1] = Field(default=1, description="Reserved; only 1.")
-    validate_folding_routing: bool = Field(
-        default=False, description="Check the routing at every step (for debugging)."
-    )
+    enabled: bool = key(False, "Turn it on.")
+    autoep_size: Int = key(1, "Ranks that share the experts of a layer; divides the number of experts.", ge=1)
+    expert_tensor_parallel_size: Literal[1] = key(1, "Reserved; only 1.")
+    validate_folding_routing: bool = key(False, "Check the routing at every step (for debugging).")
     preset_model: (
         Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None
-    ) = Field(default=None, description="Model family whose names and rules are used.")
-    use_grouped_mm: bool = Field(
-        default=True, description="One grouped matrix product for all local experts."
+    ) = key(None, "Model family whose names and rules are used.")
+    use_grouped_mm: bool = key(True, "One grouped matrix product for all local experts.")
+    disable_triton_grouped_mm: bool = key(False, "Never use the Triton kernel for it.")
+    moe_layer_pattern: str | None = key(None, "Regular expression on the names of expert layers.")
+    router_pattern: str | None = key(None, "Attribute that holds the router.")
+    expert_pattern: str | None = key(None, "Attribute that holds the experts.")
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "From logits to scores.")
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "Scores weight the experts' inputs or outputs.")
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
+        "auto", "How the experts' outputs are combined."
     )
-    disable_triton_grouped_mm: bool = Field(default=False, description="Never use the Triton kernel for it.")
-    moe_layer_pattern: str | None = Field(
-        default=None, description="Regular expression on the names of expert layers."
+    row_weighting_impl: Literal["auto", "eager", "fused"] = key(
+        "auto", "How the experts' outputs are weighted."
     )
-    router_pattern: str | None = Field(default=None, description="Attribute that holds the router.")
-    expert_pattern: str | None = Field(default=None, description="Attribute that holds the experts.")
-    score_func: Literal["auto", "softmax", "sigmoid"] = Field(
-        default="auto", description="From logits to scores."
+    gate_up_impl: Literal["separate", "fused"] = key("separate", "Whether gate and up are one product.")
+    expert_activation: str | None = key(None, "The experts' activation; null: as the preset.")
+    async_split_plan: bool = key(False, "Exchange the numbers of tokens in the background.")
+    comm_backend: Literal["comm", "deepep"] = key("comm", "What exchanges tokens.")
+    comm_num_sm: Int = key(12, "Multiprocessors that it uses.", ge=1)
+    comm_qp_margin: Int = key(4, "Queue pairs that it keeps in reserve.", ge=0)
+    comm_max_tokens_per_rank: Int = key(0, "Tokens for which it reserves memory.", ge=0)
+    route_norm: bool | None = key(None, "Normalize the chosen scores to sum 1; null: as in the preset.")
+    route_scale: Float = key(1.0, "Factor on the scores.")
+    top_k: IntOrAuto = key("auto", "Experts per token.")
+    routed_scaling_factor: FloatOrAuto = key("auto", "Factor on the output of the experts.")
+    num_expert_groups: Int | None = key(None, "Groups of experts for limited routing.", ge=1)
+    num_limited_groups: Int | None = key(None, "Groups a token may use; at most `num_expert_groups`.", ge=1)
+    load_balance_coeff: None = key(None, "Reserved; only null.")
+    expert_w1: str | None = key(None, "Name of the gate (and up) weight.")
+    expert_w2: str | None = key(None, "Name of the down weight.")
+    expert_w3: str | None = key(
+        ABSENT, "Name of the up weight; null: fused with the gate; left out: as in the preset."
     )
-    score_apply: Literal["auto", "pre", "post"] = Field(
-        default="auto", description="Scores weight the experts' inputs or outputs."
+    num_experts_attr: str | None = key(
+        None, "Attribute of the model's config that holds the number of experts."
     )
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = Field(
-        default="auto", description="How the experts' outputs are combined."
+    top_k_attr: str | None = key(
+        None, "Attribute of the model's config that holds the number of experts per token."
     )
-    row_weighting_impl: Literal["auto", "eager", "fused"] = Field(
-        default="auto", description="How the experts' outputs are weighted."
-    )
-    gate_up_impl: Literal["separate", "fused"] = Field(
-        default="separate", description="Whether gate and up are one product."
-    )
-    expert_activation: str | None = Field(
-        default=None, description="The experts' activation; null: as the preset."
-    )
-    async_split_plan: bool = Field(
-        default=False, description="Exchange the numbers of tokens in the background."
-    )
-    comm_backend: Literal["comm", "deepep"] = Field(default="comm", description="What exchanges tokens.")
-    comm_num_sm: Int = Field(default=12, ge=1, description="Multiprocessors that it uses.")
-    comm_qp_margin: Int = Field(default=4, ge=0, description="Queue pairs that it keeps in reserve.")
-    comm_max_tokens_per_rank: Int = Field(default=0, ge=0, description="Tokens for which it reserves memory.")
-    route_norm: bool | None = Field(
-        default=None, description="Normalize the chosen scores to sum 1; null: as in the preset."
-    )
-    route_scale: Float = Field(default=1.0, description="Factor on the scores.")
-    top_k: IntOrAuto = Field(default="auto", description="Experts per token.")
-    routed_scaling_factor: FloatOrAuto = Field(
-        default="auto", description="Factor on the output of the experts."
-    )
-    num_expert_groups: Int | None = Field(
-        default=None, ge=1, description="Groups of experts for limited routing."
-    )
-    num_limited_groups: Int | None = Field(
-        default=None, ge=1, description="Groups a token may use; at most `num_expert_groups`."
-    )
-    load_balance_coeff: None = Field(default=None, description="Reserved; only null.")
-    expert_w1: str | None = Field(default=None, description="Name of the gate (and up) weight.")
-    expert_w2: str | None = Field(default=None, description="Name of the down weight.")
-    expert_w3: str | None = Field(
-        default=ABSENT,
-        description="Name of the up weight; null: fused with the gate; left out: as in the preset.",
-    )
-    num_experts_attr: str | None = Field(
-        default=None, description="Attribute of the model's config that holds the number of experts."
-    )
-    top_k_attr: str | None = Field(
-        default=None,
-        description="Attribute of the model's config that holds the number of experts per token.",
-    )
-    has_shared_experts: bool | None = Field(
-        default=None, description="Whether every token also visits shared experts."
-    )
-    shared_experts_pattern: str | None = Field(
-        default=None, description="Attribute that holds the shared experts."
-    )
-    shared_experts_gate_pattern: str | None = Field(
-        default=None, description="Attribute that holds their gate."
-    )
+    has_shared_experts: bool | None = key(None, "Whether every token also visits shared experts.")
+    shared_experts_pattern: str | None = key(None, "Attribute that holds the shared experts.")
+    shared_experts_gate_pattern: str | None = key(None, "Attribute that holds their gate.")
 
     @field_validator("num_limited_groups")
     @classmethod

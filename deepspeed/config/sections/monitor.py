@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int, section
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int, key, section
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio", "mlflow", "aim")
 
@@ -16,116 +16,98 @@ MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio", "mlflow",
 class TensorBoardConfig(DeepSpeedConfigModel):
     """Event files for TensorBoard."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    output_path: str | None = Field(
-        default="",
-        description="Folder of the event files; empty: `~/tensorboard`, null: `tensorboard` where the script starts.",
+    enabled: bool = key(False, "Turn it on.")
+    output_path: str | None = key(
+        "", "Folder of the event files; empty: `~/tensorboard`, null: `tensorboard` where the script starts."
     )
-    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+    job_name: str = key("DeepSpeedJobName", "Folder of this run inside `output_path`.")
 
 
 class WandbConfig(DeepSpeedConfigModel):
     """Weights & Biases."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    group: str | None = Field(default=None, description="Group that the run belongs to.")
-    team: str | None = Field(default=None, description="Team (entity) that owns the run.")
-    project: str = Field(default="deepspeed", description="Project of the run.")
+    enabled: bool = key(False, "Turn it on.")
+    group: str | None = key(None, "Group that the run belongs to.")
+    team: str | None = key(None, "Team (entity) that owns the run.")
+    project: str = key("deepspeed", "Project of the run.")
 
 
 class CSVConfig(DeepSpeedConfigModel):
     """One CSV file per curve."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    output_path: str | None = Field(
-        default="",
-        description="Folder of the files; empty: `~/csv_monitor`, null: `csv_monitor` where the script starts.",
+    enabled: bool = key(False, "Turn it on.")
+    output_path: str | None = key(
+        "", "Folder of the files; empty: `~/csv_monitor`, null: `csv_monitor` where the script starts."
     )
-    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+    job_name: str = key("DeepSpeedJobName", "Folder of this run inside `output_path`.")
 
 
 class CometConfig(DeepSpeedConfigModel):
     """Comet."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    samples_log_interval: Int = Field(default=100, ge=1, description="Samples between two points of a curve.")
-    project: str | None = Field(default=None, description="Project of the experiment.")
-    workspace: str | None = Field(default=None, description="Workspace of the project.")
-    api_key: str | None = Field(
-        default=None, repr=False, description="API key of the account; better kept in the environment."
+    enabled: bool = key(False, "Turn it on.")
+    samples_log_interval: Int = key(100, "Samples between two points of a curve.", ge=1)
+    project: str | None = key(None, "Project of the experiment.")
+    workspace: str | None = key(None, "Workspace of the project.")
+    api_key: str | None = key(None, "API key of the account; better kept in the environment.", repr=False)
+    experiment_name: str | None = key(None, "Name shown for the experiment.")
+    experiment_key: str | None = key(
+        None, "Identifier of an experiment to continue or to create: 32 to 50 letters and digits."
     )
-    experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
-    experiment_key: str | None = Field(
-        default=None,
-        description="Identifier of an experiment to continue or to create: 32 to 50 letters and digits.",
-    )
-    online: bool | None = Field(
-        default=None, description="Send at once (true) or keep files (false); null: Comet decides."
-    )
-    mode: Literal["get", "create", "get_or_create"] | None = Field(
-        default=None, description="Continue an experiment, make a new one, or whichever is possible."
+    online: bool | None = key(None, "Send at once (true) or keep files (false); null: Comet decides.")
+    mode: Literal["get", "create", "get_or_create"] | None = key(
+        None, "Continue an experiment, make a new one, or whichever is possible."
     )
 
 
 class TrackioConfig(DeepSpeedConfigModel):
     """Trackio."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    project: str = Field(default="deepspeed", description="Project of the run.")
+    enabled: bool = key(False, "Turn it on.")
+    project: str = key("deepspeed", "Project of the run.")
 
 
 class MlflowConfig(DeepSpeedConfigModel):
     """MLflow."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    tracking_uri: str | None = Field(
-        default=None,
-        description="Server or folder of the runs; null: `MLFLOW_TRACKING_URI`, else MLflow's default.",
+    enabled: bool = key(False, "Turn it on.")
+    tracking_uri: str | None = key(
+        None, "Server or folder of the runs; null: `MLFLOW_TRACKING_URI`, else MLflow's default."
     )
-    experiment: str = Field(default="deepspeed", description="Experiment that the run belongs to.")
-    run_name: str | None = Field(default=None, description="Name shown for the run; null: MLflow makes one.")
+    experiment: str = key("deepspeed", "Experiment that the run belongs to.")
+    run_name: str | None = key(None, "Name shown for the run; null: MLflow makes one.")
 
 
 class AimConfig(DeepSpeedConfigModel):
     """Aim."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    repo: str | None = Field(
-        default=None,
-        description="Folder of the repository, or `aim://` and a server; null: `.aim` where the script starts.",
+    enabled: bool = key(False, "Turn it on.")
+    repo: str | None = key(
+        None, "Folder of the repository, or `aim://` and a server; null: `.aim` where the script starts."
     )
-    experiment: str = Field(default="deepspeed", description="Experiment that the run belongs to.")
+    experiment: str = key("deepspeed", "Experiment that the run belongs to.")
 
 
 class LiveConfig(DeepSpeedConfigModel):
     """A page in the browser about this run, and the record behind it; see live.md."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
-    folder: str = Field(
-        default="live",
-        min_length=1,
-        description="Folder of the record; a resumed run continues it. Each job needs its own.",
+    enabled: bool = key(False, "Turn it on.")
+    folder: str = key(
+        "live", "Folder of the record; a resumed run continues it. Each job needs its own.", min_length=1
     )
-    serve: bool = Field(
-        default=True, description="Serve the page; false only records, for `ds live FOLDER` and `ds top`."
-    )
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address that the page listens at. Any but this machine's own (127.0.0.1, localhost, ::1) asks "
+    serve: bool = key(True, "Serve the page; false only records, for `ds live FOLDER` and `ds top`.")
+    host: str = key(
+        "127.0.0.1",
+        "Address that the page listens at. Any but this machine's own (127.0.0.1, localhost, ::1) asks "
         "every visitor for a token.",
+        min_length=1,
     )
-    port: Int = Field(
-        default=8470,
-        ge=0,
-        le=65535,
-        description="Port of the page, or the next free one after it; 0: any free one.",
-    )
-    peak_tflops: Float | None = Field(
-        default=None,
-        gt=0,
-        description="What one device can do, in TFLOP/s, for the share of it that is used (MFU); null: known for "
+    port: Int = key(8470, "Port of the page, or the next free one after it; 0: any free one.", ge=0, le=65535)
+    peak_tflops: Float | None = key(
+        None,
+        "What one device can do, in TFLOP/s, for the share of it that is used (MFU); null: known for "
         "common GPUs.",
+        gt=0,
     )
 
 
@@ -142,9 +124,9 @@ class MonitorConfig(DeepSpeedConfigModel):
     live: Annotated[LiveConfig, BeforeValidator(_live_switch), AllowedValues("true, false or an object")] = (
         section(LiveConfig, "The live page and its record; `true` takes the defaults.")
     )
-    x: Literal["samples", "steps", "tokens"] = Field(
-        default="samples",
-        description="What the engine's curves are drawn over, in all monitors; their names then begin with "
+    x: Literal["samples", "steps", "tokens"] = key(
+        "samples",
+        "What the engine's curves are drawn over, in all monitors; their names then begin with "
         "`Train/Samples/`, `Train/Steps/` or `Train/Tokens/`.",
     )
 

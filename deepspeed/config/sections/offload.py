@@ -9,9 +9,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel, pp_int
+from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel, key, pp_int
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -35,61 +35,38 @@ class OffloadStateTypeEnum(str, Enum):
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Stage-3 parameters kept outside device memory."""
 
-    device: OffloadDeviceEnum = Field(
-        default=OffloadDeviceEnum.none, description="Where the parameter shards are kept."
-    )
-    nvme_path: Path | None = Field(
-        default=None, description="Folder for swap files; needed with device `nvme`."
-    )
-    buffer_count: Int = Field(
-        default=5, ge=0, description="Host buffers that parameters pass through on their way from storage."
-    )
-    buffer_size: Int = Field(default=pp_int(1e8), ge=0, description="Elements in one such buffer.")
-    max_in_cpu: Int = Field(
-        default=pp_int(1e9), ge=0, description="Elements that stay in host memory with device `nvme`."
-    )
-    pin_memory: bool = Field(
-        default=True, description="Page-locked host memory: faster copies, cannot be swapped out."
-    )
+    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Where the parameter shards are kept.")
+    nvme_path: Path | None = key(None, "Folder for swap files; needed with device `nvme`.")
+    buffer_count: Int = key(5, "Host buffers that parameters pass through on their way from storage.", ge=0)
+    buffer_size: Int = key(pp_int(1e8), "Elements in one such buffer.", ge=0)
+    max_in_cpu: Int = key(pp_int(1e9), "Elements that stay in host memory with device `nvme`.", ge=0)
+    pin_memory: bool = key(True, "Page-locked host memory: faster copies, cannot be swapped out.")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Master weights, optimizer state and update on the host (stages 1 to 3)."""
 
-    device: OffloadDeviceEnum = Field(
-        default=OffloadDeviceEnum.none, description="Where master weights and optimizer state are kept."
+    device: OffloadDeviceEnum = key(
+        OffloadDeviceEnum.none, "Where master weights and optimizer state are kept."
     )
-    nvme_path: Path | None = Field(
-        default=None, description="Folder for swap files; needed with device `nvme`."
+    nvme_path: Path | None = key(None, "Folder for swap files; needed with device `nvme`.")
+    buffer_count: Int = key(
+        4, "Host buffers for swapping; at least the number of state tensors per parameter plus one.", ge=0
     )
-    buffer_count: Int = Field(
-        default=4,
-        ge=0,
-        description="Host buffers for swapping; at least the number of state tensors per parameter plus one.",
+    pin_memory: bool = key(True, "Page-locked host memory: faster copies, cannot be swapped out.")
+    pipeline_read: bool = key(False, "Read the next sub-group from storage while one is updated.")
+    pipeline_write: bool = key(False, "Write the previous sub-group to storage while one is updated.")
+    fast_init: bool = key(False, "No effect: swap files are created in one way only.")
+    ratio: Float = key(
+        1.0, "Fraction of the update that the host does (Twin-Flow); below 1 at stage 3 only.", ge=0.0, le=1.0
     )
-    pin_memory: bool = Field(
-        default=True, description="Page-locked host memory: faster copies, cannot be swapped out."
-    )
-    pipeline_read: bool = Field(
-        default=False, description="Read the next sub-group from storage while one is updated."
-    )
-    pipeline_write: bool = Field(
-        default=False, description="Write the previous sub-group to storage while one is updated."
-    )
-    fast_init: bool = Field(default=False, description="No effect: swap files are created in one way only.")
-    ratio: Float = Field(
-        default=1.0,
-        ge=0.0,
-        le=1.0,
-        description="Fraction of the update that the host does (Twin-Flow); below 1 at stage 3 only.",
-    )
-    super_offload: bool = Field(
-        default=False,
-        description="Update on the host while backward runs, and roll back if the step does not confirm "
+    super_offload: bool = key(
+        False,
+        "Update on the host while backward runs, and roll back if the step does not confirm "
         "it (SuperOffload); with device `cpu`.",
     )
-    cpuadam_cores_perc: Float = Field(
-        default=0.8, ge=0.0, le=1.0, description="Fraction of the cores given to the SuperOffload worker."
+    cpuadam_cores_perc: Float = key(
+        0.8, "Fraction of the cores given to the SuperOffload worker.", ge=0.0, le=1.0
     )
 
     @property
@@ -101,17 +78,13 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 class AioConfig(LenientConfigModel):
     """Options of reading and writing files."""
 
-    block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
-    queue_depth: Int = Field(default=8, ge=1, description="Requests in flight at one time.")
-    intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share a read or write.")
-    thread_count: Int = Field(
-        default=1, ge=1, description="Another name for `intra_op_parallelism`, used when that is not given."
-    )
-    single_submit: bool = Field(default=False, description="Hand requests to the kernel one by one.")
-    overlap_events: bool = Field(
-        default=True, description="Submit further requests while waiting for earlier ones."
-    )
-    use_gds: bool = Field(default=False, description="GPUDirect Storage (NVIDIA GPUs).")
+    block_size: Int = key(1048576, "Bytes per request.", ge=1)
+    queue_depth: Int = key(8, "Requests in flight at one time.", ge=1)
+    intra_op_parallelism: Int = key(1, "Threads that share a read or write.", ge=1)
+    thread_count: Int = key(1, "Another name for `intra_op_parallelism`, used when that is not given.", ge=1)
+    single_submit: bool = key(False, "Hand requests to the kernel one by one.")
+    overlap_events: bool = key(True, "Submit further requests while waiting for earlier ones.")
+    use_gds: bool = key(False, "GPUDirect Storage (NVIDIA GPUs).")
 
     @model_validator(mode="after")
     def one_number_of_threads(self) -> AioConfig:

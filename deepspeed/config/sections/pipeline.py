@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, field_validator
 
-from deepspeed.config.section import Int, LenientConfigModel
+from deepspeed.config.section import Int, LenientConfigModel, key
 
 
 class PipelineConfig(LenientConfigModel):
@@ -14,36 +14,26 @@ class PipelineConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    stages: Any = Field(
-        default="auto", description="Kept for old files; the pipeline module knows its stages."
-    )
-    partition: str = Field(
-        default="best", description="Kept for old files; the pipeline module knows its partition."
-    )
-    schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto"] = Field(
-        default="1f1b",
-        description="In which order stages work: one forward, one backward; the same over several chunks per stage "
+    stages: Any = key("auto", "Kept for old files; the pipeline module knows its stages.")
+    partition: str = key("best", "Kept for old files; the pipeline module knows its partition.")
+    schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto"] = key(
+        "1f1b",
+        "In which order stages work: one forward, one backward; the same over several chunks per stage "
         "(`PipelineModule(chunks=...)`); with backwards split in two, so that gradients of weights fill the waits; "
         "this over chunks that go forth and back (`zigzag=True`); or the best of these for measured durations.",
         json_schema_extra={"takes_auto": True},
     )
-    max_held: Int = Field(
-        default=0,
-        ge=0,
-        description="Of how many micro-batches a stage may hold activations with split backwards; 0: as many as there "
+    max_held: Int = key(
+        0,
+        "Of how many micro-batches a stage may hold activations with split backwards; 0: as many as there "
         "are stages, which is what 1F1B holds.",
+        ge=0,
     )
-    seed_layers: bool = Field(default=False, description="Seed the random state per layer.")
-    activation_checkpoint_interval: Int = Field(
-        default=0, ge=0, description="Layers per checkpointed region; 0: none."
-    )
-    pipe_partitioned: bool = Field(
-        default=True, description="No effect: each rank sends to its like in the next stage."
-    )
-    grad_partitioned: bool = Field(default=True, description="No effect, likewise.")
-    use_reentrant: bool = Field(
-        default=True, description="Which variant of activation checkpointing is used."
-    )
+    seed_layers: bool = key(False, "Seed the random state per layer.")
+    activation_checkpoint_interval: Int = key(0, "Layers per checkpointed region; 0: none.", ge=0)
+    pipe_partitioned: bool = key(True, "No effect: each rank sends to its like in the next stage.")
+    grad_partitioned: bool = key(True, "No effect, likewise.")
+    use_reentrant: bool = key(True, "Which variant of activation checkpointing is used.")
 
     @field_validator("schedule", mode="before")
     @classmethod

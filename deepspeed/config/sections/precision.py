@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Field,
     PlainValidator,
     ValidationInfo,
     field_validator,
@@ -26,6 +25,7 @@ from deepspeed.config.section import (
     SumDtypeOrNull,
     finite,
     is_auto,
+    key,
     note,
     parse_dtype,
 )
@@ -42,24 +42,18 @@ def _finite_number(value: Any) -> Any:
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
     """16-bit floats with loss scaling (Micikevicius et al. 2018)."""
 
-    enabled: bool = Field(default=False, description="Train in fp16.")
-    auto_cast: bool = Field(default=False, description="Cast floating-point inputs of forward to fp16.")
-    loss_scale: Annotated[Float, BeforeValidator(_finite_number), AfterValidator(finite)] = Field(
-        default=0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
+    enabled: bool = key(False, "Train in fp16.")
+    auto_cast: bool = key(False, "Cast floating-point inputs of forward to fp16.")
+    loss_scale: Annotated[Float, BeforeValidator(_finite_number), AfterValidator(finite)] = key(
+        0.0, "0: dynamic scaling; else this fixed scale.", ge=0
     )
-    initial_scale_power: Int = Field(default=16, description="The dynamic scale starts at 2 to this power.")
-    loss_scale_window: Int = Field(
-        default=1000, description="Clean steps before the dynamic scale doubles; above 0 when dynamic."
-    )
-    hysteresis: Int = Field(default=2, description="Overflows tolerated before the scale is halved.")
-    consecutive_hysteresis: bool = Field(
-        default=False, description="Every clean step restores the tolerated overflows."
-    )
-    min_loss_scale: Int = Field(
-        default=1, description="The dynamic scale never falls below; above 0 when dynamic."
-    )
-    fp16_master_weights_and_grads: bool = Field(
-        default=False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
+    initial_scale_power: Int = key(16, "The dynamic scale starts at 2 to this power.")
+    loss_scale_window: Int = key(1000, "Clean steps before the dynamic scale doubles; above 0 when dynamic.")
+    hysteresis: Int = key(2, "Overflows tolerated before the scale is halved.")
+    consecutive_hysteresis: bool = key(False, "Every clean step restores the tolerated overflows.")
+    min_loss_scale: Int = key(1, "The dynamic scale never falls below; above 0 when dynamic.")
+    fp16_master_weights_and_grads: bool = key(
+        False, "Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
     )
 
     @field_validator("initial_scale_power", mode="before")
@@ -98,17 +92,16 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 class DeepSpeedBF16Config(DeepSpeedConfigModel):
     """bfloat16, with fp32 master weights unless said otherwise; needs no loss scale."""
 
-    enabled: bool = Field(default=False, description="Train in bf16.")
-    immediate_grad_update: bool = Field(
-        default=False, description="No effect: each gradient is added to the sum as soon as it is ready."
+    enabled: bool = key(False, "Train in bf16.")
+    immediate_grad_update: bool = key(
+        False, "No effect: each gradient is added to the sum as soon as it is ready."
     )
-    check_grad_overflow: bool = Field(default=True, description="Skip steps whose gradients are not finite.")
-    bf16_master_weights_and_grads: bool = Field(
-        default=False, description="Master weights and gradients in bf16 too (ZeRO 1 to 3)."
+    check_grad_overflow: bool = key(True, "Skip steps whose gradients are not finite.")
+    bf16_master_weights_and_grads: bool = key(
+        False, "Master weights and gradients in bf16 too (ZeRO 1 to 3)."
     )
-    bf16_optimizer_states: bool = Field(
-        default=False,
-        description="Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3.",
+    bf16_optimizer_states: bool = key(
+        False, "Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3."
     )
 
 
@@ -116,14 +109,14 @@ class Float8Config(DeepSpeedConfigModel):
     """Products of linear layers with 8-bit floating-point numbers, in forward and backward (own key; see float8.md).
     Weights, gradients and states are those of `bf16`, `fp16` or fp32."""
 
-    enabled: bool = Field(default=False, description="Use them.")
-    exclude: list[str] = Field(
-        default=["lm_head", "head", "embed_out", "score", "classifier"],
-        description="Layers to leave unchanged: those with one of these among the parts of their name.",
+    enabled: bool = key(False, "Use them.")
+    exclude: list[str] = key(
+        ["lm_head", "head", "embed_out", "score", "classifier"],
+        "Layers to leave unchanged: those with one of these among the parts of their name.",
     )
-    emulate: bool = Field(
-        default=False,
-        description="On devices without such products: the same numbers, from the dtype of the layer's input. Not "
+    emulate: bool = key(
+        False,
+        "On devices without such products: the same numbers, from the dtype of the layer's input. Not "
         "faster; to try out what a model becomes. Without it they are an error.",
     )
 
@@ -132,7 +125,7 @@ class NativeProductsConfig(DeepSpeedConfigModel):
     """Products of linear layers in fp32 on the host by the native library, in forward and backward, on processors where
     torch's use half of the vectors (own key; see transformer_kernels.md). Elsewhere it changes nothing."""
 
-    enabled: bool = Field(default=False, description="Use them.")
+    enabled: bool = key(False, "Use them.")
 
 
 def _autocast_dtype(value: Any) -> Dtype | None:
@@ -142,15 +135,15 @@ def _autocast_dtype(value: Any) -> Dtype | None:
 class TorchAutocastConfig(LenientConfigModel):
     """`torch.autocast` around forward, run by the engine."""
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
     dtype: Annotated[
         Dtype | None,
         PlainValidator(_autocast_dtype),
         AllowedValues("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
-    ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
-    lower_precision_safe_modules: list[str] | None = Field(
-        default=None,
-        description="Full class names of modules whose gradients may be sent in that dtype; "
+    ] = key(None, "Dtype of the products; null: bfloat16.")
+    lower_precision_safe_modules: list[str] | None = key(
+        None,
+        "Full class names of modules whose gradients may be sent in that dtype; "
         "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
     )
 
@@ -160,7 +153,7 @@ class AmpConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    enabled: bool = Field(default=False, description="Turn it on.")
+    enabled: bool = key(False, "Turn it on.")
 
     @property
     def params(self) -> dict[str, Any]:
@@ -171,15 +164,11 @@ class AmpConfig(LenientConfigModel):
 class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
-    grad_accum_dtype: SumDtypeOrNull = Field(
-        default=None, description="Dtype in which the gradients of micro-batches are accumulated."
+    grad_accum_dtype: SumDtypeOrNull = key(
+        None, "Dtype in which the gradients of micro-batches are accumulated."
     )
-    param_dtype: DtypeOrNull = Field(
-        default=None, description="Dtype to which the module's parameters are cast."
-    )
-    buffer_dtype: DtypeOrNull = Field(
-        default=None, description="Dtype to which floating-point buffers are cast; null: unchanged."
-    )
+    param_dtype: DtypeOrNull = key(None, "Dtype to which the module's parameters are cast.")
+    buffer_dtype: DtypeOrNull = key(None, "Dtype to which floating-point buffers are cast; null: unchanged.")
 
 
 def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:

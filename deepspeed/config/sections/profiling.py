@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel, section
+from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel, key, section
 
 
 class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
     """One-shot profile of FLOPs, parameters and time per module."""
 
-    enabled: bool = Field(default=False, description="Turn it on; also turns on `wall_clock_breakdown`.")
-    recompute_fwd_factor: Float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Fraction of the forward that checkpointing recomputes; included in the total.",
+    enabled: bool = key(False, "Turn it on; also turns on `wall_clock_breakdown`.")
+    recompute_fwd_factor: Float = key(
+        0.0, "Fraction of the forward that checkpointing recomputes; included in the total.", ge=0.0, le=1.0
     )
-    profile_step: Int = Field(default=1, ge=-1, description="Optimizer step that is profiled; -1: none.")
-    module_depth: Int = Field(
-        default=-1, ge=-1, description="Depth of the modules that are summarized; -1: the innermost."
-    )
-    top_modules: Int = Field(
-        default=1, ge=0, description="How many of the most expensive modules are listed per depth."
-    )
-    detailed: bool = Field(default=True, description="Print the whole module tree.")
-    output_file: str | None = Field(default=None, description="File for the report; null: standard output.")
+    profile_step: Int = key(1, "Optimizer step that is profiled; -1: none.", ge=-1)
+    module_depth: Int = key(-1, "Depth of the modules that are summarized; -1: the innermost.", ge=-1)
+    top_modules: Int = key(1, "How many of the most expensive modules are listed per depth.", ge=0)
+    detailed: bool = key(True, "Print the whole module tree.")
+    output_file: str | None = key(None, "File for the report; null: standard output.")
 
 
 class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     """Samples per second."""
 
-    enabled: bool = Field(default=True, description="Turn it on.")
-    synchronized: bool = Field(default=True, description="Wait for the device before each reading.")
+    enabled: bool = key(True, "Turn it on.")
+    synchronized: bool = key(True, "Wait for the device before each reading.")
 
 
 class TimersConfig(LenientConfigModel):
@@ -47,15 +40,11 @@ class TraceConfig(DeepSpeedConfigModel):
     """A timeline of some steps, for chrome://tracing, Perfetto and `ds trace`."""
 
     path: str = Field(min_length=1, description="Folder for one file per rank.")
-    steps: list[Int] = Field(
-        default=[2, 4],
-        min_length=2,
-        max_length=2,
-        description="First and last optimizer step of the timeline.",
+    steps: list[Int] = key(
+        [2, 4], "First and last optimizer step of the timeline.", min_length=2, max_length=2
     )
-    operations: bool = Field(
-        default=True,
-        description="Also record torch's operations and the kernels of the device, through `torch.profiler`.",
+    operations: bool = key(
+        True, "Also record torch's operations and the kernels of the device, through `torch.profiler`."
     )
 
     @field_validator("steps")

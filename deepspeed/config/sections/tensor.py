@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Int, LenientConfigModel, parse_dtype
+from deepspeed.config.section import (
+    AllowedValues,
+    DeepSpeedConfigModel,
+    Int,
+    LenientConfigModel,
+    key,
+    parse_dtype,
+)
 
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
 
@@ -31,74 +38,58 @@ def _dtype(value: Any) -> Dtype:
 class TPLayerSpec(LenientConfigModel):
     """One rule: which parameters, and how they are partitioned."""
 
-    patterns: list[str] = Field(default=[], description="Regular expressions on the parameter's name.")
-    partition_type: Literal["row", "column", "skip"] = Field(
-        default="column", description="Partition by rows, by columns, or not at all."
+    patterns: list[str] = key([], "Regular expressions on the parameter's name.")
+    partition_type: Literal["row", "column", "skip"] = key(
+        "column", "Partition by rows, by columns, or not at all."
     )
-    shape: list[Any] | None = Field(default=None, description="Shape of the parts of a fused weight.")
-    partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is partitioned.")
-    model_types: list[str] | None = Field(
-        default=None, description="Only for these values of the model's `config.model_type`."
-    )
-    gather_output: bool = Field(default=False, description="Whole outputs on every rank (column).")
-    grad_allreduce: bool = Field(default=False, description="Sum the gradient of a whole parameter (skip).")
+    shape: list[Any] | None = key(None, "Shape of the parts of a fused weight.")
+    partition_dim: Int | None = key(None, "Dimension of `shape` that is partitioned.")
+    model_types: list[str] | None = key(None, "Only for these values of the model's `config.model_type`.")
+    gather_output: bool = key(False, "Whole outputs on every rank (column).")
+    grad_allreduce: bool = key(False, "Sum the gradient of a whole parameter (skip).")
 
 
 class TPPartitionConfig(LenientConfigModel):
     """Your own rules for what is partitioned, and how."""
 
-    use_default_specs: bool = Field(default=True, description="Use the rules of the preset too.")
-    strict_mode: bool = Field(default=False, description="A parameter without a rule is an error.")
-    lm_head_patterns: list[str] = Field(
-        default=["lm_head", "embed_out"], description="Names of output heads."
-    )
-    embedding_partition_dim: Int = Field(
-        default=1, description="Dimension along which embeddings are partitioned."
-    )
-    layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first match applies.")
+    use_default_specs: bool = key(True, "Use the rules of the preset too.")
+    strict_mode: bool = key(False, "A parameter without a rule is an error.")
+    lm_head_patterns: list[str] = key(["lm_head", "embed_out"], "Names of output heads.")
+    embedding_partition_dim: Int = key(1, "Dimension along which embeddings are partitioned.")
+    layer_specs: list[TPLayerSpec] = key([], "The rules; the first match applies.")
 
 
 class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
-    tp_size: Int = Field(default=1, ge=1, description="No effect in training: use `autotp_size`.")
-    tp_grain_size: Int = Field(
-        default=1, ge=1, description="Shard boundaries fall on multiples of this many columns."
-    )
-    mpu: Any = Field(default=None, description="No effect in training: pass it to `initialize`.")
-    tp_group: Any = Field(default=None, description="No effect in training, likewise.")
+    tp_size: Int = key(1, "No effect in training: use `autotp_size`.", ge=1)
+    tp_grain_size: Int = key(1, "Shard boundaries fall on multiples of this many columns.", ge=1)
+    mpu: Any = key(None, "No effect in training: pass it to `initialize`.")
+    tp_group: Any = key(None, "No effect in training, likewise.")
 
 
 class TPTrainingConfig(DeepSpeedConfigModel):
     """Layers partitioned across ranks without changes to the model."""
 
-    dtype: Annotated[Dtype, PlainValidator(_dtype), AllowedValues("a dtype such as 'bf16'")] = Field(
-        default=Dtype.fp16, description="Dtype that `tp_model_init` was called with."
+    dtype: Annotated[Dtype, PlainValidator(_dtype), AllowedValues("a dtype such as 'bf16'")] = key(
+        Dtype.fp16, "Dtype that `tp_model_init` was called with."
     )
-    autotp_size: Int = Field(default=0, ge=0, description="Ranks that share each layer; 0: off.")
-    preset_model: PresetModel | None = Field(default=None, description="Built-in rules of a model family.")
-    tp_overlap_comm: bool = Field(
-        default=False, description="Overlap the all-reduce of one layer with the work of the next."
-    )
-    partition_config: TPPartitionConfig | None = Field(default=None, description="Your own rules.")
-    vocab_parallel_lm_head: bool = Field(
-        default=False,
-        description="Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
+    autotp_size: Int = key(0, "Ranks that share each layer; 0: off.", ge=0)
+    preset_model: PresetModel | None = key(None, "Built-in rules of a model family.")
+    tp_overlap_comm: bool = key(False, "Overlap the all-reduce of one layer with the work of the next.")
+    partition_config: TPPartitionConfig | None = key(None, "Your own rules.")
+    vocab_parallel_lm_head: bool = key(
+        False,
+        "Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
         "loss takes logits in parts.)",
     )
-    tensor_parallel: TPConfig = Field(
-        default=TPConfig.model_construct(), alias="tp", description="Groups at run time."
+    tensor_parallel: TPConfig = key(TPConfig.model_construct(), "Groups at run time.", alias="tp")
+    injection_policy_tuple: tuple[Any, ...] | None = key(
+        None, "Layers whose output is summed over the ranks."
     )
-    injection_policy_tuple: tuple[Any, ...] | None = Field(
-        default=None, description="Layers whose output is summed over the ranks."
-    )
-    keep_module_on_host: bool = Field(
-        default=False, description="No effect: weights are split where they are."
-    )
-    replace_with_kernel_inject: bool = Field(
-        default=False,
-        alias="kernel_inject",
-        description="No effect in training; an argument of `init_inference`.",
+    keep_module_on_host: bool = key(False, "No effect: weights are split where they are.")
+    replace_with_kernel_inject: bool = key(
+        False, "No effect in training; an argument of `init_inference`.", alias="kernel_inject"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from deepspeed.config.section import (
     DeepSpeedConfigModel,
@@ -17,6 +17,7 @@ from deepspeed.config.section import (
     Int,
     IntOrAuto,
     deprecated,
+    key,
     note,
     pp_int,
     section,
@@ -31,31 +32,18 @@ from deepspeed.config.sections.offload import (
 class ZenFlowConfig(DeepSpeedConfigModel):
     """Asynchronous offloaded updates (ZenFlow)."""
 
-    topk_ratio: Float = Field(
-        default=0.1,
-        ge=0.0,
-        le=1.0,
-        description="Fraction of the gradient columns that are updated on the device.",
+    topk_ratio: Float = key(
+        0.1, "Fraction of the gradient columns that are updated on the device.", ge=0.0, le=1.0
     )
-    select_strategy: Literal["auto", "step", "epoch"] = Field(
-        default="auto", description="When the columns are selected again."
-    )
-    select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two selections.")
-    update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
-    overlap_step: bool = Field(
-        default=False, description="Run the host update in parallel with the next steps."
-    )
-    offload: bool = Field(default=False, description="Keep the state of the chosen columns in host memory.")
-    auto_ratio: Float = Field(
-        default=0.99, ge=0.0, le=1.0, description="Threshold that `update_interval: auto` aims at."
-    )
-    full_warm_up_rounds: Int = Field(
-        default=0, ge=0, description="Number of initial rounds in which everything is updated."
-    )
-    pt_reserved_cores_perc: Float = Field(
-        default=0.5, ge=0.0, le=1.0, description="Fraction of the cores left to PyTorch."
-    )
-    steps_per_epoch: Int | None = Field(default=None, description="Filled in by the engine; not for users.")
+    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "When the columns are selected again.")
+    select_interval: IntOrAuto = key("auto", "Steps or epochs between two selections.")
+    update_interval: IntOrAuto = key("auto", "Steps between two host updates.")
+    overlap_step: bool = key(False, "Run the host update in parallel with the next steps.")
+    offload: bool = key(False, "Keep the state of the chosen columns in host memory.")
+    auto_ratio: Float = key(0.99, "Threshold that `update_interval: auto` aims at.", ge=0.0, le=1.0)
+    full_warm_up_rounds: Int = key(0, "Number of initial rounds in which everything is updated.", ge=0)
+    pt_reserved_cores_perc: Float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0.0, le=1.0)
+    steps_per_epoch: Int | None = key(None, "Filled in by the engine; not for users.")
 
 
 DEFAULT_LEAF_MODULE_CLASSES = (
@@ -80,17 +68,12 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     uses.
     """
 
-    classes: Texts = Field(
-        default=list(DEFAULT_LEAF_MODULE_CLASSES),
-        description="Full names of module classes (sparse mixture-of-experts blocks by default).",
+    classes: Texts = key(
+        list(DEFAULT_LEAF_MODULE_CLASSES),
+        "Full names of module classes (sparse mixture-of-experts blocks by default).",
     )
-    names: Texts = Field(
-        default=list(DEFAULT_LEAF_MODULE_NAMES),
-        description="Names of single modules, as in `named_modules()`.",
-    )
-    name_suffixes: Texts = Field(
-        default=list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), description="Endings of module names."
-    )
+    names: Texts = key(list(DEFAULT_LEAF_MODULE_NAMES), "Names of single modules, as in `named_modules()`.")
+    name_suffixes: Texts = key(list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), "Endings of module names.")
 
 
 ZERO_OPTIMIZATION = "zero_optimization"
@@ -109,8 +92,8 @@ class ZeroStageEnum(int, Enum):
 class ZeroPPLoCoConfig(DeepSpeedConfigModel):
     """Error feedback of quantized gradients (LoCo)."""
 
-    err_beta: Float = Field(default=0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
-    reset_T: Int = Field(default=1024, ge=1, description="Steps after which the kept error is dropped.")
+    err_beta: Float = key(0.8, "Weight of the kept quantization error.", ge=0.0, le=1.0)
+    reset_T: Int = key(1024, "Steps after which the kept error is dropped.", ge=1)
 
 
 def _offload_param(on: bool) -> DeepSpeedZeroOffloadParamConfig | None:
@@ -124,110 +107,89 @@ def _offload_optimizer(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """Partitioning of optimizer state, gradients and parameters across ranks. Sizes count elements, not bytes."""
 
-    stage: ZeroStageEnum = Field(
-        default=ZeroStageEnum.disabled,
-        description="0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
+    stage: ZeroStageEnum = key(
+        ZeroStageEnum.disabled,
+        "0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
     )
-    contiguous_gradients: bool = Field(
-        default=True, description="No effect: gradients are collected in buffers in any case."
+    contiguous_gradients: bool = key(True, "No effect: gradients are collected in buffers in any case.")
+    reduce_scatter: bool = key(True, "Reduce gradients with reduce-scatter; false: all-reduce.")
+    reduce_bucket_size: Elements = key(pp_int(5e8), "Largest number of elements reduced in one call.", gt=0)
+    use_multi_rank_bucket_allreduce: bool = key(True, "No effect: a bucket is one call for all ranks.")
+    allgather_partitions: bool = key(True, "No effect: updated parameters are always gathered.")
+    allgather_bucket_size: Elements = key(
+        pp_int(5e8), "Largest number of elements gathered in one call.", ge=0
     )
-    reduce_scatter: bool = Field(
-        default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
+    overlap_comm: bool | None = key(
+        None, "Reduce gradients while backward runs; null becomes true at stage 3 and false below."
     )
-    reduce_bucket_size: Elements = Field(
-        default=pp_int(5e8), gt=0, description="Largest number of elements reduced in one call."
+    compute_grad_norm: bool = key(
+        True,
+        "false: the norm is not needed (stages 1, 2; no clipping). No effect: computing it costs little.",
     )
-    use_multi_rank_bucket_allreduce: bool = Field(
-        default=True, description="No effect: a bucket is one call for all ranks."
-    )
-    allgather_partitions: bool = Field(
-        default=True, description="No effect: updated parameters are always gathered."
-    )
-    allgather_bucket_size: Elements = Field(
-        default=pp_int(5e8), ge=0, description="Largest number of elements gathered in one call."
-    )
-    overlap_comm: bool | None = Field(
-        default=None,
-        description="Reduce gradients while backward runs; null becomes true at stage 3 and false below.",
-    )
-    compute_grad_norm: bool = Field(
-        default=True,
-        description="false: the norm is not needed (stages 1, 2; no clipping). No effect: computing it costs little.",
-    )
-    load_from_fp32_weights: bool = Field(
-        default=True, description="Restore master weights from the fp32 values of a checkpoint."
-    )
+    load_from_fp32_weights: bool = key(True, "Restore master weights from the fp32 values of a checkpoint.")
     elastic_checkpoint: bool = deprecated(
         False,
         "No effect: every checkpoint loads at any number of ranks.",
         message="every checkpoint is elastic",
     )
-    offload_param: DeepSpeedZeroOffloadParamConfig | None = Field(
-        default=None, description="Keep parameters outside device memory (stage 3)."
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = key(
+        None, "Keep parameters outside device memory (stage 3)."
     )
-    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = Field(
-        default=None,
-        description="Keep the optimizer state, and update it, outside device memory (stages 1 to 3).",
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = key(
+        None, "Keep the optimizer state, and update it, outside device memory (stages 1 to 3)."
     )
-    zenflow: ZenFlowConfig | None = Field(
-        default=None, description="ZenFlow: asynchronous offloaded updates."
+    zenflow: ZenFlowConfig | None = key(None, "ZenFlow: asynchronous offloaded updates.")
+    sub_group_size: Elements = key(pp_int(1e9), "Elements updated at a time.", ge=0)
+    prefetch_bucket_size: Elements = key(
+        pp_int(5e7), "Elements gathered ahead of their use.", ge=0, alias="stage3_prefetch_bucket_size"
     )
-    sub_group_size: Elements = Field(default=pp_int(1e9), ge=0, description="Elements updated at a time.")
-    prefetch_bucket_size: Elements = Field(
-        default=pp_int(5e7),
-        ge=0,
-        alias="stage3_prefetch_bucket_size",
-        description="Elements gathered ahead of their use.",
-    )
-    param_persistence_threshold: Elements = Field(
-        default=pp_int(1e5),
+    param_persistence_threshold: Elements = key(
+        pp_int(1e5),
+        "Parameters with fewer elements stay gathered between uses.",
         ge=0,
         alias="stage3_param_persistence_threshold",
-        description="Parameters with fewer elements stay gathered between uses.",
     )
-    model_persistence_threshold: Elements = Field(
-        default=pp_int(sys.maxsize, "sys.maxsize"),
+    model_persistence_threshold: Elements = key(
+        pp_int(sys.maxsize, "sys.maxsize"),
+        "Limit on the elements of all parameters that stay gathered.",
         ge=0,
         alias="stage3_model_persistence_threshold",
-        description="Limit on the elements of all parameters that stay gathered.",
     )
-    max_live_parameters: Elements = Field(
-        default=pp_int(1e9),
+    max_live_parameters: Elements = key(
+        pp_int(1e9),
+        "Maximum number of elements gathered at one time.",
         ge=0,
         alias="stage3_max_live_parameters",
-        description="Maximum number of elements gathered at one time.",
     )
-    max_reuse_distance: Elements = Field(
-        default=pp_int(1e9),
+    max_reuse_distance: Elements = key(
+        pp_int(1e9),
+        "A parameter that is used again within this many elements is not released in between.",
         ge=0,
         alias="stage3_max_reuse_distance",
-        description="A parameter that is used again within this many elements is not released in between.",
     )
-    gather_16bit_weights_on_model_save: bool = Field(
-        default=False,
+    gather_16bit_weights_on_model_save: bool = key(
+        False,
+        "Let `save_16bit_model` gather whole weights at stage 3.",
         alias="stage3_gather_16bit_weights_on_model_save",
-        description="Let `save_16bit_model` gather whole weights at stage 3.",
     )
     stage3_gather_fp16_weights_on_model_save: bool = deprecated(
         False,
         "Old name of `stage3_gather_16bit_weights_on_model_save`.",
         new_param="gather_16bit_weights_on_model_save",
     )
-    module_granularity_threshold: Int = Field(
-        default=pp_int(0),
+    module_granularity_threshold: Int = key(
+        pp_int(0),
+        "Modules with fewer parameters per descendant are gathered as a whole; 0: off.",
         ge=0,
         alias="stage3_module_granularity_threshold",
-        description="Modules with fewer parameters per descendant are gathered as a whole; 0: off.",
     )
-    use_all_reduce_for_fetch_params: bool = Field(
-        default=False,
-        alias="stage3_use_all_reduce_for_fetch_params",
-        description="No effect: parameters are gathered.",
+    use_all_reduce_for_fetch_params: bool = key(
+        False, "No effect: parameters are gathered.", alias="stage3_use_all_reduce_for_fetch_params"
     )
-    allgather_sequential: bool = Field(
-        default=False,
+    allgather_sequential: bool = key(
+        False,
+        "No effect; `stage3_prefetch_bucket_size: 0` gathers without looking ahead.",
         alias="stage3_allgather_sequential",
-        description="No effect; `stage3_prefetch_bucket_size: 0` gathers without looking ahead.",
     )
     cpu_offload: bool | None = deprecated(
         None,
@@ -241,62 +203,40 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     cpu_offload_use_pin_memory: bool | None = deprecated(
         None, "No effect.", message="no effect; set 'pin_memory' in 'offload_param' or 'offload_optimizer'"
     )
-    ignore_unused_parameters: bool = Field(
-        default=True, description="Parameters without a gradient are not an error."
+    ignore_unused_parameters: bool = key(True, "Parameters without a gradient are not an error.")
+    legacy_stage1: bool = key(False, "True is refused: the old stage 1 is gone.")
+    round_robin_gradients: bool = key(
+        False, "Distribute gradients to the ranks round-robin, to balance offload copies."
     )
-    legacy_stage1: bool = Field(default=False, description="True is refused: the old stage 1 is gone.")
-    round_robin_gradients: bool = Field(
-        default=False, description="Distribute gradients to the ranks round-robin, to balance offload copies."
+    zero_hpz_partition_size: Int = key(
+        1, "Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.", ge=0
     )
-    zero_hpz_partition_size: Int = Field(
-        default=1,
-        ge=0,
-        description="Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.",
+    zero_quantized_weights: bool = key(False, "Gather weights in 8 bits (ZeRO++ qwZ).")
+    zero_quantized_weights_bits: Literal[4, 8] = key(8, "Bits of quantized weights; 4 is coarser.")
+    zero_quantized_nontrainable_weights: bool = key(False, "Keep frozen weights in 8 bits.")
+    zero_quantized_gradients: bool = key(False, "Exchange gradients in 4 bits (ZeRO++ qgZ).")
+    zero_quantized_rounding: Literal["nearest", "stochastic"] = key(
+        "nearest", "Rounding of quantized weights and gradients; stochastic: at random, unbiased."
     )
-    zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
-    zero_quantized_weights_bits: Literal[4, 8] = Field(
-        default=8, description="Bits of quantized weights; 4 is coarser."
+    zeropp_loco_param: ZeroPPLoCoConfig | None = key(None, "Error feedback for quantized gradients.")
+    mics_shard_size: Int = key(-1, "Ranks that share one copy of the states (MiCS); -1: off.")
+    mics_hierarchical_params_gather: bool = key(False, "No effect.")
+    memory_efficient_linear: bool = key(True, "No effect: at stage 3 no layer keeps its weight for backward.")
+    pipeline_loading_checkpoint: bool = key(
+        False, "No effect: a rank reads only what it holds, so that all can load at once."
     )
-    zero_quantized_nontrainable_weights: bool = Field(
-        default=False, description="Keep frozen weights in 8 bits."
+    override_module_apply: bool = key(
+        True, "No effect: `Module.apply` gathers parameters under `zero.Init` in any case."
     )
-    zero_quantized_gradients: bool = Field(
-        default=False, description="Exchange gradients in 4 bits (ZeRO++ qgZ)."
-    )
-    zero_quantized_rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest",
-        description="Rounding of quantized weights and gradients; stochastic: at random, unbiased.",
-    )
-    zeropp_loco_param: ZeroPPLoCoConfig | None = Field(
-        default=None, description="Error feedback for quantized gradients."
-    )
-    mics_shard_size: Int = Field(
-        default=-1, description="Ranks that share one copy of the states (MiCS); -1: off."
-    )
-    mics_hierarchical_params_gather: bool = Field(default=False, description="No effect.")
-    memory_efficient_linear: bool = Field(
-        default=True, description="No effect: at stage 3 no layer keeps its weight for backward."
-    )
-    pipeline_loading_checkpoint: bool = Field(
-        default=False, description="No effect: a rank reads only what it holds, so that all can load at once."
-    )
-    override_module_apply: bool = Field(
-        default=True,
-        description="No effect: `Module.apply` gathers parameters under `zero.Init` in any case.",
-    )
-    log_trace_cache_warnings: bool = Field(
-        default=False, description="No effect: modules may run in another order than recorded."
-    )
-    enable_sanity_checks: bool = Field(default=False, description="Extra checks at run time.")
-    save_muon_momentum_buffer_in_memory: bool = Field(
-        default=False, description="No effect: momentum is where the other states are."
+    log_trace_cache_warnings: bool = key(False, "No effect: modules may run in another order than recorded.")
+    enable_sanity_checks: bool = key(False, "Extra checks at run time.")
+    save_muon_momentum_buffer_in_memory: bool = key(
+        False, "No effect: momentum is where the other states are."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = section(
         DeepSpeedZeroLeafModuleConfig, "Modules that stage 3 gathers as a whole."
     )
-    parameter_alignment: bool = Field(
-        default=False, description="No effect: parameters begin at aligned addresses in any case."
-    )
+    parameter_alignment: bool = key(False, "No effect: parameters begin at aligned addresses in any case.")
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 
     @model_validator(mode="after")

@@ -34,23 +34,10 @@ from deepspeed.data.data_sampling.record_dataset import (
 )
 
 __all__ = [
-    "Index",
-    "IndexedCachedDataset",
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
-    "code",
-    "data_file_path",
-    "dataset_exists",
-    "get_available_dataset_impl",
-    "index_file_path",
-    "infer_dataset_impl",
-    "make_builder",
-    "make_dataset",
-    "read_longs",
-    "write_longs",
-]
+    "Index", "IndexedCachedDataset", "IndexedDataset", "IndexedDatasetBuilder", "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder", "code", "data_file_path", "dataset_exists", "get_available_dataset_impl",
+    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs", "write_longs",
+]  # fmt: skip
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")  # version, dtype, entries, documents

@@ -18,18 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from deepspeed.base.logging import logger
 from deepspeed.base.stateful import Loads, state_of
 from deepspeed.data.data_sampling.sequence_lengths import sequence_lengths
-from deepspeed.data.data_sampling.token_batches import TokenBatches, pack, scale_lr
+from deepspeed.data.data_sampling.token_batches import TokenBatches, pack
+from deepspeed.data.data_sampling.token_batches import scale_lr as scale_lr
 from deepspeed.data.data_sampling.variable_batch_loader import PadSample, VariableBatchLoader, units_of
 from deepspeed.optim.lr_schedules import get_torch_optimizer, update_lr
-
-__all__ = [
-    "VariableBatchSizeLR",
-    "batch_by_seqlens",
-    "get_dataloader_and_lr_scheduler_for_variable_batch_size",
-    "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
-    "lr_scheduler_for_variable_batch_size",
-    "scale_lr",
-]
 
 Collate = Callable[[list[Any]], Any]
 

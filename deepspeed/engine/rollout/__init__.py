@@ -18,20 +18,10 @@ from deepspeed.engine.rollout.opsd import JSDLossOutput, ResponseTokenBatch, gen
 _NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
 
 __all__ = [
-    "HybridEngineRollout",
-    "HybridEngineRolloutConfig",
-    "JSDLossOutput",
-    "ResponseTokenBatch",
-    "RolloutBatch",
-    "RolloutConfig",
-    "RolloutEngine",
-    "RolloutRequest",
-    "SamplingConfig",
-    "build_rollout",
-    "generalized_jsd_loss",
-    "importance_weights",
-    "rollout_mismatch",
-]
+    "HybridEngineRollout", "HybridEngineRolloutConfig", "JSDLossOutput", "ResponseTokenBatch",
+    "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig", "build_rollout",
+    "generalized_jsd_loss", "importance_weights", "rollout_mismatch",
+]  # fmt: skip
 
 
 def build_rollout(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 ROOT = 0
 """The key of an empty prefix."""
@@ -114,6 +114,7 @@ class BlockTable:
     adapter: int = 0
 
 
+@dataclass(eq=False)
 class BlockManager:
     """The tables of sequences over one pool, ``block_size`` tokens to a block.
 
@@ -122,20 +123,15 @@ class BlockManager:
     blocks.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        block_size: int,
-        *,
-        sharing: bool = True,
-        span: Callable[[int], int] = lambda _: 0,
-    ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size}: a block holds at least one token")
-        self.pool = pool
-        self.block_size = block_size
-        self.sharing = sharing
-        self.span = span
+    pool: BlockPool
+    block_size: int
+    _: KW_ONLY
+    sharing: bool = True
+    span: Callable[[int], int] = lambda _: 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size={self.block_size}: a block holds at least one token")
 
     @property
     def capacity(self) -> int:

@@ -196,22 +196,17 @@ class _ThisMachineOnly:
         await answer(scope, receive, send)
 
 
+@dataclass(eq=False)
 class _Server:
-    def __init__(
-        self,
-        service: Service,
-        tokenizer: Tokenizer,
-        settings: ServerSettings,
-        intake: Intake,
-        models: Models,
-    ) -> None:
-        self.service = service
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.intake = intake
-        self.models = models
+    service: Service
+    tokenizer: Tokenizer
+    settings: ServerSettings
+    intake: Intake
+    models: Models
+
+    def __post_init__(self) -> None:
         self.store = ResponseStore()
-        self._special_ids = {text: token for token, text in tokenizer.specials.items()}
+        self._special_ids = {text: token for token, text in self.tokenizer.specials.items()}
 
     async def answer(self, request: Request, kind: Any) -> Response:
         begun = await self.intake.take(request, partial(self._begin, kind))

@@ -41,14 +41,8 @@ MAX_LOGPROBS = 20
 """Of the likeliest tokens at one place."""
 
 _NO_VARIABLES = {
-    "chat_template",
-    "tools",
-    "tokenize",
-    "conversation",
-    "messages",
-    "return_dict",
-    "tokenizer_kwargs",
-}
+    "chat_template", "tools", "tokenize", "conversation", "messages", "return_dict", "tokenizer_kwargs",
+}  # fmt: skip
 """What else a template is applied with."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]

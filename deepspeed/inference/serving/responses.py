@@ -16,14 +16,8 @@ from deepspeed.inference.serving.protocol import ChatRequest, ResponsesRequest
 
 _TEXTS = ("input_text", "output_text", "text")
 _RENAMED = {
-    "text",
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "previous_response_id",
-    "tools",
-    "tool_choice",
-}
+    "text", "input", "instructions", "max_output_tokens", "previous_response_id", "tools", "tool_choice",
+}  # fmt: skip
 
 _ITEMS = {"text": "message", "reasoning": "reasoning", "arguments": "function_call", "call": ""}
 _DELTAS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Int
+from deepspeed.config.section import DeepSpeedConfigModel, Int, key
 from deepspeed.inference.config import DeepSpeedTPConfig as InitInferenceTPConfig
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
@@ -14,15 +14,13 @@ from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
     """Tensor parallelism."""
 
-    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
+    tp_size: Int = key(1, "Ranks that share each layer.", ge=1)
 
 
 class RaggedQuantConfig(DeepSpeedConfigModel):
     """Quantized weights."""
 
-    quantization_mode: Literal["wf6af16"] | None = Field(
-        default=None, description="`wf6af16`: 6-bit weights, fp16 activations."
-    )
+    quantization_mode: Literal["wf6af16"] | None = key(None, "`wf6af16`: 6-bit weights, fp16 activations.")
 
 
 QuantizationConfig = RaggedQuantConfig
@@ -32,13 +30,11 @@ QuantizationConfig = RaggedQuantConfig
 class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     """Arguments of the engine."""
 
-    tensor_parallel: DeepSpeedTPConfig = Field(
-        default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
+    tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig(), "Tensor parallelism.", alias="tp")
+    state_manager: DSStateManagerConfig = key(
+        DSStateManagerConfig(), "Sequences, tokens and caches.", alias="manager"
     )
-    state_manager: DSStateManagerConfig = Field(
-        default=DSStateManagerConfig(), alias="manager", description="Sequences, tokens and caches."
-    )
-    quantization: RaggedQuantConfig = Field(default=RaggedQuantConfig(), description="Quantized weights.")
+    quantization: RaggedQuantConfig = key(RaggedQuantConfig(), "Quantized weights.")
 
     @field_validator("tensor_parallel", mode="before")
     @classmethod

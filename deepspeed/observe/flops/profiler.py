@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -151,17 +152,9 @@ class FlopsProfiler:
         peak = self.totals.peak
         return bytes_to_string(peak) if as_string else peak
 
-    @property
-    def flops(self) -> int:
-        return self.totals.forward.flops
-
-    @property
-    def macs(self) -> int:
-        return self.totals.forward.macs
-
-    @property
-    def params(self) -> int:
-        return self.totals.params
+    flops = property(attrgetter("totals.forward.flops"))
+    macs = property(attrgetter("totals.forward.macs"))
+    params = property(attrgetter("totals.params"))
 
     def is_expert_tensor_parallelism_enabled(self) -> bool:
         """Return whether experts are split over tensor-parallel ranks."""

@@ -7,6 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero, logger, warning_once
@@ -119,13 +120,8 @@ class MonitorBackend(Monitor):
 class FolderBackend(MonitorBackend):
     """A backend whose files lie in ``output_path/job_name``."""
 
-    @property
-    def output_path(self) -> str | None:
-        return self.monitor_config.output_path
-
-    @property
-    def job_name(self) -> str:
-        return self.monitor_config.job_name
+    output_path = property(attrgetter("monitor_config.output_path"))
+    job_name = property(attrgetter("monitor_config.job_name"))
 
     def make_folder(self, base: str | None) -> str:
         """Create the folder of this run and return it. ``base`` (default ``~/KEY``) replaces an empty

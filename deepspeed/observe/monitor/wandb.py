@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
@@ -23,17 +24,9 @@ class WandbMonitor(MonitorBackend):
         self._is_shared = False
         super().__init__(wandb_config)
 
-    @property
-    def group(self) -> str | None:
-        return self.monitor_config.group
-
-    @property
-    def team(self) -> str | None:
-        return self.monitor_config.team
-
-    @property
-    def project(self) -> str:
-        return self.monitor_config.project
+    group = property(attrgetter("monitor_config.group"))
+    team = property(attrgetter("monitor_config.team"))
+    project = property(attrgetter("monitor_config.project"))
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
         """``wandb``'s ``log`` on rank 0."""

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 
 TRACKS = (
-    "steps",
-    "phases",
-    "modules, forward",
-    "modules, backward",
-    "gathers",
-    "collectives",
-    "waits",
+    "steps", "phases", "modules, forward", "modules, backward", "gathers", "collectives", "waits",
     "copies and swaps",
-)
+)  # fmt: skip
 STEP, PHASE, FORWARD, BACKWARD, GATHER, COLLECTIVE, WAIT, COPY = TRACKS
 CATEGORY = "deepspeed"
 """Of our events; those of torch.profiler have others."""

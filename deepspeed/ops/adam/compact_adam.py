@@ -24,7 +24,7 @@ from deepspeed.ops import native
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
-from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
+from deepspeed.ops.update import Group, UpdateTraits
 
 CODES = 3
 """``enum ds_state_codes``."""
@@ -175,17 +175,12 @@ class CompactAdam(MultiTensorAdam):
         self,
         group: Group,
         params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        *,
-        grad_scale: float = 1.0,
-        low_precision: Sequence[Tensor | None] | None = None,
-        context: UpdateContext = ALONE,
+        *args: Any,
         starts: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         self._starts = tuple(starts) if starts is not None else (0,) * len(params)
-        super().multi_tensor_step(
-            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
-        )
+        super().multi_tensor_step(group, params, *args, **kwargs)
 
     def _make_table(self, *args: Any) -> Table:
         return _Table(self._starts, *args)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
-from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
+from deepspeed.ops.aio.memory import host_buffer
+from deepspeed.ops.aio.pin_memory import pin_handle
 
 File: TypeAlias = str | int | None
 """A path or an open descriptor; None if the descriptor is given as ``fd``."""
@@ -32,7 +33,7 @@ class PendingTransfer(NamedTuple):
     validate: bool
 
 
-class aio_handle:  # documented name
+class aio_handle(pin_handle):  # documented name
     """Moves tensors to and from files.
 
     Tensors are contiguous, of any dtype, on the host or on a device, pinned or not; files, offsets and addresses need
@@ -68,7 +69,7 @@ class aio_handle:  # documented name
         self._options = AioOptions(
             block_size, queue_depth, bool(single_submit), bool(overlap_events), intra_op_parallelism
         )
-        self._locked = LockedMemory()
+        super().__init__()
         self._pending: list[PendingTransfer] = []
         self._running: tuple[int, AioEngine] | None = None  # process and its engine
 
@@ -221,20 +222,10 @@ class aio_handle:  # documented name
 
     # ---- memory --------------------------------------------------------------------------------------------
 
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A 1-D host tensor of the example's dtype in aligned, resident (and, if the limit allows, locked) memory."""
-        if num_elem < 0:
-            raise ValueError(f"new_cpu_locked_tensor: num_elem = {num_elem}: expected at least 0")
-        return self._locked.new(num_elem, example_tensor.dtype)
-
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
         """Releases a tensor of `new_cpu_locked_tensor`; its memory is freed with its last view. False if the
         tensor is not one of this handle's."""
         return self._locked.free(tensor)
-
-    def is_pinned(self, buffer: Tensor) -> bool:
-        """Return whether the tensor, or its base, is locked memory of any handle or memory pinned by torch."""
-        return self._locked.holds(buffer) or is_locked(buffer) or is_pinned(buffer)
 
 
 def _close(engine: AioEngine, process: int) -> None:

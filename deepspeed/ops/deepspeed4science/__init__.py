@@ -1,7 +1,5 @@
 """Operations for models of science."""
 
-from __future__ import annotations
-
 from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
 
 __all__ = ["DS4Sci_EvoformerAttention", "EvoformerFusedAttention"]

@@ -1,7 +1,5 @@
 """LAMB."""
 
-from __future__ import annotations
-
 from deepspeed.ops.lamb.fused_lamb import FusedLamb
 
 __all__ = ["FusedLamb"]

@@ -94,15 +94,12 @@ class FusedLamb(MultiTensorOptimizer):
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
-        grad_scale: float = 1.0,
-        low_precision: Sequence[Tensor | None] | None = None,
         context: UpdateContext = ALONE,
+        **options: Any,
     ) -> None:
         if not params and context.segment_sum is not None:  # a collective: other ranks may own fragments
             context.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))
-        super().multi_tensor_step(
-            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
-        )
+        super().multi_tensor_step(group, params, grads, context=context, **options)
 
     @torch.no_grad()
     def _update(self, table: Table, group: Group, grad_scale: float, context: UpdateContext) -> None:

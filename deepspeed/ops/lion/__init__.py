@@ -1,7 +1,5 @@
 """Lion."""
 
-from __future__ import annotations
-
 from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
 from deepspeed.ops.lion.fused_lion import FusedLion
 

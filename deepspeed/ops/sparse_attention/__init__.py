@@ -1,7 +1,5 @@
 """Block-sparse attention."""
 
-from __future__ import annotations
-
 from deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
 from deepspeed.ops.sparse_attention.matmul import MatMul
 from deepspeed.ops.sparse_attention.softmax import Softmax
@@ -18,16 +16,7 @@ from deepspeed.ops.sparse_attention.sparsity_config import (
 )
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BertSparseSelfAttention",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "MatMul",
-    "Softmax",
-    "SparseAttentionUtils",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+    "BSLongformerSparsityConfig", "BertSparseSelfAttention", "BigBirdSparsityConfig", "DenseSparsityConfig",
+    "FixedSparsityConfig", "LocalSlidingWindowSparsityConfig", "MatMul", "Softmax", "SparseAttentionUtils",
+    "SparseSelfAttention", "SparsityConfig", "VariableSparsityConfig",
+]  # fmt: skip

@@ -20,17 +20,8 @@ _HEADS = 8
 number depends on nothing but shapes, as a sum would differ."""
 
 _POINTERS = (
-    "query",
-    "key",
-    "value",
-    "output",
-    "lse",
-    "starts",
-    "columns",
-    "layout_of",
-    "key_bias",
-    "score_bias",
-)
+    "query", "key", "value", "output", "lse", "starts", "columns", "layout_of", "key_bias", "score_bias",
+)  # fmt: skip
 _BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "key_sums", "value_sums")
 _SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
 

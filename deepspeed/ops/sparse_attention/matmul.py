@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.ops.sparse_attention.softmax import BlockIndex, sampled, times_de
 _MODES = ("sdd", "dsd", "dds")
 
 
+@dataclass(eq=False)
 class MatMul:
     """``c = a @ b`` over batches and heads. The letters of ``mode`` say of c, a and b whether they are dense (d) or
     sparse (s).
@@ -31,24 +33,17 @@ class MatMul:
         NotImplementedError: another mode. ValueError (in a call): operands that do not fit the layout.
     """
 
-    def __init__(
-        self,
-        layout: Tensor,
-        block: int,
-        mode: str,
-        trans_a: bool = False,
-        trans_b: bool = False,
-        bench: bool = False,
-    ) -> None:
-        if mode not in _MODES:
-            raise NotImplementedError(f"mode={mode!r} is unknown: use one of {', '.join(_MODES)}")
-        self.layout = layout
-        self.block = block
-        self.mode = mode
-        self.trans_a = trans_a
-        self.trans_b = trans_b
-        self.bench = bench
-        self._index = BlockIndex(layout, block)
+    layout: Tensor
+    block: int
+    mode: str
+    trans_a: bool = False
+    trans_b: bool = False
+    bench: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise NotImplementedError(f"mode={self.mode!r} is unknown: use one of {', '.join(_MODES)}")
+        self._index = BlockIndex(self.layout, self.block)
 
     def make_lut(self, dtype: torch.dtype | None, device: torch.device) -> BlockIndex:
         """Return the positions of the blocks, on ``device``; made once and kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class SparsityConfig:
     """
 
     random: Any = random
+    parts: ClassVar[tuple[str, ...]] = ()
+    """The methods that set, one after the other, what a head sees."""
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         self.num_heads = num_heads
@@ -62,10 +64,16 @@ class SparsityConfig:
 
     def make_layout(self, seq_len: int) -> Tensor:
         """The layout for ``seq_len`` tokens."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no make_layout(seq_len): use one of the patterns, FixedSparsityConfig for "
-            "example, or override it"
-        )
+        if not self.parts:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no make_layout(seq_len): use one of the patterns, FixedSparsityConfig for "
+                "example, or override it"
+            )
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            for part in self.parts:
+                getattr(self, part)(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
 
     def _random_columns(self, columns: int, wanted: int) -> list[int]:
         if wanted > columns:
@@ -97,6 +105,8 @@ class FixedSparsityConfig(SparsityConfig):
     Raises:
         ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
     """
+
+    parts = ("set_local_layout", "set_global_layout")
 
     def __init__(
         self,
@@ -151,13 +161,6 @@ class FixedSparsityConfig(SparsityConfig):
             ranges.append((start, start + self.num_global_blocks))
         return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
 
-    def make_layout(self, seq_len: int) -> Tensor:
-        layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self.set_local_layout(head, layout)
-            self.set_global_layout(head, layout)
-        return self.check_and_propagate_first_head_layout(layout)
-
 
 class VariableSparsityConfig(SparsityConfig):
     """Local windows of given sizes, global blocks at given places, and random blocks.
@@ -172,6 +175,8 @@ class VariableSparsityConfig(SparsityConfig):
     Raises:
         ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
     """
+
+    parts = ("set_random_layout", "set_local_layout", "set_global_layout")
 
     def __init__(
         self,
@@ -214,14 +219,6 @@ class VariableSparsityConfig(SparsityConfig):
         ranges = _ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1])
         return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
 
-    def make_layout(self, seq_len: int) -> Tensor:
-        layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self.set_random_layout(head, layout)
-            self.set_local_layout(head, layout)
-            self.set_global_layout(head, layout)
-        return self.check_and_propagate_first_head_layout(layout)
-
 
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, the first blocks global in both directions, and random blocks.
@@ -239,6 +236,8 @@ class BigBirdSparsityConfig(SparsityConfig):
         NotImplementedError: another ``attention``. ``make_layout`` raises ValueError for sequences that have fewer
             blocks than one of the numbers.
     """
+
+    parts = ("set_random_layout", "set_sliding_window_layout", "set_global_layout_itc")
 
     def __init__(
         self,
@@ -269,14 +268,6 @@ class BigBirdSparsityConfig(SparsityConfig):
         layout[h, :, : self.num_global_blocks] = 1
         return _without_later(layout, h, self.attention)
 
-    def make_layout(self, seq_len: int) -> Tensor:
-        layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self.set_random_layout(head, layout)
-            self.set_sliding_window_layout(head, layout)
-            self.set_global_layout_itc(head, layout)
-        return self.check_and_propagate_first_head_layout(layout)
-
 
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and given blocks that are global in both directions: Longformer, in blocks.
@@ -291,6 +282,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
     Raises:
         ValueError: the global ranges are none. NotImplementedError: another ``attention``.
     """
+
+    parts = ("set_sliding_window_layout", "set_global_layout")
 
     def __init__(
         self,
@@ -319,13 +312,6 @@ class BSLongformerSparsityConfig(SparsityConfig):
             layout[h, :, start:end] = 1
         return _without_later(layout, h, self.attention)
 
-    def make_layout(self, seq_len: int) -> Tensor:
-        layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self.set_sliding_window_layout(head, layout)
-            self.set_global_layout(head, layout)
-        return self.check_and_propagate_first_head_layout(layout)
-
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window and nothing else, the same for all heads.
@@ -335,6 +321,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
             half up to their own.
         attention: "unidirectional" or "bidirectional".
     """
+
+    parts = ("set_sliding_window_layout",)
 
     def __init__(
         self,
@@ -351,12 +339,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
         _set_sliding_window(layout, h, self.num_sliding_window_blocks)
         return _without_later(layout, h, self.attention)
-
-    def make_layout(self, seq_len: int) -> Tensor:
-        layout = self.setup_layout(seq_len)
-        for head in range(self.num_layout_heads):
-            self.set_sliding_window_layout(head, layout)
-        return self.check_and_propagate_first_head_layout(layout)
 
 
 def _set_windows(one: Tensor, windows: Iterable[tuple[int, int]], attention: str, layout: Tensor) -> Tensor:

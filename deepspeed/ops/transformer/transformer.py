@@ -6,6 +6,7 @@ import copy
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,31 +101,24 @@ def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
     return torch.ops.aten.native_dropout_backward(x, kept, ctx.scale)
 
 
+@dataclass(eq=False)
 class TransformerConfig:
     """The sizes of a layer."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        hidden_size: int,
-        intermediate_size: int,
-        heads: int,
-        attn_dropout_ratio: float,
-        hidden_dropout_ratio: float,
-        num_hidden_layers: int,
-        initializer_range: float,
-    ) -> None:
+    batch_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    attn_dropout_ratio: float
+    hidden_dropout_ratio: float
+    num_hidden_layers: int
+    initializer_range: float
+
+    def __post_init__(self) -> None:
         self.layer_id = -1
-        self.batch_size = batch_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.heads = heads
-        self.attn_dropout_ratio = attn_dropout_ratio
-        self.hidden_dropout_ratio = hidden_dropout_ratio
-        self.num_hidden_layers = num_hidden_layers
-        self.initializer_range = initializer_range
 
 
+@dataclass(eq=False)
 class DeepSpeedTransformerConfig(TransformerConfig):
     """Config of a `DeepSpeedTransformerLayer`.
 
@@ -150,53 +144,32 @@ class DeepSpeedTransformerConfig(TransformerConfig):
         return_tuple: the layer returns a tuple of one.
     """
 
-    def __init__(
-        self,
-        batch_size: int = -1,
-        hidden_size: int = -1,
-        intermediate_size: int = -1,
-        heads: int = -1,
-        attn_dropout_ratio: float = -1,
-        hidden_dropout_ratio: float = -1,
-        num_hidden_layers: int = -1,
-        initializer_range: float = -1,
-        layer_norm_eps: float = 1e-12,
-        local_rank: int = -1,
-        seed: int = -1,
-        fp16: bool = False,
-        pre_layer_norm: bool = True,
-        normalize_invertible: bool = False,
-        gelu_checkpoint: bool = False,
-        adjust_init_range: bool = True,
-        attn_dropout_checkpoint: bool = False,
-        stochastic_mode: bool = False,
-        return_tuple: bool = False,
-        training: bool = True,
-        max_seq_length: int = -1,
-    ) -> None:
-        super().__init__(
-            batch_size,
-            hidden_size,
-            intermediate_size if intermediate_size > 0 else 4 * hidden_size,
-            heads,
-            attn_dropout_ratio,
-            hidden_dropout_ratio,
-            num_hidden_layers,
-            initializer_range,
-        )
-        self.layer_norm_eps = layer_norm_eps
-        self.local_rank = local_rank
-        self.seed = seed
-        self.fp16 = fp16
-        self.pre_layer_norm = pre_layer_norm
-        self.normalize_invertible = normalize_invertible
-        self.gelu_checkpoint = gelu_checkpoint
-        self.adjust_init_range = adjust_init_range
-        self.attn_dropout_checkpoint = attn_dropout_checkpoint
-        self.stochastic_mode = stochastic_mode
-        self.return_tuple = return_tuple
-        self.training = training
-        self.max_seq_length = max_seq_length
+    batch_size: int = -1
+    hidden_size: int = -1
+    intermediate_size: int = -1
+    heads: int = -1
+    attn_dropout_ratio: float = -1
+    hidden_dropout_ratio: float = -1
+    num_hidden_layers: int = -1
+    initializer_range: float = -1
+    layer_norm_eps: float = 1e-12
+    local_rank: int = -1
+    seed: int = -1
+    fp16: bool = False
+    pre_layer_norm: bool = True
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    adjust_init_range: bool = True
+    attn_dropout_checkpoint: bool = False
+    stochastic_mode: bool = False
+    return_tuple: bool = False
+    training: bool = True
+    max_seq_length: int = -1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.intermediate_size <= 0:
+            self.intermediate_size = 4 * self.hidden_size
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:

@@ -1,7 +1,5 @@
 """Optimizers whose communication is compressed to signs."""
 
-from __future__ import annotations
-
 from deepspeed.optim.onebit.adam import OnebitAdam
 from deepspeed.optim.onebit.lamb import OnebitLamb
 from deepspeed.optim.onebit.zoadam import ZeroOneAdam

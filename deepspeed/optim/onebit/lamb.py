@@ -131,21 +131,10 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         self._coefficients = []
         super().step_fragments(fragments, grad_scale=grad_scale, context=context)
 
-    def multi_tensor_step(
-        self,
-        group: Group,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        *,
-        grad_scale: float = 1.0,
-        low_precision: Sequence[Tensor | None] | None = None,
-        context: UpdateContext = ALONE,
-    ) -> None:
+    def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         """An update of warm-up, whose trust ratios count in their averages."""
         before = len(self._coefficients)
-        super().multi_tensor_step(
-            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
-        )
+        super().multi_tensor_step(group, params, *args, **kwargs)
         for param, ratio in zip(params, self._coefficients[before:], strict=True):
             average = self.state[param][RATIO]
             old = self.coeff_beta if float(average) else 0.0  # the first ratio is the average of one

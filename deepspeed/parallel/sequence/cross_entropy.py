@@ -7,6 +7,7 @@ is what concerns the sequence, and the documented interface.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def vocab_sequence_parallel_cross_entropy(
     )
 
 
+@dataclass(eq=False)
 class VocabParallelCausalLMLoss:
     """The ``loss_function`` of a Transformers model whose head leaves its logits in parts.
 
@@ -130,20 +132,15 @@ class VocabParallelCausalLMLoss:
     of the own words, or a call with logits in parts first.
     """
 
-    def __init__(
-        self,
-        tp_group: Any = None,
-        sp_group: Any = None,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-        ignore_index: int = -100,
-        backend: str = "torch",
-        otherwise: Any | None = None,
-    ) -> None:
-        self.tp_group, self.sp_group = tp_group, sp_group
-        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
-        self.ignore_index, self.backend = ignore_index, backend
-        self.otherwise = otherwise
+    tp_group: Any = None
+    sp_group: Any = None
+    vocab_start_index: int | None = None
+    vocab_end_index: int | None = None
+    ignore_index: int = -100
+    backend: str = "torch"
+    otherwise: Any | None = None
+
+    def __post_init__(self) -> None:
         self._part: VocabularyPart | None = None
 
     def __call__(

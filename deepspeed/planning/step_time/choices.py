@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -119,13 +119,7 @@ class Choices:
         return [
             {
                 "way": str(row.way),
-                "stage": row.way.stage,
-                "tensor": row.way.tensor,
-                "stages": row.way.stages,
-                "sequence": row.way.sequence,
-                "experts": row.way.experts,
-                "offload": row.way.offload,
-                "checkpointing": row.way.checkpointing,
+                **asdict(row.way),
                 "bytes_per_rank": row.need,
                 "fits": row.fits,
                 "seconds": row.time.seconds,

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import argparse
 
+from deepspeed.base.tool_arguments import takes
+
 
 class TimeError(ValueError):
     """The options do not say where the job runs."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("step time")
-    group.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help="train a few steps on 1 and 2 ranks of this machine and write the timings to FILE",
-    )
-    group.add_argument(
-        "--batch",
-        metavar="MODULE:FUNCTION",
-        help="with --calibrate: function that returns what the model is called with",
-    )
-    group.add_argument(
-        "--calibration", metavar="FILE", help="predict the step time on machines like the one that wrote FILE"
-    )
-    group.add_argument(
-        "--on",
-        metavar="DEVICE",
-        help="predict the step time on a device: A100, H100, or a JSON file with its rates",
-    )
-    group.add_argument(
-        "--network",
-        metavar="NAME",
-        help="network between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
-    )
-    group.add_argument(
-        "--choices",
-        action="store_true",
-        help="also rank the ways to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
-    )
+STEP_TIME = {
+    "--calibrate FILE": takes(
+        "train a few steps on 1 and 2 ranks of this machine and write the timings to FILE"
+    ),
+    "--batch MODULE:FUNCTION": takes("with --calibrate: function that returns what the model is called with"),
+    "--calibration FILE": takes("predict the step time on machines like the one that wrote FILE"),
+    "--on DEVICE": takes("predict the step time on a device: A100, H100, or a JSON file with its rates"),
+    "--network NAME": takes(
+        "network between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file"
+    ),
+    "--choices": "also rank the ways to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
+}
+"""Options of `ds plan`."""
 
 
 def is_asked(args: argparse.Namespace) -> bool:

@@ -32,14 +32,10 @@ PLUGIN_KEYS = {
 }
 # Its fields for the launcher and for the model, which are not keys of ours.
 OTHER_FIELDS = (
-    "deepspeed_config_file",
-    "deepspeed_exclusion_filter",
-    "deepspeed_hostfile",
-    "deepspeed_inclusion_filter",
-    "deepspeed_moe_layer_cls_names",
-    "deepspeed_multinode_launcher",
+    "deepspeed_config_file", "deepspeed_exclusion_filter", "deepspeed_hostfile",
+    "deepspeed_inclusion_filter", "deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher",
     "zero3_init_flag",
-)
+)  # fmt: skip
 # Key of the config -> the Trainer's argument; the Trainer refuses a config that says something else.
 TRAINER_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",

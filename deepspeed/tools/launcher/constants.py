@@ -1,7 +1,5 @@
 """Names of the programs that start ranks on several hosts, as `--launcher` takes them."""
 
-from __future__ import annotations
-
 PDSH_LAUNCHER = "pdsh"
 PDSH_MAX_FAN_OUT = 1024
 SSH_LAUNCHER = "ssh"

@@ -28,15 +28,8 @@ THIS_MACHINE = "localhost"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # On Linux, torch can find an accelerator only if one of these exists; otherwise torch need not be asked.
 ACCELERATOR_FILES = (
-    "nvidia[0-9]*",
-    "kfd",
-    "dxg",
-    "dri/renderD*",
-    "accel*",
-    "davinci[0-9]*",
-    "cambricon*",
-    "hl[0-9]*",
-)
+    "nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon*", "hl[0-9]*",
+)  # fmt: skip
 
 
 MAX_NODES = 100_000

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from deepspeed.base.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.tools.launcher import cores, ports, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
 from deepspeed.tools.launcher.errors import LaunchError
@@ -37,38 +38,26 @@ logger = logging.getLogger("deepspeed.tools.launcher")
 SPIN_COUNT = "10000"
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `deepspeed` passes on unchanged."""
-    parser.add_argument("--module", action="store_true", help="run the script as a module, like 'python -m'")
-    parser.add_argument(
-        "--no_python", action="store_true", help="run the script as a program, without Python"
-    )
-    parser.add_argument(
-        "--no_local_rank", action="store_true", help="do not add --local_rank=N to the script's arguments"
-    )
-    parser.add_argument(
-        "--enable_each_rank_log",
-        metavar="DIR",
-        help="write the output of each rank to its own file in DIR instead of the screen",
-    )
-    parser.add_argument(
-        "--prefix_output", action="store_true", help="prefix each line of output with its rank"
-    )
-    parser.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="bind each rank to its own CPU cores"
-    )
-    parser.add_argument(
-        "--bind_core_list",
-        metavar="CORES",
-        help="with --bind_cores_to_rank: the cores to use, such as 0,2-5 (default: all)",
-    )
-    parser.add_argument(
-        "--log_level",
+PASSED_ON = {
+    "--module": "run the script as a module, like 'python -m'",
+    "--no_python": "run the script as a program, without Python",
+    "--no_local_rank": "do not add --local_rank=N to the script's arguments",
+    "--enable_each_rank_log DIR": takes(
+        "write the output of each rank to its own file in DIR instead of the screen"
+    ),
+    "--prefix_output": "prefix each line of output with its rank",
+    "--bind_cores_to_rank": "bind each rank to its own CPU cores",
+    "--bind_core_list CORES": takes(
+        "with --bind_cores_to_rank: the cores to use, such as 0,2-5 (default: all)"
+    ),
+    "--log_level": takes(
+        "verbosity of the launcher itself (default: info)",
+        "info",
         choices=["debug", "info", "warning", "error", "critical"],
-        default="info",
-        help="verbosity of the launcher itself (default: info)",
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
+    ),
+    "-q --quiet": "the same as --log_level error",
+}
+"""The options that `deepspeed` passes on unchanged."""
 
 
 def node_options(args: argparse.Namespace) -> list[str]:
@@ -86,30 +75,21 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         description="Start the ranks of one machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine (default: 0)")
-    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0 (default: 127.0.0.1)")
-    parser.add_argument(
-        "--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="a free port there"
-    )
-    parser.add_argument(
-        "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
-    )
-    parser.add_argument("--job", default="", help="a name by which the job's processes are found")
-    parser.add_argument(
-        "--enable_elastic_training", action="store_true", help="continue after the loss of ranks or machines"
-    )
-    parser.add_argument(
-        "--min_elastic_nodes", type=int, default=-1, help="with as many machines (default: 1)"
-    )
-    parser.add_argument(
-        "--max_elastic_nodes", type=int, default=-1, help="at most as many (default: those of --world_info)"
-    )
-    parser.add_argument(
-        "--save_pid", type=int, default=0, metavar="PID", help="write this pid to /tmp/PID.ds"
-    )
-    add_common_arguments(parser)
-    parser.add_argument("training_script", help="script, module or program to start")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    options = {
+        "--node_rank": takes("number of this machine (default: 0)", 0),
+        "--master_addr": takes("address of rank 0 (default: 127.0.0.1)", "127.0.0.1"),
+        "--master_port": takes("a free port there", TORCH_DISTRIBUTED_DEFAULT_PORT),
+        "--world_info": takes("base64 of the JSON dictionary host -> list of slots", "None"),
+        "--job": takes("a name by which the job's processes are found", ""),
+        "--enable_elastic_training": "continue after the loss of ranks or machines",
+        "--min_elastic_nodes": takes("with as many machines (default: 1)", -1),
+        "--max_elastic_nodes": takes("at most as many (default: those of --world_info)", -1),
+        "--save_pid PID": takes("write this pid to /tmp/PID.ds", 0),
+        **PASSED_ON,
+        "training_script": "script, module or program to start",
+        "training_script_args": takes("its arguments", nargs=argparse.REMAINDER),
+    }
+    add_options(parser, options)
     return parser.parse_args(args)
 
 

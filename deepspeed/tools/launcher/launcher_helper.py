@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.tools.launcher import cores, shim
 from deepspeed.tools.launcher.constants import (
     IMPI_LAUNCHER,
@@ -47,26 +48,19 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         description="Start one rank under another launcher.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--launcher", choices=sorted(RANK_NAMES), default=MPICH_LAUNCHER, help="who starts the ranks"
-    )
-    parser.add_argument(
-        "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
-    )
-    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0")
-    parser.add_argument("--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="its port")
-    parser.add_argument(
-        "--module", action="store_true", help="run the script as a module, as 'python -m' would"
-    )
-    parser.add_argument(
-        "--no_python", action="store_true", help="run the script as a program, without Python"
-    )
-    parser.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="give the rank CPU cores of its own"
-    )
-    parser.add_argument("--bind_core_list", default=None, help="the cores to bind to, such as 0,2-5")
-    parser.add_argument("user_script", help="script, module or program to start")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    options = {
+        "--launcher": takes("who starts the ranks", MPICH_LAUNCHER, choices=sorted(RANK_NAMES)),
+        "--world_info": takes("base64 of the JSON dictionary host -> list of slots", "None"),
+        "--master_addr": takes("address of rank 0", "127.0.0.1"),
+        "--master_port": takes("its port", TORCH_DISTRIBUTED_DEFAULT_PORT),
+        "--module": "run the script as a module, as 'python -m' would",
+        "--no_python": "run the script as a program, without Python",
+        "--bind_cores_to_rank": "give the rank CPU cores of its own",
+        "--bind_core_list": takes("the cores to bind to, such as 0,2-5"),
+        "user_script": "script, module or program to start",
+        "user_args": takes("its arguments", nargs=argparse.REMAINDER),
+    }
+    add_options(parser, options)
     return parser.parse_args(args)
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.base.tool_arguments import ArgumentParser
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, takes
 from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.arguments import LAUNCH, choose_port, encode_world_info, launch_arguments
 from deepspeed.tools.launcher.constants import PDSH_LAUNCHER
@@ -34,26 +34,16 @@ from deepspeed.tools.launcher.hostfile import (
 )
 from deepspeed.tools.launcher.hosts import several
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS
-from deepspeed.tools.launcher.launch import add_common_arguments, configure_logging, logger, pid_file
+from deepspeed.tools.launcher.launch import PASSED_ON, configure_logging, logger, pid_file
 from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
 from deepspeed.tools.launcher.supervision import supervise
 
 __all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DLTS_HOSTFILE",
-    "EXPORT_ENVS",
-    "_parse_hostfile",
-    "apply_num_nodes_and_gpus",
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_num_nodes",
+    "DEEPSPEED_ENVIRONMENT_NAME", "DLTS_HOSTFILE", "EXPORT_ENVS", "_parse_hostfile",
+    "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "main", "parse_args",
+    "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list", "parse_num_nodes",
     "parse_resource_filter",
-]
+]  # fmt: skip
 
 EXAMPLES = """\
 examples:
@@ -80,6 +70,59 @@ class _MarkGiven(argparse.Action):
         setattr(namespace, f"{self.dest}_given", True)
 
 
+def _node_count(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+_DEVICES = {
+    "--num_gpus --num_accelerators N": takes(
+        "use the first N devices, or start N ranks on a CPU host (default: all; one rank per NUMA node)",
+        -1,
+        action=_MarkGiven,
+    ),
+    "-i --include SPEC": takes(
+        "use only these devices: HOST[:SLOT,...][@HOST...], such as localhost:0,2", ""
+    ),
+    "-e --exclude SPEC": takes("use all devices but these", ""),
+    "-H --hostfile FILE": takes(
+        f"file with a line 'HOST slots=N' per host (default: {DLTS_HOSTFILE}, if it exists)", DLTS_HOSTFILE
+    ),
+}
+_RENDEZVOUS = {
+    "--master_addr ADDRESS": takes("address of rank 0 (default: 127.0.0.1)", ""),
+    "--master_port PORT": takes(
+        f"port of rank 0 (default: {TORCH_DISTRIBUTED_DEFAULT_PORT}, or a free one if that is in use)",
+        TORCH_DISTRIBUTED_DEFAULT_PORT,
+        action=_MarkGiven,
+    ),
+}
+_SEVERAL_MACHINES = {
+    "--num_nodes N": takes("use the first N hosts of the hostfile", -1, type=_node_count),
+    "--launcher NAME": takes(
+        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh, or ssh if pdsh is not installed)",
+        PDSH_LAUNCHER,
+        action=_MarkGiven,
+    ),
+    "--launcher_args --launcher_arg TEXT": takes(
+        "options for the launcher, as one word: '-F my_ssh_config'", ""
+    ),
+    "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
+    "--venv_script FILE": takes("shell script that each host sources before Python starts"),
+    "--no_ssh_check": "do not test the connection to the first host (pdsh)",
+    "--no_ssh": "you run this command on each machine yourself",
+    "--node_rank N": takes("with --no_ssh: this machine's number", -1),
+    "--force_multi": "use the launcher even for a single machine or for this one",
+    "--elastic_training": "restart the ranks after the loss of ranks or machines",
+    "--min_elastic_nodes N": takes("fewest machines to continue with (default: 1)", -1),
+    "--max_elastic_nodes N": takes("most machines to use (default: all hosts)", -1),
+    "--autotuning": takes(
+        "find the fastest config for the script; with run, also train with it",
+        "",
+        choices=["tune", "run"],
+    ),
+}
+
+
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of `deepspeed`; everything after the script is the script's."""
     # Abbreviations off: argparse would also look for them among the arguments of the user's script.
@@ -91,15 +134,16 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_device_arguments(parser.add_argument_group("devices"))
-    _add_rendezvous_arguments(parser.add_argument_group("rendezvous"))
-    add_common_arguments(parser)
-    parser.add_argument(
-        "--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.ds"
-    )
-    _add_several_machine_arguments(parser.add_argument_group("several machines and autotuning"))
-    parser.add_argument("user_script", help="script to run in every rank")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    add_options(parser.add_argument_group("devices"), _DEVICES)
+    add_options(parser.add_argument_group("rendezvous"), _RENDEZVOUS)
+    add_options(parser.add_argument_group("several machines and autotuning"), _SEVERAL_MACHINES)
+    options = {
+        **PASSED_ON,
+        "--save_pid": "write the launcher's process id to /tmp/PID.ds",
+        "user_script": "script to run in every rank",
+        "user_args": takes("arguments of the script", nargs=argparse.REMAINDER),
+    }
+    add_options(parser, options)
     parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
     given = sys.argv[1:] if args is None else args
     if not given:
@@ -124,88 +168,6 @@ def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) ->
         if not word.startswith("-"):
             return joined + left
     return joined
-
-
-def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
-    first = "use the first N devices, or start N ranks on a CPU host (default: all; one rank per NUMA node)"
-    group.add_argument(
-        "--num_gpus", "--num_accelerators", type=int, default=-1, action=_MarkGiven, metavar="N", help=first
-    )
-    only = "use only these devices: HOST[:SLOT,...][@HOST...], such as localhost:0,2"
-    group.add_argument("-i", "--include", default="", metavar="SPEC", help=only)
-    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all devices but these")
-    lines = f"file with a line 'HOST slots=N' per host (default: {DLTS_HOSTFILE}, if it exists)"
-    group.add_argument("-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=lines)
-
-
-def _add_rendezvous_arguments(group: argparse._ArgumentGroup) -> None:
-    usual = TORCH_DISTRIBUTED_DEFAULT_PORT
-    address = "address of rank 0 (default: 127.0.0.1)"
-    port = f"port of rank 0 (default: {usual}, or a free one if that is in use)"
-    group.add_argument("--master_addr", default="", metavar="ADDRESS", help=address)
-    group.add_argument("--master_port", type=int, default=usual, action=_MarkGiven, metavar="PORT", help=port)
-
-
-def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    names = (
-        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh, or ssh if pdsh is not installed)"
-    )
-    group.add_argument(
-        "--num_nodes", type=_node_count, default=-1, metavar="N", help="use the first N hosts of the hostfile"
-    )
-    group.add_argument("--launcher", default=PDSH_LAUNCHER, action=_MarkGiven, metavar="NAME", help=names)
-    group.add_argument(
-        "--launcher_args",
-        "--launcher_arg",
-        default="",
-        metavar="TEXT",
-        help="options for the launcher, as one word: '-F my_ssh_config'",
-    )
-    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
-    group.add_argument(
-        "--venv_script", metavar="FILE", help="shell script that each host sources before Python starts"
-    )
-    group.add_argument(
-        "--no_ssh_check", action="store_true", help="do not test the connection to the first host (pdsh)"
-    )
-    group.add_argument("--no_ssh", action="store_true", help="you run this command on each machine yourself")
-    group.add_argument(
-        "--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: this machine's number"
-    )
-    group.add_argument(
-        "--force_multi",
-        action="store_true",
-        help="use the launcher even for a single machine or for this one",
-    )
-    group.add_argument(
-        "--elastic_training",
-        action="store_true",
-        help="restart the ranks after the loss of ranks or machines",
-    )
-    group.add_argument(
-        "--min_elastic_nodes",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="fewest machines to continue with (default: 1)",
-    )
-    group.add_argument(
-        "--max_elastic_nodes",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="most machines to use (default: all hosts)",
-    )
-    group.add_argument(
-        "--autotuning",
-        choices=["tune", "run"],
-        default="",
-        help="find the fastest config for the script; with run, also train with it",
-    )
-
-
-def _node_count(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, positive
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, positive, takes
 from deepspeed.tools import parsers
 
 GOALS = ("finetune", "pretrain", "lora", "serve")
@@ -33,41 +33,27 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "folder", nargs="?", type=Path, default=Path(), help="folder to write into (default: this one)"
-    )
-    made.add_argument(
-        "--model",
-        help="Hugging Face folder or name, module:function, or a size such as gpt:125m (see `ds plan --help`)",
-    )
-    made.add_argument("--goal", choices=GOALS, help="what to do with the model")
-    made.add_argument(
-        "--with", dest="client", choices=CLIENTS, help="what drives the training loop (default: torch)"
-    )
-    made.add_argument("--gpus", type=positive, metavar="N", help="devices per node (default: 1)")
-    made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
-    parsers.add_machine(made)
-    made.add_argument("--nvme", metavar="FOLDER", help="local storage that model states may be moved to")
-    made.add_argument(
-        "--link-mbits",
-        type=parsers.positive_number,
-        metavar="RATE",
-        help="Mbit/s between nodes: also say what would send less",
-    )
-    made.add_argument(
-        "--sequence",
-        type=positive,
-        default=1024,
-        metavar="S",
-        help="tokens per sample (default: %(default)s)",
-    )
-    made.add_argument(
-        "--batch",
-        type=positive,
-        metavar="B",
-        help="samples per step, of all ranks (default: 32, or one of each rank)",
-    )
-    made.add_argument("--force", action="store_true", help="overwrite files that exist")
+    options = {
+        "folder": takes("folder to write into (default: this one)", Path(), type=Path, nargs="?"),
+        "--model": takes(
+            "Hugging Face folder or name, module:function, or a size such as gpt:125m (see `ds plan --help`)"
+        ),
+        "--goal": takes("what to do with the model", choices=GOALS),
+        "--with": takes("what drives the training loop (default: torch)", dest="client", choices=CLIENTS),
+        "--gpus N": takes("devices per node (default: 1)", type=positive),
+        "--nodes M": takes("number of nodes (default: 1)", 1, type=positive),
+        **parsers.MACHINE,
+        "--nvme FOLDER": takes("local storage that model states may be moved to"),
+        "--link-mbits RATE": takes(
+            "Mbit/s between nodes: also say what would send less", type=parsers.positive_number
+        ),
+        "--sequence S": takes("tokens per sample (default: %(default)s)", 1024, type=positive),
+        "--batch B": takes(
+            "samples per step, of all ranks (default: 32, or one of each rank)", type=positive
+        ),
+        "--force": "overwrite files that exist",
+    }
+    add_options(made, options)
     return made
 
 

@@ -34,27 +34,9 @@ from deepspeed.config.reader import read_config
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
 from deepspeed.observe.timer import SynchronizedWallClockTimer
 from deepspeed.transforms.recompute.kept_inputs import Arena, InHost, KeptInputs
-from deepspeed.transforms.recompute.rng import (
-    CudaRNGStatesTracker,
-    reseed_tensor_parallel,
-    seed_model_parallel,
-)
+from deepspeed.transforms.recompute.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
+from deepspeed.transforms.recompute.rng import reseed_tensor_parallel, seed_model_parallel
 from deepspeed.transforms.recompute.scope import PROCESS, begin_forward, end_forward, running
-
-__all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
-]
 
 SECTION = "activation_checkpointing"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import OPERATIONS, Communicator
 
 Key = tuple[Any, int]
 """An operation of a block: which one, and how many of its kind came before it."""
@@ -223,16 +223,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
 @contextlib.contextmanager
 def _communication_seen(written: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
     """Inside, ``written`` hears of tensors that a ``Communicator`` fills, which no operation of torch shows."""
-    names = (
-        "all_gather",
-        "reduce_scatter",
-        "all_reduce",
-        "all_reduce_max",
-        "broadcast",
-        "reduce",
-        "all_to_all",
-    )
-    before = {name: getattr(Communicator, name) for name in names}
+    before = {name: getattr(Communicator, name) for name in OPERATIONS}
 
     def heard(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

@@ -41,23 +41,11 @@ from deepspeed.zero.params import (
 from deepspeed.zero.replica_groups import ReplicaGroup
 
 __all__ = [
-    "DeepSpeedTensorOverride",
-    "GatheredParameters",
-    "Init",
-    "InsertPostInitMethodToModuleSubClasses",
-    "MultipleAllGatherHandles",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "get_accelerator",
-    "get_all_subclasses",
-    "is_zero_param",
-    "partitioned_param_data_shape",
-    "register_external_parameter",
-    "restore_init_context",
-    "shutdown_init_context",
-    "unregister_external_parameter",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
+    "DeepSpeedTensorOverride", "GatheredParameters", "Init", "InsertPostInitMethodToModuleSubClasses",
+    "MultipleAllGatherHandles", "ZeroParamStatus", "ZeroParamType", "get_accelerator", "get_all_subclasses",
+    "is_zero_param", "partitioned_param_data_shape", "register_external_parameter", "restore_init_context",
+    "shutdown_init_context", "unregister_external_parameter", "zero_wrapper_for_fp_tensor_constructor",
+]  # fmt: skip
 
 _CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 _ORIGINALS = {name: getattr(torch, name) for name in _CONSTRUCTORS}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +24,19 @@ from deepspeed.zero.states.store import StateStore
 Kind = OffloadStateTypeEnum
 
 
+@dataclass(eq=False)
 class StateMover:
     """Moves kinds of training state between the device and host memory. On a CPU they are already in host memory.
 
-    ``weights``: buckets of the model's weights, trained and frozen. An engine without optimizer has nothing else.
+    ``weights``: buckets of the model's weights, trained and frozen. An engine without optimizer has nothing else. Both
+    lists of buckets are those of their owners, and may grow.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[ParamBucket],
-        grad_buckets: Sequence[GradBucket] = (),
-        store: StateStore | None = None,
-    ) -> None:
-        # The owners' own lists, which may grow.
-        self.weights = weights
-        self.grad_buckets = grad_buckets
-        self.store = store
+    weights: Sequence[ParamBucket]
+    grad_buckets: Sequence[GradBucket] = ()
+    store: StateStore | None = None
+
+    def __post_init__(self) -> None:
         self.away: dict[Kind, list[Tensor]] = {}
         self.device: torch.device | None = None
 

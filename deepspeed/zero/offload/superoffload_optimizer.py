@@ -1,7 +1,5 @@
 """The optimizer that the engine returns at stage 3 with ``offload_optimizer.super_offload``."""
 
-from __future__ import annotations
-
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
 
 

@@ -116,37 +116,33 @@ class ZenFlowPiece:
                 self.packed[i].copy_(value)
 
 
+@dataclass(eq=False)
 class ZenFlow:
     """Decides at each step what is updated now, and does it. Every rank calls ``step`` alike."""
 
-    def __init__(
-        self,
-        plan: ZenFlowPlan,
-        optimizer: MultiTensorOptimizer,
-        store: StateStore,
-        replica_groups: ReplicaGroups,
-    ) -> None:
-        self.plan = plan
-        self.optimizer = optimizer
-        self.store = store
-        self.replica_groups = replica_groups
-        self.choice = ColumnChoice(store, replica_groups, plan.ratio)
-        self.device = store.params[0].device
+    plan: ZenFlowPlan
+    optimizer: MultiTensorOptimizer
+    store: StateStore
+    replica_groups: ReplicaGroups
+
+    def __post_init__(self) -> None:
+        self.choice = ColumnChoice(self.store, self.replica_groups, self.plan.ratio)
+        self.device = self.store.params[0].device
         self.steps = 0  # applied so far
         self.in_round = 0
-        self.interval = plan.update_interval or MIN_INTERVAL
+        self.interval = self.plan.update_interval or MIN_INTERVAL
         self.chosen_at: int | None = None  # the step before which columns were chosen; None: choose
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, ZenFlowPiece] = {}
-        self._shadow_copies = ShadowCopies(optimizer)
-        self._packed_optimizer: Any = stand_in(optimizer, {}, [])
+        self._shadow_copies = ShadowCopies(self.optimizer)
+        self._packed_optimizer: Any = stand_in(self.optimizer, {}, [])
         self._job: Future[None] | None = None
         self._working: list[tuple[ZenFlowPiece, ShadowCopy]] = []
         self._dirty = False
         self._turn = 0
-        self._worker = host_worker("zenflow", plan.cores)
-        store.settle = self.settle
+        self._worker = host_worker("zenflow", self.plan.cores)
+        self.store.settle = self.settle
 
     # The step -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.logging import is_rank_zero, logger
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import OPERATIONS, Communicator
 from deepspeed.comm.pending import DONE, Pending
 from deepspeed.config.sections.profiling import TraceConfig
 from deepspeed.engine.observers.folders import make_folder
@@ -37,15 +37,6 @@ from deepspeed.observe.timeline.recorder import (
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
-OPERATIONS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_reduce_max",
-    "broadcast",
-    "reduce",
-    "all_to_all",
-)
 OUTSIDE, DATA = "outside the engine", "data and script"
 
 

@@ -7,7 +7,7 @@ from enum import Enum
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from deepspeed.config.deepspeed_config import DtypeEnum
-from deepspeed.config.section import DeepSpeedConfigModel
+from deepspeed.config.section import DeepSpeedConfigModel, key
 
 
 class KVCacheType(Enum):
@@ -25,41 +25,34 @@ class AllocationMode(Enum):
 class KVCacheConfig(DeepSpeedConfigModel):
     """One cache."""
 
-    type: KVCacheType = Field(default=KVCacheType.DENSE, description="Kind of attention that it serves.")
-    block_size: int = Field(default=128, ge=1, description="Tokens per block.")
-    num_allocation_groups: PositiveInt = Field(default=1, description="Layers that are allocated together.")
-    max_blocks_per_allocation_group: PositiveInt = Field(
-        default=64, description="Blocks per sequence and group."
-    )
+    type: KVCacheType = key(KVCacheType.DENSE, "Kind of attention that it serves.")
+    block_size: int = key(128, "Tokens per block.", ge=1)
+    num_allocation_groups: PositiveInt = key(1, "Layers that are allocated together.")
+    max_blocks_per_allocation_group: PositiveInt = key(64, "Blocks per sequence and group.")
     cache_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = Field(
         description="(layers, heads, head size)."
     )
-    cache_dtype: DtypeEnum = Field(default=DtypeEnum.fp16, description="Dtype of keys and values.")
+    cache_dtype: DtypeEnum = key(DtypeEnum.fp16, "Dtype of keys and values.")
 
 
 class MemoryConfig(DeepSpeedConfigModel):
     """Memory for the caches."""
 
-    mode: AllocationMode = Field(
-        default=AllocationMode.RESERVE, description="`size` counts bytes kept free, or blocks taken."
-    )
-    size: PositiveInt = Field(
-        default=1_000_000_000, description="Bytes kept free (reserve), or blocks (allocate)."
-    )
+    mode: AllocationMode = key(AllocationMode.RESERVE, "`size` counts bytes kept free, or blocks taken.")
+    size: PositiveInt = key(1_000_000_000, "Bytes kept free (reserve), or blocks (allocate).")
 
 
 class DSStateManagerConfig(DeepSpeedConfigModel):
     """Sequences and tokens in flight."""
 
-    max_tracked_sequences: PositiveInt = Field(default=2048, description="Sequences tracked at one time.")
-    max_ragged_batch_size: PositiveInt = Field(default=768, description="Tokens in one forward.")
-    max_ragged_sequence_count: PositiveInt = Field(
-        default=512,
-        description="Sequences in one forward; at most `max_tracked_sequences` and `max_ragged_batch_size`.",
+    max_tracked_sequences: PositiveInt = key(2048, "Sequences tracked at one time.")
+    max_ragged_batch_size: PositiveInt = key(768, "Tokens in one forward.")
+    max_ragged_sequence_count: PositiveInt = key(
+        512, "Sequences in one forward; at most `max_tracked_sequences` and `max_ragged_batch_size`."
     )
-    max_context: PositiveInt = Field(default=8192, description="Tokens of the longest sequence.")
-    memory_config: MemoryConfig = Field(default=MemoryConfig(), description="Memory for the caches.")
-    offload: bool = Field(default=False, description="Move idle caches to the host.")
+    max_context: PositiveInt = key(8192, "Tokens of the longest sequence.")
+    memory_config: MemoryConfig = key(MemoryConfig(), "Memory for the caches.")
+    offload: bool = key(False, "Move idle caches to the host.")
 
     @field_validator("max_ragged_sequence_count")
     @classmethod

@@ -265,19 +265,9 @@ class Receiver:
 
 
 DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
 _NONE, _BOOL, _INT, _FLOAT, _STR, _TENSOR, _TUPLE, _LIST, _DICT = range(9)
 ALIGNMENT = 64
 """Bytes: tensors begin at multiples of it, as those that torch makes."""

@@ -9,28 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
-
-__all__ = [
-    "BackwardPass",
-    "BufferOpInstruction",
-    "CommitP2P",
-    "DataParallelSchedule",
-    "DualPipeVSchedule",
-    "ForwardPass",
-    "InferenceSchedule",
-    "LoadMicroBatch",
-    "OptimizerStep",
-    "PipeInstruction",
-    "PipeSchedule",
-    "RecvActivation",
-    "RecvGrad",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "SendActivation",
-    "SendGrad",
-    "TrainSchedule",
-]
 
 
 def _is_even(number: int) -> bool:
@@ -138,17 +118,9 @@ class PipeSchedule(ABC):
         """Return the maximum number of micro-batches that the stage holds at a time."""
         return self.micro_batches
 
-    @property
-    def stage(self) -> int:
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.micro_batches
+    stage = property(attrgetter("stage_id"))
+    num_stages = property(attrgetter("stages"))
+    num_micro_batches = property(attrgetter("micro_batches"))
 
     @property
     def is_first_stage(self) -> bool:

@@ -21,17 +21,11 @@ from deepspeed.parallel.sequence.exchange import gather_lengths
 from deepspeed.parallel.sequence.visibility import Visibility, documents_of
 
 _KNOWN = {
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_causal_mask_function",
-    "and_masks",
-    "padding_mask_function",
-    "packed_sequence_mask_function",
-    "packed_sequence_compatibility_function",
-    "remap_positions_for_packed_sequence",
-    "add_offsets_to_mask_function",
-}
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "sliding_window_causal_mask_function", "and_masks", "padding_mask_function",
+    "packed_sequence_mask_function", "packed_sequence_compatibility_function",
+    "remap_positions_for_packed_sequence", "add_offsets_to_mask_function",
+}  # fmt: skip
 """The parts of Transformers' mask functions that `Visibility` has, or that it makes anew (packing)."""
 
 

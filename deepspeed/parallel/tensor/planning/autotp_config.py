@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -168,6 +168,9 @@ _QKV = tuple(rf"self_attn\.{name}_proj" for name in "qkv")
 _GATED = (r"mlp\.gate_proj", r"mlp\.up_proj")
 
 
+PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
+
+
 class AutoTPPresets:
     """Rules of families of models, by the names that their parameters have in Transformers."""
 
@@ -241,14 +244,5 @@ class AutoTPPresets:
     @staticmethod
     def get_preset(model_type: str) -> AutoTPConfig | None:
         """By the name of a family (``config.model_type``); None if there is none."""
-        presets: dict[str, Callable[[], AutoTPConfig]] = {
-            "llama": AutoTPPresets.llama,
-            "bloom": AutoTPPresets.bloom,
-            "chatglm": AutoTPPresets.chatglm,
-            "mixtral": AutoTPPresets.mixtral,
-            "deepseek_v2": AutoTPPresets.deepseek_v2,
-            "qwen2": AutoTPPresets.qwen2,
-            "phi3": AutoTPPresets.phi3,
-        }
-        made = presets.get(model_type.lower())
-        return None if made is None else made()
+        family = model_type.lower()
+        return getattr(AutoTPPresets, family)() if family in PRESETS else None

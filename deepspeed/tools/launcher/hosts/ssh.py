@@ -35,15 +35,9 @@ CONNECTION_FAILED = 255  # ssh's own exit code
 RETRY_S = 10.0  # until a machine that an elastic job has lost is tried again
 SETTLE_S = 0.5  # for machines to notice by themselves that a rank elsewhere has failed
 OPTIONS = (
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=15",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
+    "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o",
     "ServerAliveCountMax=3",
-)
+)  # fmt: skip
 
 
 @dataclass
