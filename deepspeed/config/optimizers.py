@@ -19,12 +19,14 @@ COMPACT_KEYS = ("state_bits", "stochastic_rounding")
 """Arguments that ask for small states."""
 
 _ADAM = frozenset({"lr", "bias_correction", "betas", "eps", "weight_decay"})
-_FUSED_ADAM = _ADAM.union(
-    "adam_w_mode amsgrad set_grad_none torch_adam fp32_optimizer_states".split(), COMPACT_KEYS
-)
+_FUSED_ADAM = _ADAM | {
+    *"adam_w_mode amsgrad set_grad_none torch_adam fp32_optimizer_states".split(), *COMPACT_KEYS
+}  # fmt: skip
 _SGD = frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov"})
 _LAMB = _ADAM | {"eps_inside_sqrt", "max_grad_norm", "max_coeff", "min_coeff", "amsgrad"}
-_SIGNS = _ADAM.union("deepspeed eps_inside_sqrt max_grad_norm amsgrad cuda_aware comm_backend_name".split())
+_SIGNS = _ADAM | {
+    *"deepspeed eps_inside_sqrt max_grad_norm amsgrad cuda_aware comm_backend_name".split()
+}  # fmt: skip
 _MUON = frozenset(
     {"lr", "momentum", "weight_decay", "muon_lr", "adam_lr", "betas", "eps", "ns_method", "per_head_muon"}
 )
