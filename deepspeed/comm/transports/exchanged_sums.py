@@ -43,7 +43,7 @@ class ExchangeLevels:
 
 
 class GroupOperation:
-    """What operations of one process group share."""
+    """Shared parts of the operations of one process group."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
