@@ -89,12 +89,16 @@ def left_out(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
     """Frozen parameters that would be in a group of the configured optimizer if they were trainable: in its only one,
-    or in the one of their kind (``kind_of_group``)."""
+    or in the one of their kind (``kind_of_group``). Muon trains no parts of matrices."""
     given = list(model_parameters) if model_parameters is not None else list(module.parameters())
     kinds = [kind_of_group(group) for group in optimizer.param_groups]
     if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
         return []
-    return [p for p in given if not p.requires_grad and (kinds == [None] or kind_of_param(p) in kinds)]
+    frozen = [param for param in given if not param.requires_grad]
+    if kinds == [None]:
+        return frozen
+    fitting = [param for param in frozen if kind_of_param(param) in kinds]
+    return [p for p in fitting if not (kind_of_param(p)[0] and in_parts(p, matrices=True))]
 
 
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:

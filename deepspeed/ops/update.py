@@ -26,7 +26,7 @@ SegmentSum = Callable[[list[Tensor], Tensor], Tensor]
 
 HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple[Ranks, list[int]]]]
 """Given masters, those ranks that hold the same ones as this rank, with the positions of these masters: one entry per
-kind of weights, in one order on all of them."""
+kind of weights, always the same ones in one order, some maybe without positions."""
 
 
 class WholeMatrixUpdate(Protocol):
@@ -185,7 +185,7 @@ class DebtKeeper(Protocol):
 
     def debts(self, masters: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
         """By id of a master: what this rank owes it as the one that averages, and where in the master it begins.
-        ``masters``: all of them, by group; asked before a checkpoint reads the state."""
+        ``masters``: all of them, by group, copies of whole tensors first; asked before a checkpoint reads the state."""
         ...
 
     def forget_debts(self) -> None:

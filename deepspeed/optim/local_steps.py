@@ -132,7 +132,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
         if self.codec is not None:
             self.exchange_means(number, masters, moved, [state[FEEDBACK] for state in states], holders)
         else:
-            for ranks, positions in by_holders(masters, holders):
+            for _, ranks, positions in by_holders(masters, holders):
                 _mean([moved[i] for i in positions], ranks)
         for master, state, gradient in zip(masters, states, moved, strict=True):
             momentum = state[OUTER].mul_(self.outer_momentum).add_(gradient)

@@ -158,7 +158,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         holders: HoldersOf | None,
     ) -> None:
         """Replace ``values`` by their means over those that hold the same masters."""
-        for kind, (ranks, positions) in enumerate(by_holders(masters, holders)):
+        for kind, ranks, positions in by_holders(masters, holders):
             chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
             self.exchange.mean((number, kind), ranks, *chosen)
         mask = self.param_groups[number].get(MASK)
@@ -225,7 +225,7 @@ def _stacked(sums: Sequence[Tensor]) -> Tensor:
 
 def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: UpdateContext) -> None:
     """Replace ``values`` [number of masters] by their means over the ranks that hold the same master. Collective."""
-    for ranks, positions in by_holders(masters, context.holders):
+    for _, ranks, positions in by_holders(masters, context.holders):
         share = values[positions].to(masters[positions[0]].device)  # NCCL takes no tensors of the host
         ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
         values[positions] = share.to(values.device)
@@ -233,8 +233,11 @@ def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: Update
 
 def by_holders(
     masters: Sequence[Tensor], holders: HoldersOf | None
-) -> Iterator[tuple[Communicator, list[int]]]:
-    return iter(holders(masters)) if holders is not None else iter(())
+) -> Iterator[tuple[int, Communicator, list[int]]]:
+    """Number the kinds of weights, and yield those that are among ``masters``: their ranks and positions."""
+    for kind, (ranks, positions) in enumerate(holders(masters) if holders is not None else ()):
+        if positions:
+            yield kind, ranks, positions
 
 
 def seen_by(state: Mapping[str, Any]) -> float:

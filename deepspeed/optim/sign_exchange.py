@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,10 @@ class ExchangeGroup:
     def numel(self) -> int:
         return sum(self.numels)
 
-    def recognise(self, masters: Sequence[Tensor]) -> None:
-        """The next members, if ``masters`` has tensors of their sizes in this order."""
-        known = set(self.members)
+    def recognise(self, masters: Sequence[Tensor], taken: Collection[int]) -> None:
+        """The next members, if ``masters`` has tensors of their sizes in this order that are not ``taken`` by other
+        lines."""
+        known = {*self.members, *taken}
         rest = iter([master for master in masters if id(master) not in known])
         for numel in self.numels[len(self.members) :]:
             found = next((master for master in rest if master.numel() == numel), None)
@@ -118,10 +119,13 @@ class SignExchange:
         """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
         masters, to recognise those of lines that were loaded and have not travelled since."""
         found: dict[int, list[tuple[int, Tensor]]] = {}
-        for key, line in self.lines.items():
+        for key, line in sorted(
+            self.lines.items(), key=lambda each: str(each[0])
+        ):  # by kind, as ``groups`` are
             if line.server_error is None:
                 continue
-            line.recognise(groups[key[0]] if isinstance(key, tuple) else ())
+            taken = {member for other in self.lines.values() if other is not line for member in other.members}
+            line.recognise(groups[key[0]] if isinstance(key, tuple) else (), taken)
             part = line.server_error.numel()
             begin = line.place * part
             for (member, start), numel in zip(line.starts().items(), line.numels, strict=False):

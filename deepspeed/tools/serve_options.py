@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -29,39 +30,56 @@ class _Parser(argparse.ArgumentParser):
         file = first.parse_known_args(args)[0].config
         if file is not None:
             try:
-                self.set_defaults(**_from_file(file))
+                given = _from_file(file)
             except (OSError, ValueError) as problem:
                 self.error(f"--config {file}: {problem}")
+            if vars(_given_by(args)).keys() & _SIZES:
+                given = {name: value for name, value in given.items() if name not in _SIZES}
+            self.set_defaults(**given)
         found = super().parse_args(args, namespace)
+        if found.config != file:
+            self.error("write --config out")
         if found.model is None:
             self.error("the following arguments are required: model")
         return found
 
 
+def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
+    """What ``args`` say, without defaults."""
+    alone = parser()
+    for action in alone._actions:
+        action.default = argparse.SUPPRESS
+    return alone.parse_known_args(args)[0]
+
+
 def _from_file(path: str) -> dict[str, Any]:
     """The values of the options in a file of YAML or JSON, checked as on the command line, by their destinations."""
-    given, alone = _mapping_in(path), parser()
-    options = {name.lstrip("-") for name in alone._option_string_actions}
-    arguments = [str(given.pop("model"))] if "model" in given else []
+    given = _mapping_in(path)
+    options = {name.removeprefix("--"): action for name, action in parser()._option_string_actions.items()}
+    known = [name for name in options if name[0] != "-" and name not in ("config", "help", "local_rank")]
+    arguments = []
     for key, value in given.items():
         name = str(key).replace("_", "-")
-        if name not in options or name in ("config", "help", "h"):
-            close = difflib.get_close_matches(name, options, 1)
+        if name not in known and name != "model":
+            close = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"{key!r} is no option{f', did you mean {close[0]!r}?' if close else ''}")
-        if isinstance(value, bool):
+        several = name != "model" and options[name].nargs == "+"
+        if value is None or (isinstance(value, list) and not (several and value)):
+            raise ValueError(f"{key!r} is {json.dumps(value)}: leave it out, or give it a value")
+        if name == "model":
+            arguments.insert(0, str(value))
+        elif isinstance(value, bool):
             arguments += [f"--{name}"] if value else [f"--no-{name}"] if f"no-{name}" in options else []
         elif isinstance(value, list):
             arguments += [f"--{name}", *map(str, value)]
         else:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             arguments.append(f"--{name}={text}")
-    for action in alone._actions:
-        action.default = argparse.SUPPRESS
-    return vars(alone.parse_known_args(arguments)[0])
+    return vars(_given_by(arguments))
 
 
 def _mapping_in(path: str) -> dict[Any, Any]:
-    text = Path(path).read_text(encoding="utf-8")
+    text = _text_of(path)
     try:
         import yaml
     except ImportError:
@@ -74,6 +92,18 @@ def _mapping_in(path: str) -> dict[Any, Any]:
     if not isinstance(found, dict):
         raise ValueError("it holds no options: write lines such as `max-model-len: 4096`")
     return found
+
+
+def _text_of(path: str) -> str:
+    """What a pipe holds can be read once; `ds` and the server both parse."""
+    if Path(path).is_file():
+        return Path(path).read_text(encoding="utf-8")
+    return _text_of_pipe(path)
+
+
+@functools.cache
+def _text_of_pipe(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
 
 
 _MODEL = {
@@ -147,6 +177,8 @@ _LIMITS = {
         "most tokens of an answer if the request does not say (default: %(default)s)", 1024
     ),
 }
+_SIZES = {"cache_gb", "kv_cache_memory_bytes", "gpu_memory_utilization"}
+"""Destinations of ``_CACHE_SIZES``, of which one counts."""
 _CACHE_SIZES = {
     "--cache-gb": takes("size of the key-value cache (default: what fits in 0.4 of free memory)", type=float),
     "--kv-cache-memory-bytes": takes("the same, in bytes", type=int),

@@ -39,7 +39,7 @@ class PendingParams:
         module: the whole model, for names.
         make_buckets: makes buckets that hold these parameters, numbered after those of ``store``, and their gradient
             buckets. Local.
-        spare: parameters meant for the optimizer's only group but left out because they were frozen.
+        spare: parameters meant for the optimizer's group of their kind but left out because they were frozen.
     """
 
     def __init__(

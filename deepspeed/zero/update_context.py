@@ -147,14 +147,13 @@ class Holders:
 
     def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
         found: dict[tuple[ReplicaGroup, bool], list[int]] = {
-            (replica_group, part): [] for replica_group in self.order for part in (False, True)
+            (replica_group, part): [] for part in (False, True) for replica_group in self.order
         }
         for position, master in enumerate(masters):
             found[self.kind_of[id(master)]].append(position)
         return [
             (holders_of(replica_group, sharded=self.sharded), positions)
             for (replica_group, _), positions in found.items()
-            if positions
         ]
 
 

@@ -96,6 +96,8 @@ def test_the_rate_of_a_client() -> None:
     assert limit.take("a", 19.0) == pytest.approx(1) and limit.take("a", 20.0) == 0
     assert limit.take("a", 20.0) == pytest.approx(20)
     assert [limit.take("a", 1e4) for _ in range(3)] == [0, 0, 0]  # never more than a minute's
+    seldom = RateLimit(0.5)
+    assert [seldom.take("a", at) for at in (0.0, 60.0, 120.0)] == [0, pytest.approx(60), 0]
 
     with server(keys={"search": "abc", "chat": "def"}, requests_per_minute=2) as running:
         for _ in range(2):
@@ -204,6 +206,10 @@ def test_options_in_a_file(tmp_path: Path) -> None:
     assert args.enable_prefix_caching is False and json.loads(args.speculative_config)["method"] == "ngram"
     args = parsed(file, content, "other", "--max-length", "128", "--lora-modules", "c=z")
     assert (args.model, args.max_length, args.lora_modules) == ("other", 128, ["c=z"])
+    args = parsed(file, {"model": "m", "gpu-memory-utilization": 0.9}, "--kv-cache-memory-bytes", "1000")
+    assert (args.kv_cache_memory_bytes, args.gpu_memory_utilization) == (1000, None)
+    with pytest.raises(SystemExit, match="2"):  # which would be read as an option without its file
+        serve_options.parser().parse_args(["m", "--conf", str(file)])
     pytest.importorskip("yaml", reason="PyYAML is not installed")
     assert parsed(file, "model: m\nport: 7000  # ours\n").port == 7000
 
@@ -216,6 +222,10 @@ def test_options_in_a_file(tmp_path: Path) -> None:
         ({"port": 8}, "required: model"),
         ("[1]", "it holds no options"),
         ({"model": "m", "config": "other.yaml"}, "'config' is no option"),
+        ({"model": "m", "api-key": None}, "'api-key' is null: leave it out"),
+        ({"model": "m", "port": [1, 2]}, "'port' is [1, 2]: leave it out"),
+        ({"model": "m", "lora-modules": []}, "'lora-modules' is []"),
+        ({"model": None}, "'model' is null"),
     ],
 )
 def test_files_of_options_that_are_refused(

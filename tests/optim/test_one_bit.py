@@ -18,6 +18,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.optim.onebit.adam import OnebitAdam
 from deepspeed.optim.onebit.lamb import OnebitLamb
 from deepspeed.optim.onebit.zoadam import ZeroOneAdam, is_variance_update, local_interval
+from deepspeed.optim.sign_exchange import ExchangeGroup, SignExchange
 from deepspeed.zero.tensor_fragment import safe_get_full_optimizer_state
 from tests.pool import distributed, run
 
@@ -621,3 +622,16 @@ def test_a_variance_is_corrected_by_the_gradients_that_it_saw(kind: type) -> Non
         optimizer.step()
         for param, value in zip(params, wanted, strict=True):
             torch.testing.assert_close(param.detach().double(), value, rtol=1e-4, atol=1e-6)
+
+
+def test_lines_that_were_loaded_share_the_masters_of_a_group_by_kind() -> None:
+    """Copies of whole tensors and parts of others travel apart; some have one size."""
+    copies, parts = [torch.zeros(4), torch.zeros(2)], [torch.zeros(4), torch.zeros(4)]
+    exchange = SignExchange()
+    for kind, sizes in ((1, [4, 4]), (0, [4, 2])):
+        error = torch.full((sum(sizes),), float(kind + 1))
+        exchange.lines[0, kind] = ExchangeGroup((0,), sizes, server_error=error)
+    debts = exchange.debts([[*copies, *parts]])
+    found = {member: [(start, debt.tolist()) for start, debt in owed] for member, owed in debts.items()}
+    wanted = [(copies, 1.0), (parts, 2.0)]
+    assert found == {id(m): [(0, [value] * m.numel())] for masters, value in wanted for m in masters}

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.base.logging import logger
+from deepspeed.checkpoint.placement import interval, place
+from deepspeed.engine.optimizer import left_out
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.native import sum_of_squares
+from deepspeed.zero.muon.muon_optimizer import build_muon
 from deepspeed.zero.step import clip_coefficient, norm_from_squares
 from tests.checkpoint.test_optimizer_state import Eager
 from tests.pool import distributed
@@ -296,3 +299,15 @@ def test_frozen_later_is_not_unused(tmp_path: Path, stage: int) -> None:
     after = steps(engine, 1, 3, schedule)
     assert torch.equal(before["head.weight"], after["head.weight"])
     assert not torch.equal(before["head.bias"], after["head.bias"])
+
+
+def test_a_part_of_a_matrix_does_not_join_muon() -> None:
+    """From the start it would be refused: each rank would orthogonalize its own part."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (model[1], model[2]):
+        layer.weight.requires_grad_(False)
+    place(model[2].weight, interval((4, 4), 0, [4, 4], 0))
+    for param in model.parameters():
+        param.use_muon = param.dim() == 2  # type: ignore[attr-defined]
+    muon = build_muon(model.parameters(), lr=0.1)
+    assert [id(param) for param in left_out(None, model, muon)] == [id(model[1].weight)]

@@ -67,8 +67,8 @@ class Certificate(NamedTuple):
 
 
 class RateLimit:
-    """Lets each client have ``per_minute`` requests at once, and as many in every further minute (the generic cell rate
-    algorithm, ITU-T I.371)."""
+    """Lets each client have ``per_minute`` requests at once, at least one, and as many in every further minute (the
+    generic cell rate algorithm, ITU-T I.371)."""
 
     def __init__(self, per_minute: float) -> None:
         self._interval = 60 / per_minute
@@ -77,7 +77,7 @@ class RateLimit:
     def take(self, client: str, now: float) -> float:
         """Count a request of ``client`` at ``now`` [s]. Returns 0, or the seconds after which it would be taken."""
         paid_until = max(self._paid_until.get(client, now), now) + self._interval
-        wait = paid_until - now - 60
+        wait = paid_until - now - max(60, self._interval)
         if wait > 1e-6:
             return wait
         if len(self._paid_until) > _SWEEP:
@@ -121,5 +121,5 @@ class RequestLog:
 def _line(scope: Any, status: int, seconds: float, id: str) -> str:
     at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     host = (scope.get("client") or ("-",))[0]
-    path = scope.get("raw_path", b"").decode("latin-1")
+    path = scope.get("raw_path", b"").decode("latin-1").replace('"', "%22")
     return f'{at} {host} {scope.get(CALLER) or "-"} "{scope["method"]} {path}" {status} {seconds:.3f} {id}'

@@ -185,7 +185,7 @@ def refusal_of(problem: Exception) -> Response:
     if isinstance(problem, BusyError):
         return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
     if isinstance(problem, OverdueError):  # OpenAI's clients would send it again
-        return refusal(504, str(problem), "timeout_error", headers={"X-Should-Retry": "false"})
+        return refusal(504, str(problem), "server_error", headers={"X-Should-Retry": "false"})
     if isinstance(problem, ClosedError):
         after = problem.retry_after
         headers = None if after is None else {"Retry-After": str(after)}

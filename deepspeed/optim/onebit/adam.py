@@ -168,9 +168,9 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         scale, beta2 = grad_scale * grad_scale, group["betas"][1]
         # Without holders gradients are those of all ranks: there is nobody to agree with.
         kinds = list(by_holders(masters, context.holders)) or [
-            (Communicator(None), list(range(len(masters))))
+            (0, Communicator(None), list(range(len(masters))))
         ]
-        for kind, (ranks, positions) in enumerate(kinds):
+        for kind, ranks, positions in kinds:
             grads = [part.grads[i] for i in positions]
             if (number, kind) not in self._shares or (since - 1) % self.variance_interval == 0:
                 self._shares[number, kind] = share_of_mean(grads, ranks, seed=self.updates)
@@ -178,7 +178,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             continue_variances([own[i] for i in positions], grads, scale * share, beta2)
         if since % self.variance_interval:
             return
-        for ranks, positions in kinds:
+        for _, ranks, positions in kinds:
             agree([own[i] for i in positions], [variances[i] for i in positions], ranks)
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1

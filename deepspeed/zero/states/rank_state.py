@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed.base.sharded import full_shape
 from deepspeed.ops.update import DebtKeeper
 from deepspeed.zero.gradients.sums import Keeper, keeper_of
+from deepspeed.zero.placements import in_parts
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
 
@@ -117,7 +118,11 @@ class OwnState:
         optimizer: Any = self.store.optimizer
         if not isinstance(optimizer, DebtKeeper):
             return {}
-        return optimizer.debts([[owned.master for owned in group] for group in self.store.by_group])
+        params = self.store.params
+        groups = [
+            sorted(group, key=lambda o: in_parts(params[o.param_index])) for group in self.store.by_group
+        ]
+        return optimizer.debts([[owned.master for owned in group] for group in groups])
 
     def _states(self) -> list[tuple[str, OwnedFragment, dict[str, Any]]]:
         names, store = self.access.names, self.store

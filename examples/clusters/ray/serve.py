@@ -81,6 +81,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     problem = problem_of(args)
     if problem is not None:
         own.error(problem)
+    for option in ("ssl_certfile", "access_log", "otlp_traces_endpoint"):
+        if getattr(args, option) is not None:
+            own.error(
+                f"--{option.replace('_', '-')} is for a server of its own: Ray's proxy hears the clients here"
+            )
+    if args.tp_size > 1:
+        own.error("--tp-size: a replica is one process")
     serve.start(http_options={"host": args.host, "port": mine.port})
     deployment = deployment_of(
         lambda: load(args),

@@ -177,14 +177,22 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("wire", "late"), [*((wire, False) for wire in WIRES), ("1-bit Adam", True)])
 @distributed(world_size=4)
-def test_what_the_ranks_of_a_layer_share_stays_equal_on_a_wire_that_rounds(wire: str) -> None:
-    """A block that mixed norms with parts of split weights would round the norms differently on each rank."""
+def test_what_the_ranks_of_a_layer_share_stays_equal_on_a_wire_that_rounds(wire: str, late: bool) -> None:
+    """A block that mixed norms with parts of split weights would round the norms differently on each rank. ``late``:
+    they are unfrozen when the parts travel as signs already."""
     unit = Unit()
     model = split(Model(6, 2, blocks=5), unit.tensor)
+    copies = ("norm.weight", "norm.bias", "out.bias", "down.bias")
+    frozen = [param for name, param in model.named_parameters() if late and name.endswith(copies)]
+    for param in frozen:
+        param.requires_grad_(False)
     settings = {**config(0), **WIRES[wire], "gradient_clipping": 0.0}
     engine = deepspeed.initialize(model=model, config=settings, mpu=unit)[0]
+    train(engine, 4)
+    for param in frozen:
+        param.requires_grad_(True)
     train(engine, 5)
     shared = 0
     for name, param in engine.module.named_parameters():
