@@ -43,7 +43,7 @@ class ExchangeLevels:
 
 
 class GroupOperation:
-    """What operations of one process group share."""
+    """Hold the group of an operation, and wait for it."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
