@@ -43,7 +43,7 @@ class ExchangeLevels:
 
 
 class GroupOperation:
-    """Shared parts of the operations of one process group."""
+    """Hold the group of an operation, and wait for it."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
