@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
-    """What ``args`` say, without defaults."""
+    """Parse what ``args`` say, without defaults."""
     alone = parser()
     for action in alone._actions:
         action.default = argparse.SUPPRESS
@@ -95,7 +95,7 @@ def _mapping_in(path: str) -> dict[Any, Any]:
 
 
 def _text_of(path: str) -> str:
-    """What a pipe holds can be read once; `ds` and the server both parse."""
+    """Read a file; a pipe only once, as `ds` and the server both parse."""
     if Path(path).is_file():
         return Path(path).read_text(encoding="utf-8")
     return _text_of_pipe(path)
