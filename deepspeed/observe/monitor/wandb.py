@@ -59,4 +59,5 @@ class WandbMonitor(MonitorBackend):
         self.run.save(path, policy="now")
 
     def _close(self) -> None:
-        self.run.finish()
+        if not self._is_shared:  # whoever began it may log more
+            self.run.finish()

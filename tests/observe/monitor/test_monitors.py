@@ -247,8 +247,10 @@ def test_wandb_gets_one_row_per_step(wandb: Any) -> None:
 
 def test_wandb_shares_a_run_of_its_project_only(wandb: Any) -> None:
     section = config(wandb={"project": "p"}).wandb
-    first = WandbMonitor(section)
-    assert WandbMonitor(section).run is first.run and len(wandb.made) == 1
+    first, second = WandbMonitor(section), WandbMonitor(section)
+    assert second.run is first.run and len(wandb.made) == 1
+    second.close()  # the engine of a script that goes on with its own run
+    assert not first.run.finished
     other = WandbMonitor(config(wandb={"project": "q"}).wandb)
     assert other.run is not first.run and other.run.options["reinit"] == "create_new"
 
