@@ -25,20 +25,16 @@ class _Parser(argparse.ArgumentParser):
     """The options of a file that ``--config`` names are the defaults of the others."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        first.add_argument("--config")
-        file = first.parse_known_args(args)[0].config
-        if file is not None:
+        found = super().parse_args(args, namespace)
+        if found.config is not None:
             try:
-                given = _from_file(file)
+                given = _from_file(found.config)
             except (OSError, ValueError) as problem:
-                self.error(f"--config {file}: {problem}")
+                self.error(f"--config {found.config}: {problem}")
             if vars(_given_by(args)).keys() & _SIZES:
                 given = {name: value for name, value in given.items() if name not in _SIZES}
             self.set_defaults(**given)
-        found = super().parse_args(args, namespace)
-        if found.config != file:
-            self.error("write --config out")
+            found = super().parse_args(args, namespace)
         if found.model is None:
             self.error("the following arguments are required: model")
         return found

@@ -27,6 +27,7 @@ OPTIONAL = {
     "tokenizers",
     "matplotlib",
     "triton",
+    "ray",
 }
 EXAMPLES = (f"{REPOSITORY}/examples/", f"{REPOSITORY}/benchmarks/")
 

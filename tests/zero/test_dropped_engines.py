@@ -58,6 +58,12 @@ def files() -> list[str]:
     return os.listdir("/proc/self/fd")
 
 
+def counted() -> tuple[int, int]:
+    """Threads and open files. What hangs on a file that was collected is collected the next time."""
+    gc.collect()
+    return threading.active_count(), len(files())
+
+
 def soon(reached: Callable[[], bool], limit_s: float = 20.0) -> bool:
     end = time.monotonic() + limit_s
     while not reached() and time.monotonic() < end:
@@ -104,19 +110,23 @@ def test_threads_and_files_of_the_parts_go_too(tmp_path: Path) -> None:
         return weakref.ref(engine)
 
     train_with_parts()  # the first one starts what all share
-    gc.collect()
-    soon(lambda: False, 0.5)
-    threads, opened, rounds = threading.active_count(), len(files()), 3
+    soon(lambda: counted() == (0, 0), 0.5)
+    threads, opened = counted()
+    rounds = 3
     for _ in range(rounds):
         left = train_with_parts()
         gc.collect()
         assert soon(lambda: left() is None)  # noqa: B023
-    # One that something else in this process opens meanwhile is none of the engines'.
-    gone = soon(lambda: threading.active_count() <= threads and len(files()) < opened + rounds)
-    assert gone, (
+
+    def gone() -> bool:
+        """Whether all is; one that something else in this process opens meanwhile is none of the engines'."""
+        now = counted()
+        return now[0] <= threads and now[1] < opened + rounds
+
+    assert soon(gone), (
         (threads, opened),
         [thread.name for thread in threading.enumerate()],
-        sorted(os.path.realpath(f"/proc/self/fd/{fd}") for fd in files()),
+        "\n".join(sorted(os.path.realpath(f"/proc/self/fd/{fd}") for fd in files())),
     )
 
 
