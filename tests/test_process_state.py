@@ -14,6 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "deepspeed"
 
 STATE = {
+    "tools/serve_options.py:_text_of_pipe()": "a pipe can be read once, and `ds` and the server both parse",
     # What deepspeed.comm must hold: process groups are torch's, one set per process.
     "comm/collectives.py:_wires": "transports of a process group: ranks attach to shared memory once",
     "comm/collectives.py:process_network": "settings and counters of the documented functions",

@@ -68,6 +68,8 @@ class MomentumExchange(torch.optim.Optimizer):
                 self.state[p].setdefault("error", torch.zeros_like(p))
                 momentum.mul_(BETA).add_(g.to(p.dtype) * grad_scale)
             for ranks, positions in context.holders(part.masters) if context.holders is not None else ():
+                if not positions:  # no master of this kind
+                    continue
                 self._exchange(ranks, [self.state[part.masters[i]] for i in positions])
             for p, low in zip(part.masters, part.lows, strict=True):
                 p.add_(self.state[p]["momentum"], alpha=-group["lr"])

@@ -1,6 +1,6 @@
 """``ds serve`` as a deployment of Ray Serve: replicas, autoscaling by queue length, health and draining are Ray's.
 
-`python examples/clusters/ray/serve.py ./my-model --replicas 1 4 --port 8000` deploys a model (`pip install "ray[serve]"`).
+`python examples/clusters/ray/serve.py ./my-model --replicas 1 4` deploys a model (`pip install "ray[serve]"`).
 Options that are not listed by ``--help`` are those of ``ds serve``. A replica is a server of one process: Ray's proxy
 takes the place of its listener, and sends each request to the less loaded of two replicas. An answer whose replica dies
 after its first event ends with a broken connection, never as if it were whole; clients repeat those that had not begun.
