@@ -14,6 +14,7 @@ from deepspeed.ops.small_product import (
     RUNS,
     QuantizedMatrix,
     SmallProducts,
+    padded_columns,
     product,
     quantized_product,
     rounded_product,
@@ -123,7 +124,7 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
     count = before = after = 0
     for parent, name, layer in layers:
         weight, matrix = layer.weight, _matrix_of(layer)
-        made = QuantizedMatrix.of(matrix, bits, -(-matrix.shape[1] // RUNS[bits]) * RUNS[bits] // groups)
+        made = QuantizedMatrix.of(matrix, bits, padded_columns(matrix.shape[1], bits) // groups)
         replaced = IntegerLinear(made, layer.bias, dtype).train(layer.training)
         keep_hooks(layer, replaced)
         parent._modules[name] = replaced
@@ -140,7 +141,7 @@ def _matrix_of(layer: Any) -> Tensor:
 def _require_groups(name: str, columns: int, bits: int, groups: int) -> None:
     if bits not in RUNS:
         raise ValueError(f"quant.weight.num_bits={bits}: weights are quantized to 8 or 4 bits")
-    runs = -(-columns // RUNS[bits])
+    runs = padded_columns(columns, bits) // RUNS[bits]
     if runs % groups:
         fitting = [n for n in range(1, runs + 1) if runs % n == 0]
         raise ValueError(

@@ -29,6 +29,11 @@ RUNS = {8: 64, 4: 128}
 """Columns that lie together, by the bits of an integer: groups are multiples of it."""
 
 
+def padded_columns(columns: int, bits: int) -> int:
+    """Round up to whole runs of integers of ``bits``."""
+    return -(-columns // RUNS[bits]) * RUNS[bits]
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [outputs, columns] of integers with ``bits`` 8 or 4, symmetric around 0: the values are the integers
@@ -53,7 +58,7 @@ class QuantizedMatrix:
         if bits not in RUNS:
             raise ValueError(f"bits={bits}: weights are quantized to 8 or 4")
         run, (outputs, columns) = RUNS[bits], matrix.shape
-        padded = -(-columns // run) * run
+        padded = padded_columns(columns, bits)
         group = group or padded
         if group % run or padded % group:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 from deepspeed.config.sections.compression import WeightQuantConfig
 from deepspeed.inference.config import DeepSpeedInferenceConfig, QuantTypeEnum
 from deepspeed.inference.kernels import IntegerLinear, quantize_linears
-from deepspeed.ops.small_product import RUNS, QuantizedMatrix
+from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.transforms.lora.config import QuantizationConfig
 from deepspeed.transforms.lora.quantization import FrozenLinear, quantized
@@ -95,7 +95,7 @@ def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype
             continue
         matrix = weight.detach().T if layer.transposed else weight.detach()
         run = RUNS[bits]
-        columns = -(-matrix.shape[1] // run) * run
+        columns = padded_columns(matrix.shape[1], bits)
         group = columns // groups if columns % groups == 0 and columns // groups % run == 0 else None
         made = QuantizedMatrix.of(matrix, bits, group)
         del layer.weight
