@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +34,16 @@ class ExchangeGroup:
     def numel(self) -> int:
         return sum(self.numels)
 
-    def recognise(self, masters: Sequence[Tensor], taken: Collection[int]) -> None:
-        """The next members, if ``masters`` has tensors of their sizes in this order that are not ``taken`` by other
-        lines."""
-        known = {*self.members, *taken}
-        rest = iter([master for master in masters if id(master) not in known])
+    def recognise(self, masters: Sequence[Tensor], taken: set[int]) -> None:
+        """The next members, if ``masters`` has tensors of their sizes in this order; not those that are ``taken`` by a
+        line, to which they are added."""
+        rest = iter([master for master in masters if id(master) not in taken])
         for numel in self.numels[len(self.members) :]:
             found = next((master for master in rest if master.numel() == numel), None)
             if found is None:
                 return
             self.members.append(id(found))
+            taken.add(id(found))
 
     def starts(self) -> dict[int, int]:
         """Return the start of each member."""
@@ -119,12 +119,11 @@ class SignExchange:
         """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
         masters, to recognise those of lines that were loaded and have not travelled since."""
         found: dict[int, list[tuple[int, Tensor]]] = {}
-        for key, line in sorted(
-            self.lines.items(), key=lambda each: str(each[0])
-        ):  # by kind, as ``groups`` are
+        taken = {member for line in self.lines.values() for member in line.members}
+        for key in sorted(self.lines, key=str):  # by kind, as ``groups`` are
+            line = self.lines[key]
             if line.server_error is None:
                 continue
-            taken = {member for other in self.lines.values() if other is not line for member in other.members}
             line.recognise(groups[key[0]] if isinstance(key, tuple) else (), taken)
             part = line.server_error.numel()
             begin = line.place * part
