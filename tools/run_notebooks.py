@@ -23,9 +23,8 @@ def main(names: list[str]) -> None:
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)  # times
             for output in cell.get("outputs", ()):
-                output.get("data", {}).pop("text/plain", None) if "image/png" in output.get(
-                    "data", {}
-                ) else None
+                if "image/png" in output.get("data", {}):
+                    output["data"].pop("text/plain", None)
         nbformat.write(notebook, path)
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB")
 

@@ -298,8 +298,13 @@ class DeepSpeedConfig:
         """Log the config as the user wrote it."""
         from deepspeed.config.hidden import without_secrets
 
-        style: Any = {"indent": 4, "separators": (",", ":"), "cls": ScientificNotationEncoder}
-        text = json.dumps(without_secrets(self._param_dict), sort_keys=True, **style)
+        text = json.dumps(
+            without_secrets(self._param_dict),
+            sort_keys=True,
+            indent=4,
+            cls=ScientificNotationEncoder,
+            separators=(",", ":"),
+        )
         logger.info(f"  json = {text}")
 
     def print(self, name: str) -> None:

@@ -173,8 +173,6 @@ _LIMITS = {
         "most tokens of an answer if the request does not say (default: %(default)s)", 1024
     ),
 }
-_SIZES = {"cache_gb", "kv_cache_memory_bytes", "gpu_memory_utilization"}
-"""Destinations of ``_CACHE_SIZES``, of which one counts."""
 _CACHE_SIZES = {
     "--cache-gb": takes("size of the key-value cache (default: what fits in 0.4 of free memory)", type=float),
     "--kv-cache-memory-bytes": takes("the same, in bytes", type=int),
@@ -184,6 +182,8 @@ _CACHE_SIZES = {
         type=float,
     ),
 }
+_SIZES = {option.lstrip("-").replace("-", "_") for option in _CACHE_SIZES}
+"""Destinations, of which one counts."""
 _CACHE = {
     "--enable-prefix-caching": takes(
         "share keys and values of prompts that begin alike (default: %(default)s)",

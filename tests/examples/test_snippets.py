@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,16 @@ from deepspeed.config.analysis import analyse
 from deepspeed.config.reader import ConfigSource
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+from tests.examples.printed_commands import FENCE
 from tests.pool import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", flags=re.S | re.M)
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    for indent, name, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+    for name, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if name == language:
-            yield "\n".join(line.removeprefix(indent) for line in text.splitlines())
+            yield textwrap.dedent(text)
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
