@@ -38,12 +38,13 @@ cells: $(VENV)/.installed-dev
 # In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
 CLIENTS := $(VENV)/clients
 ALONE := mup==1.0.0 deepspeed-mii==0.3.3  # without the libraries for pictures and for GPUs that they ask for
-ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5  # ask our server; an S3 server and its client
+# They ask our server; an S3 server and its client; GGUF files.
+ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5 gguf==0.19.0
 install-clients: $(VENV)/.created
 	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
 	@$(CLIENTS)/bin/python -c "import mup, importlib.metadata as m; m.version('deepspeed-mii')" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE)
-	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto" 2>/dev/null \
+	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(ASKING)
 
 clients: install-clients

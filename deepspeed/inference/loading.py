@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.foreign.hub_weights import as_in_model, compute_buffers
 from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader
+from deepspeed.checkpoint.foreign.packed_weights import (
+    GroupedIntegers,
+    PackedWeightsError,
+    method_of,
+    unpacked,
+)
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.split.rank_files import DESCRIPTION, whole_tensors
@@ -105,21 +111,27 @@ def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]
 
 
 def load_weights(
-    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], source: str, *, cast: bool = True
+    module: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str,
+    *,
+    cast: bool = True,
+    keep: Callable[[nn.Module, str, GroupedIntegers], bool] | None = None,
 ) -> None:
     """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes, or (``cast=False``) in those
     of the file, which may stay mapped then. Names may lack, or have, that of the model without its head; those of a
     Transformers model may be those of its files (`checkpoint/foreign/hub_weights.py`). Buffers that no file holds,
-    such as the frequencies of rotary positions, are computed as Transformers does.
+    such as the frequencies of rotary positions, are computed as Transformers does. Weights in few bits
+    (`checkpoint/foreign/packed_weights.py`) become whole ones, unless ``keep`` (of the module, the weight's name and
+    itself) puts them into the module and returns True.
 
-    DeepSpeedConfigError: a parameter or buffer has no values then, a shape differs, or the files hold quantized weights
-    of another library; ``source`` is named.
+    DeepSpeedConfigError: a parameter or buffer has no values then, a shape differs, or weights are packed in a layout
+    that is not known; ``source`` is named.
     """
-    _check_not_quantized(module, source)
     known = dict(_state(module))
     prefix = getattr(module, "base_model_prefix", "")
     found: dict[str, Tensor] = {}
-    for given, value in as_in_model(module, tensors):
+    for given, value in as_in_model(module, _whole(module, tensors, source, keep)):
         names = (given, f"{prefix}.{given}", given.removeprefix(f"{prefix}."))
         name = next((each for each in names if each in known), None)
         if name is None:
@@ -145,16 +157,31 @@ def load_weights(
         raise DeepSpeedConfigError(f"{source}: there are no values for {empty[0]}{more}")
 
 
-def _check_not_quantized(module: nn.Module, source: str) -> None:
+def _whole(
+    module: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str,
+    keep: Callable[[nn.Module, str, GroupedIntegers], bool] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """``tensors``, or, where the model's config tells of a library that packed them, what they stand for; the config
+    tells of whole weights then."""
     config: Any = getattr(module, "config", None)
     told = getattr(config, "quantization_config", None)
     if told is None:
+        yield from tensors
         return
-    method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
-    raise DeepSpeedConfigError(
-        f"{source}: quantization_config of the model says that its files hold weights of {method or told}, which are "
-        "read by Transformers only: load it with from_pretrained and give the model"
-    )
+    try:
+        for name, value in unpacked(tensors, told):
+            if isinstance(value, Tensor):
+                yield name, value
+            elif keep is None or not keep(module, name, value):
+                yield name, value.values()
+    except PackedWeightsError as error:
+        raise DeepSpeedConfigError(
+            f"{source}: by quantization_config its files hold weights of {method_of(told)}: {error}; load them with "
+            "from_pretrained, if Transformers can here, and give the model"
+        ) from error
+    del config.quantization_config
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

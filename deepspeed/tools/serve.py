@@ -21,11 +21,13 @@ from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import report
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.base.transformers_models import why_not_loaded
+from deepspeed.inference.config import DtypeEnum
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
+from deepspeed.inference.pretrained import load_causal, load_tokenizer
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import Certificate, RequestLog, read_keys
 from deepspeed.inference.serving.commands import Alone, Among
@@ -316,8 +318,6 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
     """Return what ``--speculative-config`` asks for. ValueError: the draft model has other tokens than ``model``."""
     if not args.speculative_config:
         return None
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from deepspeed.inference.generation.draft import DraftModel
 
     config = SpeculativeConfig.of(args.speculative_config)
@@ -325,27 +325,25 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
         return NgramProposer(
             config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
         )
-    if AutoTokenizer.from_pretrained(config.model).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(config.model).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"--speculative-config: the tokenizers of {config.model} and {args.model} differ; a draft model has the "
             "vocabulary of the model that it drafts for"
         )
-    draft: Any = AutoModelForCausalLM.from_pretrained(config.model)
+    draft = load_causal(config.model, dtype=model.dtype, keeps_integers=args.tp_size == 1)
     engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
     return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)
 
 
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model)
-    engine = init_inference(
-        model,
-        dtype=model.dtype if args.dtype == "auto" else args.dtype,
-        tensor_parallel={"tp_size": args.tp_size},
+    given = None if args.dtype == "auto" else DtypeEnum.from_str(args.dtype).value[0]
+    keeps_integers = args.tp_size == 1 and given is not torch.int8
+    model: Any = load_causal(
+        args.model, dtype=None if given is torch.int8 else given, keeps_integers=keeps_integers
     )
-    group, known = engine.mp_group, AutoTokenizer.from_pretrained(args.model)
+    engine = init_inference(model, dtype=given or model.dtype, tensor_parallel={"tp_size": args.tp_size})
+    group, known = engine.mp_group, load_tokenizer(args.model)
     if args.chat_template is not None:
         known.chat_template = template_of(args.chat_template)
     facts = ModelFacts.of(engine.module)

@@ -214,10 +214,10 @@ def test_tied_weights_may_be_under_the_name_of_the_head_only(name: str, tmp_path
     assert torch.equal(logits_of(engine), logits_of(model))
 
 
-def test_weights_that_others_quantized_are_refused(tmp_path: Path) -> None:
+def test_weights_in_unknown_layouts_are_refused(tmp_path: Path) -> None:
     config = saved("llama", tmp_path)
-    config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(DeepSpeedConfigError, match=r"quantization_config.*fp8.*from_pretrained"):
+    config.quantization_config = {"quant_method": "aqlm"}
+    with pytest.raises(DeepSpeedConfigError, match=r"quantization_config.*aqlm.*from_pretrained"):
         deepspeed.init_inference(empty(config), dtype="fp32", checkpoint=str(tmp_path))
 
 

@@ -9,20 +9,32 @@ from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.loading import load_weights
+from deepspeed.inference.quantized.stored import keep_integers
 from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
 from deepspeed.transforms.on_device import OnDevice
 
 
 class InferenceV2Policy:
     """Builds the causal model of Transformers that ``checkpoint_engine.model_config`` describes: no model needs a
-    policy of its own."""
+    policy of its own. Integers of folders that other libraries quantized stay integers where kernels compute with
+    them, if ``keeps_integers``."""
 
-    def __init__(self, checkpoint_engine: CheckpointEngineBase) -> None:
+    def __init__(
+        self,
+        checkpoint_engine: CheckpointEngineBase,
+        *,
+        dtype: torch.dtype | None = None,
+        keeps_integers: bool = False,
+    ) -> None:
         self._checkpoint_engine = checkpoint_engine
+        self._dtype = dtype
+        self._keep = keep_integers if keeps_integers else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights, as the model's config says; fp32 if it does not."""
+        """Return the dtype of the weights: the given one, else as the model's config says, else fp32."""
+        if self._dtype is not None:
+            return self._dtype
         found: Any = getattr(self._checkpoint_engine.model_config, "dtype", None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
@@ -37,7 +49,7 @@ class InferenceV2Policy:
         with OnDevice(dtype=self.dtype, device="meta"):
             module = AutoModelForCausalLM.from_config(source.model_config, dtype=self.dtype)
         name = getattr(source, "model_name_or_path", type(source).__name__)
-        load_weights(module, source.parameters(), str(name))
+        load_weights(module, source.parameters(), str(name), keep=self._keep)
         generation = getattr(source, "generation_config", None)
         if generation is not None:
             module.generation_config = generation

@@ -1,0 +1,225 @@
+"""Weights that other libraries stored in few bits: GPTQ, AWQ, compressed-tensors, fp8 by blocks or rows, bitsandbytes.
+
+A layer of such a file has several tensors in the place of its weight, laid out for the kernels of the library. Here
+they become the weight that they stand for, so a folder needs neither that library nor its devices. What a layout means
+is told by the config's ``quantization_config``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Parts = Mapping[str, Tensor]
+"""The tensors of one layer, by the ends of their names."""
+
+_FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class PackedWeightsError(ValueError):
+    """The layout is not known, or a layer lacks tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedIntegers:
+    """``levels``: int16 [outputs, inputs], without their zero points. ``scales``: [outputs, groups]. ``groups``: which
+    of them each column has, int64 [inputs]."""
+
+    levels: Tensor
+    scales: Tensor
+    groups: Tensor
+
+    @classmethod
+    def of(
+        cls, whole: Tensor, scales: Tensor, zeros: Tensor | int, groups: Tensor | None = None
+    ) -> GroupedIntegers:
+        """Subtract ``zeros`` (int16 [outputs, groups], or one for all). ``groups``: None: runs of equal length."""
+        columns, count = whole.shape[1], scales.shape[1]
+        if groups is None:
+            groups = torch.arange(columns) // -(-columns // count)
+        groups = groups.long()
+        return cls(whole - (zeros if isinstance(zeros, int) else zeros[:, groups]), scales, groups)
+
+    def values(self) -> Tensor:
+        """[outputs, inputs], in the dtype of the scales."""
+        return self.levels * self.scales[:, self.groups]
+
+
+def is_known(told: Any) -> bool:
+    """Return whether `unpacked` reads what this ``quantization_config`` tells of; None: there is none."""
+    return told is not None and method_of(told) in _FORMATS
+
+
+def method_of(told: Any) -> str:
+    """Return the library or layout that a ``quantization_config``, a mapping or an object, names."""
+    return str(_settings(told).get("quant_method", ""))
+
+
+def unpacked(
+    tensors: Iterable[tuple[str, Tensor]], told: Any
+) -> Iterator[tuple[str, Tensor | GroupedIntegers]]:
+    """Names and values of whole weights: first all that was not packed, then one packed layer at a time.
+
+    PackedWeightsError: the layout is not known, or a layer lacks tensors.
+    """
+    settings, method = _settings(told), method_of(told)
+    if method not in _FORMATS:
+        raise PackedWeightsError(f"weights of {method or told!r} are not read, only of {', '.join(_FORMATS)}")
+    pattern, unpack = _FORMATS[method]
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in tensors:
+        found = pattern.fullmatch(name)
+        if found is None or (found["part"] == "weight" and value.dtype not in (*_FLOATS_8, *_INTEGERS)):
+            yield name, value
+        else:
+            layers[found["layer"]][found["part"]] = value
+    for layer in list(layers):
+        parts = layers.pop(layer)
+        try:
+            yield f"{layer}.weight", unpack(parts, settings)
+        except KeyError as missing:
+            raise PackedWeightsError(f"{layer} has no {missing.args[0]}, only {sorted(parts)}") from missing
+
+
+_INTEGERS = (torch.int8, torch.uint8)
+
+
+def _settings(told: Any) -> dict[str, Any]:
+    return dict(told) if isinstance(told, Mapping) else dict(told.to_dict())
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """int16 [rows * 32 / bits, columns] of int32 [rows, columns]: numbers without sign that follow each other down a
+    column, lowest bits first, also across words."""
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)[None, :, None]
+        return ((words[:, None] >> shifts) & (2**bits - 1)).to(torch.int16).flatten(0, 1)
+    begins = torch.arange(words.shape[0] * 32 // bits) * bits
+    wide = torch.cat([words, words.new_zeros(1, words.shape[1])]).long() & 0xFFFFFFFF
+    first, shift = begins // 32, (begins % 32)[:, None]
+    return (((wide[first] >> shift) | (wide[first + 1] << (32 - shift))) & (2**bits - 1)).to(torch.int16)
+
+
+def _gptq(parts: Parts, told: dict[str, Any]) -> GroupedIntegers:
+    bits = int(told["bits"])
+    whole = _fields(parts["qweight"], bits).T
+    zeros = _fields(parts["qzeros"].T.contiguous(), bits)
+    if told.get("checkpoint_format", "gptq") != "gptq_v2":
+        zeros = zeros + 1  # its first version stores one less
+    return GroupedIntegers.of(whole, parts["scales"].T, zeros, parts.get("g_idx"))
+
+
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word the number of each of eight columns is."""
+
+
+def _awq(parts: Parts, told: dict[str, Any]) -> GroupedIntegers:
+    if told.get("version", "gemm") != "gemm" or told.get("bits", 4) != 4:
+        raise PackedWeightsError(f"AWQ: version {told.get('version')!r} is not read, only 'gemm' of 4 bits")
+
+    def columns(words: Tensor) -> Tensor:
+        return _fields(words.T.contiguous(), 4).unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
+
+    zeros = columns(parts["qzeros"]) if "qzeros" in parts else 8
+    return GroupedIntegers.of(columns(parts["qweight"]), parts["scales"].T, zeros)
+
+
+def _compressed(parts: Parts, told: dict[str, Any]) -> Tensor | GroupedIntegers:
+    groups = list(told.get("config_groups", {}).values())
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    if "weight_packed" not in parts:
+        block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+        return _scaled(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), block)
+    packed, scales = parts["weight_packed"], parts["weight_scale"]
+    kinds = {(int(each["num_bits"]), each.get("type", "int")) for each in weights}
+    if packed.dtype is not torch.int32 or len(kinds) != 1 or next(iter(kinds))[1] != "int":
+        raise PackedWeightsError(
+            f"compressed-tensors: format {told.get('format')!r} of {sorted(kinds)} is not read, only packed integers "
+            "of one width, and int8 and fp8 weights that are not packed"
+        )
+    bits = next(iter(kinds))[0]
+    rows, columns = parts["weight_shape"].tolist()
+
+    def signed(words: Tensor, count: int) -> Tensor:
+        return _fields(words, bits)[:count] - 2 ** (bits - 1)
+
+    zeros = signed(parts["weight_zero_point"], rows) if "weight_zero_point" in parts else 0
+    whole = signed(packed.T.contiguous(), columns).T
+    return GroupedIntegers.of(whole, scales, zeros, parts.get("weight_g_idx"))
+
+
+def _scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None, block: Any = None) -> Tensor:
+    """Products of 8-bit numbers [outputs, inputs] with scales of the whole, of rows, of groups of columns, or of blocks
+    (``block``: their rows and columns); fp32."""
+    if scale.numel() == 1:
+        return (weight.float() - (0 if zero is None else zero.float())) * scale.float()
+    sizes = block or [-(-whole // count) for whole, count in zip(weight.shape, scale.shape, strict=True)]
+    rows, columns = (torch.arange(whole) // size for whole, size in zip(weight.shape, sizes, strict=True))
+
+    def spread(each: Tensor) -> Tensor:
+        return each.float()[rows][:, columns]
+
+    return (weight.float() - (0 if zero is None else spread(zero))) * spread(scale)
+
+
+def _fp8(parts: Parts, told: dict[str, Any]) -> Tensor:
+    return _scaled(parts["weight"], parts["weight_scale_inv"], block=told.get("weight_block_size"))
+
+
+def _fbgemm(parts: Parts, told: dict[str, Any]) -> Tensor:
+    return _scaled(parts["weight"], parts["weight_scale"])
+
+
+def _bitsandbytes(parts: Parts, told: dict[str, Any]) -> Tensor:
+    weight = parts["weight"]
+    if "SCB" in parts:
+        return weight.float() * parts["SCB"].float()[:, None] / 127
+    described = next((value for part, value in parts.items() if part.startswith("weight.quant_state")), None)
+    if described is None:
+        raise KeyError("weight.quant_state")
+    state = json.loads(bytes(described.tolist()))
+    scales = parts["weight.absmax"]
+    if "weight.nested_absmax" in parts:
+        whole = parts["weight.nested_quant_map"][scales.long()]
+        scales = whole * _repeated(
+            parts["weight.nested_absmax"], int(state["nested_blocksize"]), whole.numel()
+        )
+        scales = scales + float(state["nested_offset"])
+    packed = weight.flatten()
+    values = parts["weight.quant_map"][torch.stack([packed >> 4, packed & 15], 1).flatten().long()]
+    values = values * _repeated(scales, int(state["blocksize"]), values.numel())
+    return values.view(state["shape"]).to(getattr(torch, str(state["dtype"])))
+
+
+def _repeated(scales: Tensor, times: int, count: int) -> Tensor:
+    return scales.float().repeat_interleave(times)[:count]
+
+
+def _of_layer(*parts: str) -> re.Pattern[str]:
+    return re.compile(rf"(?P<layer>.+)\.(?P<part>{'|'.join(parts)})")
+
+
+_Format = tuple[re.Pattern[str], Callable[[Parts, dict[str, Any]], Tensor | GroupedIntegers]]
+_FORMATS: dict[str, _Format] = {
+    "gptq": (_of_layer("qweight", "qzeros", "scales", "g_idx"), _gptq),
+    "awq": (_of_layer("qweight", "qzeros", "scales"), _awq),
+    "compressed-tensors": (
+        _of_layer("weight", r"weight_(?:packed|scale|zero_point|shape|g_idx)"),
+        _compressed,
+    ),
+    "fp8": (_of_layer("weight", "weight_scale_inv"), _fp8),
+    "fbgemm_fp8": (_of_layer("weight", "weight_scale"), _fbgemm),
+    "bitsandbytes": (
+        _of_layer(
+            "weight", r"weight\.(?:absmax|quant_map|nested_\w+|quant_state\..+)", "SCB", "weight_format"
+        ),
+        _bitsandbytes,
+    ),
+}

@@ -1,0 +1,61 @@
+"""Causal models of Transformers from folders of the hub, also with weights in few bits, or from a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.extras import install_hint
+from deepspeed.checkpoint.foreign.packed_weights import is_known
+from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
+from deepspeed.inference.v2.policy import InferenceV2Policy
+
+
+def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
+    """Load a model, in evaluation mode.
+
+    Args:
+        name: of a folder, of a model in the hub, or of a ``.gguf`` file.
+        dtype: of weights that were packed; None: what the config says. Other weights have the folder's.
+        keeps_integers: leave integers as they are where kernels compute with them (`quantized/stored.py`).
+
+    OSError, ValueError: there is no such model, or its weights cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = _place(name)
+    if "gguf_file" not in place and is_known(
+        getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    ):
+        source = HuggingFaceCheckpointEngine(name)
+        return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model()
+    return AutoModelForCausalLM.from_pretrained(**place)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of what ``load_causal`` loads: of a GGUF file, the one beside it, if there is one, else its
+    own. OSError, ValueError: there is none."""
+    from transformers import AutoTokenizer
+
+    place = _place(name)
+    if "gguf_file" in place and (Path(name).parent / "tokenizer_config.json").is_file():
+        del place["gguf_file"]
+    return AutoTokenizer.from_pretrained(**place)
+
+
+def _place(name: str) -> dict[str, str]:
+    path = Path(name)
+    if path.suffix != ".gguf":
+        return {"pretrained_model_name_or_path": name}
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {name}")
+    try:
+        import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError(
+            f"a GGUF file is read by the package gguf: {install_hint('gguf', extra='transformers')}"
+        ) from error
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}

@@ -1,0 +1,51 @@
+"""Layers that keep the integers of a folder which another library quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.base.module_utils import keep_hooks
+from deepspeed.checkpoint.foreign.packed_weights import GroupedIntegers
+from deepspeed.inference.kernels import IntegerLinear
+from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
+
+
+def keep_integers(module: nn.Module, name: str, weight: GroupedIntegers) -> bool:
+    """Replace the linear layer whose weight is called ``name`` by one of these integers, its bias as it is. False:
+    there is none, or the kernels have no such layout."""
+    parent, _, child = name.removesuffix(".weight").rpartition(".")
+    try:
+        owner = module.get_submodule(parent)
+    except AttributeError:
+        return False
+    layer = owner._modules.get(child)
+    if type(layer) is not nn.Linear or layer.weight.shape != weight.levels.shape:
+        return False
+    matrix = matrix_of(weight)
+    if matrix is None:
+        return False
+    replaced = IntegerLinear(matrix, layer.bias, layer.weight.dtype).train(layer.training)
+    keep_hooks(layer, replaced)
+    owner._modules[child] = replaced
+    return True
+
+
+def matrix_of(weight: GroupedIntegers) -> QuantizedMatrix | None:
+    """Return the same values for the kernels, in 4 bits if these hold them, else in 8. None: the integers need more, or
+    the groups are not whole runs of columns."""
+    columns, count = weight.levels.shape[1], weight.scales.shape[1]
+    size = -(-columns // count)
+    if not torch.equal(weight.groups, torch.arange(columns) // size):
+        return None
+    least, largest = (int(each) for each in weight.levels.aminmax())
+    for bits in sorted(RUNS):
+        padded = padded_columns(columns, bits)
+        fits = -(2 ** (bits - 1)) <= least and largest < 2 ** (bits - 1)
+        if fits and (count == 1 or (size % RUNS[bits] == 0 and size * count == padded)):
+            levels = functional.pad(weight.levels.to(torch.int32), (0, padded - columns))
+            return QuantizedMatrix(
+                bits, columns, QuantizedMatrix.from_levels(levels, bits), weight.scales.float().contiguous()
+            )
+    return None
