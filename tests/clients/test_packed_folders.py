@@ -55,7 +55,7 @@ def _awq(weight: Tensor) -> Packed:
     return stored, (levels + 7 - zeros.repeat_interleave(GROUP, 1)) * scales.repeat_interleave(GROUP, 1)
 
 
-def _rounded(weight: Tensor, largest: int) -> Packed:  # type: ignore[return]
+def _rounded(weight: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     grouped = weight.unflatten(1, (-1, GROUP))
     scales = grouped.abs().amax(-1) / 7.5
     levels = (grouped / scales[..., None]).round().clamp(-7, largest - 1).long()
