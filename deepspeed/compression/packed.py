@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,14 @@ from deepspeed.compression.utils import SYMMETRIC, AsymQuantizer, SymQuantizer
 from deepspeed.ops.formats.integers import asymmetric_levels, symmetric_levels
 from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix, quantized_product
+
+
+@cache
+def sums_integers_exactly() -> bool:
+    """Return whether torch's product of 8-bit integers on the host is right. Without VNNI (AVX2 only), the sum of two
+    neighbouring products is cut off at 16 bits."""
+    most = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(most, most.t()) == 64 * 127**2).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         ):
             return False
         host = input.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        return host and self.packing.rows % self.weight_scales.numel() == 0
+        return host and self.packing.rows % self.weight_scales.numel() == 0 and sums_integers_exactly()
 
     def _integer_product(self, input: Tensor) -> Tensor:
         """The sum over columns of (a s + u) (b t + v), where a and b are integers of 8 bits, a token has s and u, and
