@@ -97,7 +97,7 @@ def test_adapters_are_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--model", "gpt:70b", *LARGE, "--device-memory", "8G"], "no config known here fits"),
+        (["--model", "gpt:1.3b", *LARGE, "--device-memory", "200M"], "no config known here fits"),
         (
             [*TINY, "--gpus", "4", "--batch", "6"],
             "--batch 6 cannot be divided among 4 ranks: give a multiple",
