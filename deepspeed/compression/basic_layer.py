@@ -280,28 +280,6 @@ def _ranks(mpu: Any = None) -> Communicator:
     return Communicator(groups.get_tensor_model_parallel_group() if mesh is not None else None)
 
 
-def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """The same tensor, whose gradient is summed over the ranks that share a layer."""
-    return copy_to(input_, _ranks())
-
-
-def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """The sum over the ranks that share a layer."""
-    return reduce_from(input_, _ranks())
-
-
-def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the last dimension."""
-    ranks = _ranks()
-    return split_to(input_, ranks, Cut.even(input_.dim() - 1, input_.shape[-1], ranks.size))
-
-
-def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """All ranks' parts of the last dimension, which are equally long, side by side."""
-    ranks = _ranks()
-    return gather_from(input_, ranks, Cut.even(input_.dim() - 1, input_.shape[-1] * ranks.size, ranks.size))
-
-
 class ColumnParallelLinear_Compress(LinearLayer_Compress):
     """Megatron's linear layer of which each rank of ``mpu`` has some output features. Returns (output, bias or
     None)."""
