@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.exceptions import DeprecatedException
 from deepspeed.comm.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
-from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.comm.meshes import meshes
+from deepspeed.comm.mesh import ProcessMesh, meshes
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.expert import AutoEPConfig
+from deepspeed.config.sections.parallel import AutoEPConfig
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import Spread, stacked_experts

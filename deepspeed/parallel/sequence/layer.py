@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
 from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
 

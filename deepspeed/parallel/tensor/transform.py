@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from deepspeed.base.staged import Staged
-from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.config.sections.parallel import TPTrainingConfig
 from deepspeed.parallel.tensor.applying import apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
