@@ -14,7 +14,7 @@ MODULES = {
     "deepspeed.checkpoint.deepspeed_checkpoint": "deepspeed.compat.checkpoint.deepspeed_checkpoint",
     "deepspeed.checkpoint.ds_to_universal": "deepspeed.tools.ds_to_universal",
     "deepspeed.checkpoint.reshape_3d_utils": "deepspeed.compat.checkpoint.reshape_3d_utils",
-    "deepspeed.checkpoint.reshape_meg_2d": "deepspeed.compat.checkpoint.reshape_meg_2d",
+    "deepspeed.checkpoint.reshape_meg_2d": "deepspeed.compat.checkpoint.reshape_3d_utils",
     "deepspeed.checkpoint.reshape_utils": "deepspeed.compat.checkpoint.reshape_utils",
     "deepspeed.checkpoint.universal_checkpoint": "deepspeed.compat.checkpoint.universal_checkpoint",
     "deepspeed.checkpoint.utils": "deepspeed.compat.checkpoint.utils",
