@@ -38,6 +38,25 @@ def as_in(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     return {own if own and key in _DECOUPLED_KEYS else key: value for key, value in options.items()}
 
 
+def adam_defaults(
+    lr: float,
+    bias_correction: bool,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool = True,
+) -> dict[str, Any]:
+    """Return the hyperparameters of a group, as `torch.optim.Optimizer` takes them."""
+    return {
+        "lr": lr,
+        "bias_correction": bias_correction,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": bool(adam_w_mode),
+    }
+
+
 class MultiTensorAdam(MultiTensorOptimizer):
     """Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key` whether weight
     decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""

@@ -26,6 +26,7 @@ from deepspeed.ops.gpu.block_sparse_steps import list_of, listed, loaded, own, r
 from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
+    contiguous,
     finished,
     finite,
     joined,
@@ -322,7 +323,7 @@ class BlockSparseAttention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         added = added._replace(
-            keys=_contiguous(added.keys), scores=_contiguous(added.scores), positions=_contiguous(positions)
+            keys=contiguous(added.keys), scores=contiguous(added.scores), positions=contiguous(positions)
         )
         out, lse = forward(q, k, v, layout, added, scale)
         ctx.save_for_backward(q, k, v, out, lse, *added[:3])
@@ -459,7 +460,3 @@ def _constants(q: Tensor, layout: BlockLayout, added: Added, tile: Tile) -> dict
         "CAUSAL": added.causal,
         "DOT": operand_type(q.dtype),
     }
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

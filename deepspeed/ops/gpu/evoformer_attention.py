@@ -23,6 +23,7 @@ from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
     biased,
+    contiguous,
     finished,
     finite,
     joined,
@@ -295,7 +296,7 @@ def forward(
     lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=torch.float32)
     tile = forward_tile(q)
     _forward[_programs(q, q.shape[2], tile)](
-        *(q, k, v, out, lse, _contiguous(of_keys), _contiguous(of_pairs)),
+        *(q, k, v, out, lse, contiguous(of_keys), contiguous(of_pairs)),
         *_sizes(q, k),
         **_constants(q, tile),
         **tile.options,
@@ -321,7 +322,7 @@ def backward(
     found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
     spread = torch.empty_like(lse)
     tile = backward_tile(q)
-    rest = (_contiguous(of_keys), _contiguous(of_pairs), *_sizes(q, k))
+    rest = (contiguous(of_keys), contiguous(of_pairs), *_sizes(q, k))
     constants = {**_constants(q, tile), **tile.options}
     _query_gradient[_programs(q, q.shape[2], tile)](
         *(q, k, v, out, lse, grad, spread, found.query), *rest, **constants
@@ -379,7 +380,3 @@ def _constants(q: Tensor, tile: Tile) -> dict[str, Any]:
         "COLUMNS": tile.columns,
         "DOT": operand_type(q.dtype),
     }
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

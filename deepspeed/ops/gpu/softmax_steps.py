@@ -77,6 +77,10 @@ def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_its_device
 
 
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 class Tile(NamedTuple):
     """Rows and columns that a program computes at a time."""
 
