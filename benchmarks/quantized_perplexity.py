@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.inference.quantized.calibration import METHODS, input_moments, linears_of, quantize_calibrated
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.zero.partitioning import blocks_of
 from jobs import progress
 from report import Report, common_arguments
 

@@ -39,7 +39,7 @@ STATE = {
     "ops/update.py:ALONE": "a frozen value",
     "inference/model/low_rank.py:_numbers": "numbers of adapters, by which their keys and values are told apart",
     "inference/serving/tokenizers.py:BEGIN": "a frozen value",
-    "config/torch_classes.py:_tree()": "parsed source of the installed torch",
+    "config/optimizers.py:_tree()": "parsed source of the installed torch",
     "ops/formats/blockwise.py:OF_CODES": "a frozen value",
     "compat/runtime_comm/coalesced_collectives.py:_CODEC": "a frozen value",
     "tools/starter/files.py:TEMPLATES": "a path",
@@ -57,7 +57,7 @@ STATE = {
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
     "comm/groups.py:_Made.lock": "guards the count of groups, and a name of torch's that is replaced meanwhile",
-    "comm/meshes.py:meshes": "the newest engine's mesh, and sizes set by hand",
+    "comm/mesh.py:meshes": "the newest engine's mesh, and sizes set by hand",
     "comm/documented_groups.py:_registered": "groups made by hand, before there is an engine",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
     "parallel/pipeline/schedules/orders.py:EQUAL": "a frozen value",
@@ -72,7 +72,7 @@ STATE = {
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "inference/serving/bodies.py:_parsing": "one long body at a time: they share the interpreter lock",
     "config/section.py:_notes": "collects notes while one config is read, per thread",
-    "zero/gathering/active_contexts.py:active_contexts": "patches of an active zero.Init",
+    "zero/active_contexts.py:active_contexts": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/files/locks.py:_own": "locks that this process holds, weakly: a lock belongs to the process",
     "checkpoint/files/locks.py:_guard": "guards them: to close a file of one ends it",

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _numbers(version: str) -> tuple[int, int]:
@@ -29,18 +24,3 @@ def required_torch_version(
     if min_version is not None and installed < _numbers(str(min_version)):
         return False
     return max_version is None or installed <= _numbers(str(max_version))
-
-
-def is_functorch_transforming() -> bool:
-    """Tell whether this runs inside a transform of `torch.func` (grad, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-
-
-def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Call `hook(param)` each time the gradient of the leaf `param` has been accumulated; returns the handle."""
-    return param.register_post_accumulate_grad_hook(hook)
-
-
-def jit_script_compat(fn: F) -> F:
-    """Formerly `torch.jit.script`, which new releases of torch drop: returns the function unchanged."""
-    return fn

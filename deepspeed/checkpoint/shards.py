@@ -143,7 +143,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[S
             raise ValueError(
                 f"{target.name}: saved with shape {source.global_shape}, but its shape is {target.global_shape}"
             )
-    flat = all(_same_boxes(source, target) for source in sources)
+    flat = all(source.boxes == target.boxes for source in sources)
     copies: list[StridedCopy] = []
     missing: list[Box] = []
     source_regions: list[list[Region]] = [[_interval(s)] if flat else regions(s) for s in sources]
@@ -254,10 +254,6 @@ def _joined_dim(boxes: tuple[Box, ...], name: str) -> int | None:
     if len(differing) != 1:
         raise ValueError(f"{name}: the boxes {boxes} of one local tensor must differ in exactly one dim")
     return differing[0]
-
-
-def _same_boxes(source: ShardIndex, target: ShardIndex) -> bool:
-    return source.boxes == target.boxes
 
 
 def _interval(shard: ShardIndex) -> Region:

@@ -43,12 +43,9 @@ if TYPE_CHECKING:
         get_world_group,
         get_world_size,
         has_all_gather_into_tensor,
-        has_all_reduce_coalesced,
-        has_coalescing_manager,
         has_comm_data,
         has_reduce_scatter_tensor,
         inference_all_reduce,
-        init_deepspeed_backend,
         initialize_mesh_device,
         irecv,
         is_available,
@@ -73,8 +70,6 @@ if TYPE_CHECKING:
         in_dlts,
         init_distributed,
         mpi_discovery,
-        patch_aml_env_for_torch_nccl_backend,
-        patch_aws_sm_env_for_torch_nccl_backend,
     )
     from deepspeed.comm.logging import comms_logger, configure, timed_op
     from deepspeed.comm.pending import CommunicationError
@@ -89,11 +84,11 @@ __all__ = [
     "default_pg_timeout", "destroy_process_group", "enable_symm_mem_for_group", "gather",
     "get_all_ranks_from_group", "get_comm_operation_count", "get_global_rank", "get_local_rank",
     "get_logged_comm_ops", "get_rank", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced", "has_coalescing_manager", "has_comm_data", "has_reduce_scatter_tensor",
-    "in_aml", "in_aws_sm", "in_dlts", "inference_all_reduce", "init_deepspeed_backend", "init_distributed",
+    "has_comm_data", "has_reduce_scatter_tensor",
+    "in_aml", "in_aws_sm", "in_dlts", "inference_all_reduce", "init_distributed",
     "initialize_mesh_device", "irecv", "is_available", "is_initialized", "isend", "log_summary",
-    "monitored_barrier", "mpi_discovery", "new_group", "patch_aml_env_for_torch_nccl_backend",
-    "patch_aws_sm_env_for_torch_nccl_backend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
+    "monitored_barrier", "mpi_discovery", "new_group",
+    "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
     "reduce_scatter_tensor", "reset_log", "scatter", "send", "set_backend", "timed_op",
 ]  # fmt: skip
 

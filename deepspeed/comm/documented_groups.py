@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.exceptions import DeprecatedException
 from deepspeed.comm.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
-from deepspeed.comm.meshes import Mesh, meshes
+from deepspeed.comm.mesh import ProcessMesh, meshes
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,6 @@ class _ExpertGroups:
 
     sharing: ProcessGroup
     same: ProcessGroup
-    tensor: int
-    """Over how many ranks each expert is split."""
     world: ProcessGroup | None
     """The ranks of which they are a part: they are void when those are destroyed."""
 
@@ -43,7 +41,7 @@ mpu: Any = None
 """For scripts that ask whether there is one. The getters answer from the mesh, which is made of the caller's unit."""
 
 
-def set_mesh(mesh: Mesh | None) -> None:
+def set_mesh(mesh: ProcessMesh | None) -> None:
     """Makes the getters report ``mesh`` until the next engine is built; None: they forget every mesh."""
     meshes.by_hand = mesh
     if mesh is None:
@@ -53,7 +51,7 @@ def set_mesh(mesh: Mesh | None) -> None:
     meshes.tensor_parallel.clear()
 
 
-def get_mesh() -> Mesh | None:
+def get_mesh() -> ProcessMesh | None:
     return meshes.by_hand or meshes.engines.get()
 
 
@@ -115,11 +113,6 @@ def get_data_parallel_rank() -> int:
 
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size
-_get_data_parallel_rank = get_data_parallel_rank
-
-
-def _get_data_parallel_group_ranks() -> list[int]:
-    return _ranks("dp")
 
 
 def _get_broadcast_src_rank() -> int:
@@ -276,7 +269,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
         # All ranks make all of them.
         made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
         mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
-    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], tensor, torch.distributed.group.WORLD)
+    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
 
 
 def _made_by_hand(group_name: str) -> _ExpertGroups | None:
@@ -341,40 +334,13 @@ def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
     return _expert_group(group_name, same=True)
 
 
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return len(_sharing_experts(group_name, same=True))
-
-
 def _get_expert_data_parallel_rank(group_name: str) -> int:
     return _sharing_experts(group_name, same=True).index(_global_rank())
-
-
-def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return _sharing_experts(group_name, same=False)
-
-
-def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return _sharing_experts(group_name, same=True)
-
-
-def _get_expert_parallel_src_rank(group_name: str) -> int:
-    """The first of the ranks that share one set of experts with this one."""
-    return _sharing_experts(group_name, same=False)[0]
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
     """The first of the ranks that hold the same experts as this one."""
     return _sharing_experts(group_name, same=True)[0]
-
-
-def _get_expert_model_parallel_world_size() -> int:
-    """Over how many tensor-parallel ranks experts are split themselves: one unless a layer with
-    ``enable_expert_tensor_parallelism`` says so, or, without an engine, the groups made by hand."""
-    mesh = get_mesh()
-    if mesh is not None:
-        return mesh.size("tp") if mesh.splits_experts else 1
-    made = [groups.tensor for name, groups in _registered.experts.items() if _made_by_hand(name)]
-    return max(made, default=1)
 
 
 def _global_rank() -> int:
@@ -414,11 +380,6 @@ def _make(name: str, *parts: range) -> ProcessGroup:
     return found
 
 
-def _clone_world_group() -> ProcessGroup:
-    """All ranks, in a group of its own."""
-    return _make("world", range(torch.distributed.get_world_size() if _initialized() else 1))
-
-
 def _create_zero_param_parallel_group(group_size: int) -> None:
     """Runs of ``group_size`` neighbours, or all ranks if there are fewer, for ``zero_hpz_partition_size``; an engine
     makes its own. ValueError: they do not divide the ranks, or such groups were made before."""
@@ -431,29 +392,9 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
     _make("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
 
 
-def _zero_param_parallel_is_initialized() -> bool:
-    return _made("parameters") is not None
-
-
 def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
-    """Return the group made by ``_create_zero_param_parallel_group``; None: none was made, and the functions below use
-    all ranks.
-    """
+    """Return the group made by ``_create_zero_param_parallel_group``; None: none was made."""
     return _made("parameters")
-
-
-def _get_zero_param_intra_parallel_group_world_size() -> int:
-    return torch.distributed.get_world_size(_made("parameters"))
-
-
-def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
-    return torch.distributed.get_rank(_made("parameters"))
-
-
-def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
-    group = _made("parameters") or torch.distributed.group.WORLD
-    assert group is not None
-    return torch.distributed.get_process_group_ranks(group)
 
 
 def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:

@@ -102,14 +102,6 @@ def has_reduce_scatter_tensor() -> bool:
     return backend.has_reduce_scatter_tensor()
 
 
-def has_all_reduce_coalesced() -> bool:
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    return True
-
-
 # ---- groups and ranks
 
 
@@ -171,12 +163,6 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 def set_backend() -> TorchBackend | None:
     """The backend object in use (there is one kind)."""
     return backend if is_initialized() else None
-
-
-def init_deepspeed_backend(ds_backend: str, timeout: Any = None, init_method: str | None = None) -> None:
-    """Request a backend other than torch.distributed: there is none."""
-    if ds_backend not in ("torch", "nccl", "gloo", "mpi", "ccl", "hccl"):
-        raise ValueError(f"ds_backend={ds_backend!r}: torch.distributed is the only backend")
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:

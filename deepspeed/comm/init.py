@@ -308,17 +308,6 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         )
 
 
-def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """AzureML starts jobs with Open MPI: set the environment as torch expects it."""
-    mpi_discovery(master_port, verbose)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
-
-
-def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """SageMaker starts jobs with Open MPI: set the environment as torch expects it."""
-    mpi_discovery(verbose=verbose)
-
-
 def in_aml() -> bool:
     return environment.in_aml(os.environ)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeAlias
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from deepspeed.base.newest import Newest
 from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.comm.groups import new_group
-from deepspeed.config.mesh_layout import AXES, BASE_AXES, DERIVED_AXES, MeshLayout, divisors, split_ranks
+from deepspeed.config.axes import AXES, BASE_AXES, DERIVED_AXES, MeshLayout, divisors, split_ranks
 
 
 class _Use(Enum):
@@ -328,3 +330,26 @@ def _mpu_group(mpu: Any, getters: Sequence[str]) -> ProcessGroup | None:
         if isinstance(group, ProcessGroup):
             return group
     return None
+
+
+@dataclass
+class Meshes:
+    """The meshes of the engines of this process, which ``documented_groups.py`` reports."""
+
+    engines: Newest[ProcessMesh] = field(default_factory=Newest)
+    by_hand: ProcessMesh | None = None
+    # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
+    tensor_parallel: dict[str, int] = field(default_factory=dict)
+
+    def follow(self, mesh: ProcessMesh) -> None:
+        """Make the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""
+        self.engines.add(mesh)
+        self.by_hand = None
+        self.tensor_parallel.clear()
+
+    def leave(self, mesh: ProcessMesh) -> None:
+        """Its engine is destroyed: the getters report the one before it."""
+        self.engines.remove(mesh)
+
+
+meshes = Meshes()

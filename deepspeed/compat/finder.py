@@ -78,7 +78,8 @@ def lookup(module: str, name: str) -> Any:
             return getattr(importlib.import_module(ours), renamed or name)
         if name in SUBMODULES.get(path, ()):
             return importlib.import_module(f"{path}.{name}")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}{_instead(module, name)}")
+    advice = "" if name.startswith("__") else _instead(module, name)  # imports ask for such names
+    raise AttributeError(f"module {module!r} has no attribute {name!r}{advice}")
 
 
 def _instead(module: str, name: str) -> str:

@@ -20,10 +20,8 @@ from deepspeed.ops.partitions import partition_balanced, partition_uniform, pref
 from deepspeed.zero.tensor_norms import (
     clip_grad_norm_,
     clip_tensors_by_global_norm,
-    get_flattened_grad_norm,
     get_global_norm,
     get_global_norm_of_tensors,
-    get_norm_with_moe_layers,
     get_norm_with_moe_layers_fast,
     get_weight_norm,
     is_model_parallel_parameter,
@@ -33,8 +31,8 @@ __all__ = [
     "CheckOverflow", "DummyOptim", "PartitionedTensor", "align_dense_tensors", "all_gather_dp_groups",
     "call_to_str", "check_internal_apis_for_count_used_parameters", "clip_grad_norm_",
     "clip_tensors_by_global_norm", "count_used_parameters_in_backward", "empty_cache",
-    "get_flattened_grad_norm", "get_global_norm", "get_global_norm_of_tensors", "get_ma_status",
-    "get_norm_with_moe_layers", "get_norm_with_moe_layers_fast", "get_weight_norm",
+    "get_global_norm", "get_global_norm_of_tensors", "get_ma_status",
+    "get_norm_with_moe_layers_fast", "get_weight_norm",
     "is_model_parallel_parameter", "move_to_device", "offload_adam_states", "partition_balanced",
     "partition_uniform", "prefix_sum_inc", "reload_adam_states", "see_memory_usage", "set_random_seed",
 ]  # fmt: skip

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.config.sections.tensor import TPPartitionConfig
+from deepspeed.config.sections.parallel import AutoEPConfig, TPPartitionConfig
 
 Predicate = Callable[[TrainingConfig], object]
 

@@ -29,12 +29,9 @@ from deepspeed.config.section import (
     lower,
     section,
 )
-from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
-from deepspeed.config.sections.audit import AuditConfig
 from deepspeed.config.sections.autotuning import DeepSpeedAutotuningConfig
 from deepspeed.config.sections.checkpoint import CheckpointConfig, DeepSpeedNebulaConfig
 from deepspeed.config.sections.comm import CommConfig, CommsLoggerConfig, GradientCompressionConfig
-from deepspeed.config.sections.compile import CompileConfig
 from deepspeed.config.sections.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
 from deepspeed.config.sections.data import (
     CurriculumLegacyConfig,
@@ -42,8 +39,13 @@ from deepspeed.config.sections.data import (
     ProgressiveLayerDropConfig,
 )
 from deepspeed.config.sections.elasticity import ElasticityConfig
-from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
+from deepspeed.config.sections.model import (
+    CompileConfig,
+    DeepSpeedActivationCheckpointingConfig,
+    HybridEngineConfig,
+    SparseAttentionConfig,
+    TiledComputeConfig,
+)
 from deepspeed.config.sections.monitor import (
     AimConfig,
     CometConfig,
@@ -55,7 +57,7 @@ from deepspeed.config.sections.monitor import (
     WandbConfig,
 )
 from deepspeed.config.sections.offload import AioConfig
-from deepspeed.config.sections.pipeline import PipelineConfig
+from deepspeed.config.sections.parallel import AutoEPConfig, PipelineConfig, TPTrainingConfig
 from deepspeed.config.sections.precision import (
     AmpConfig,
     DataTypesConfig,
@@ -65,10 +67,12 @@ from deepspeed.config.sections.precision import (
     NativeProductsConfig,
     TorchAutocastConfig,
 )
-from deepspeed.config.sections.profiling import DeepSpeedFlopsProfilerConfig, TimersConfig, TraceConfig
-from deepspeed.config.sections.sparse_attention import SparseAttentionConfig
-from deepspeed.config.sections.tensor import TPTrainingConfig
-from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.config.sections.profiling import (
+    AuditConfig,
+    DeepSpeedFlopsProfilerConfig,
+    TimersConfig,
+    TraceConfig,
+)
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 

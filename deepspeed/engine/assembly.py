@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
+from deepspeed.engine.notes import StepNotes
 from deepspeed.engine.optimizer import (
     check_made_for_host,
     check_membership,
@@ -22,7 +23,6 @@ from deepspeed.engine.optimizer import (
     require_trainable,
     resolve_optimizer,
 )
-from deepspeed.engine.step_notes import StepNotes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler

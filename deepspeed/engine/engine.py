@@ -14,30 +14,30 @@ from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.events import Events
 from deepspeed.base.logging import apply_log_level
-from deepspeed.base.transforms import inside_transform
+from deepspeed.base.tracing import inside_transform
 from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.init import get_local_rank, network_of
-from deepspeed.comm.meshes import meshes
+from deepspeed.comm.mesh import meshes
 from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.engine import module as modules
 from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh, recompute_settings
 from deepspeed.engine.half_loaded import HalfLoaded
+from deepspeed.engine.notes import warn_of_patches
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import no_training, require_optimizer
 from deepspeed.engine.parts.accumulation import (
     MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - documented here too
     Accumulation,
+    SparseSums,
     ZeroGrads,
 )
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
-from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
-from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config

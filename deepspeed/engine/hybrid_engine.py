@@ -13,7 +13,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import note
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.stand_in import MethodStandIn
+from deepspeed.engine.parts.accumulation import MethodStandIn
 from deepspeed.inference.adapters import FusedAdapters
 from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.generation.joined_prompts import JoinedPrompts

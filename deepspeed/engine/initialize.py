@@ -23,7 +23,7 @@ from deepspeed.config.reader import read_config
 from deepspeed.config.section import is_auto, note
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.observers.progress.start_report import reporter
-from deepspeed.zero.gathering.active_contexts import active_contexts
+from deepspeed.zero.active_contexts import active_contexts
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
-from deepspeed.engine.parts.accumulation import Accumulation, ZeroGrads
+from deepspeed.engine.parts.accumulation import Accumulation, SparseSums, ZeroGrads
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
-from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.settings import EngineSettings
 

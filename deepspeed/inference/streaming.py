@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 from deepspeed.inference.weight_stores import WeightStore
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.zero.partitioning import blocks_of
 
 ALIGN = 4096
 """Bytes: regions and, in part of it, the tensors in them start at multiples, for reads that bypass the page cache."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
@@ -72,15 +72,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 f"DiLoCo: warmup_steps={warmup_steps!r}, outer_momentum={outer_momentum!r} and outer_lr={outer_lr!r} "
                 "must be at least 0, in [0, 1) and positive"
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": True,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
         self.sync_every = int(sync_every)
         self.outer_lr, self.outer_momentum = float(outer_lr), float(outer_momentum)
         self.warmup_steps = int(warmup_steps)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.config.sections.model import TiledComputeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.config.plan import Plan, PrecisionPlan
-from deepspeed.zero.gather_units import blocks_of
 from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
 from deepspeed.zero.layout import ParamSpec
-from deepspeed.zero.partitioning import TrainedParams, param_specs, trained_params, with_frozen
+from deepspeed.zero.partitioning import TrainedParams, blocks_of, param_specs, trained_params, with_frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

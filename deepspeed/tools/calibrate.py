@@ -83,7 +83,7 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
     lines = {name: CostLine(**line) for name, line in found["lines"].items()}
     lines.setdefault("fetch", lines["all_gather"])
     return Calibration(
-        machine=_machine(cores),
+        machine=f"{cpu_name()}, {cores} cores, torch {torch.__version__}",
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         release=__version__,
         device_type=device_type,
@@ -106,10 +106,6 @@ def _precision(config: Mapping[str, Any]) -> str:
         if isinstance(config.get(name), Mapping) and config[name].get("enabled"):
             return name
     return "fp32"
-
-
-def _machine(cores: int) -> str:
-    return f"{cpu_name()}, {cores} cores, torch {torch.__version__}"
 
 
 def _model_facts(asked: Asked) -> tuple[int, float]:

@@ -1,7 +1,7 @@
 """`ds stacks`: what every rank of a running job does, asked of the ranks themselves.
 
 A rank of a job with several ranks answers at an abstract Unix socket with its user and process in the name
-(`deepspeed/comm/hangs/stack_server.py`), so that the kernel's list of sockets is the list of ranks. A rank that does
+(`deepspeed/comm/hangs/watch.py`), so that the kernel's list of sockets is the list of ranks. A rank that does
 not answer is stopped or inside native code that holds the interpreter's lock; of it, only what the kernel knows is
 shown.
 """

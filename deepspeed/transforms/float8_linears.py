@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,8 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.precision import Float8Config
 from deepspeed.ops.float8 import ALIGNMENT, Rounded, float8_linear, has_float8_products
 
-
-class _Context(Protocol):
-    def say(self, text: str) -> None: ...
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
 
 
 class Float8Linears:
@@ -27,7 +26,7 @@ class Float8Linears:
     def __init__(self, section: Float8Config) -> None:
         self.section = section
 
-    def apply(self, module: nn.Module, context: _Context) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         """DeepSpeedConfigError: the device has no such products, or the model no such layers."""
         device = torch.device(get_accelerator().current_device_name())
         is_meta = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine

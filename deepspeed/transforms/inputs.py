@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed.transforms.errors import TransformError
-from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, in_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,18 +19,11 @@ class ForwardFacts:
     micro_step: int
 
 
-class InputTransform(Protocol):
+class InputTransform(Ordered, Protocol):
     """Changes the arguments of every ``engine(...)``, in training and in evaluation.
 
     ``name``, ``after`` and ``before`` give its place among the others, as for a ``ModuleTransform``.
     """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def after(self) -> Sequence[str]: ...
-    @property
-    def before(self) -> Sequence[str]: ...
 
     def transform(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts

@@ -17,7 +17,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
 from deepspeed.transforms.errors import TransformError, TransformRefusedError
 from deepspeed.transforms.inputs import InputTransform
-from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, in_order
 from deepspeed.transforms.record import RECORD, Successors, TransformReport, Transforms, transforms_of
 from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
@@ -25,20 +25,13 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
 
-class ModuleTransform(Protocol):
+class ModuleTransform(Ordered, Protocol):
     """Changes a module before an engine takes it.
 
     ``after`` and ``before`` name transforms that run earlier and later where they are present; without them, a name in
     ``MODULE_ORDER`` decides. Who names another in ``after`` knows of it, and may change the modules that it made;
     otherwise two transforms must not change the same module.
     """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def after(self) -> Sequence[str]: ...
-    @property
-    def before(self) -> Sequence[str]: ...
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         """Change ``module`` in place, in the same way on every rank; it stays the same object.

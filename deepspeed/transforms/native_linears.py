@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from deepspeed.ops.transformer.products import NativeLinear, is_faster
 
-
-class _Context(Protocol):
-    def say(self, text: str) -> None: ...
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
 
 
 class NativeLinears:
@@ -20,7 +19,7 @@ class NativeLinears:
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
 
-    def apply(self, module: nn.Module, context: _Context) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         if not is_faster():
             context.say("this processor's products are torch's")
             return

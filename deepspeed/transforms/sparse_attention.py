@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from deepspeed.base.transformers_models import text_config
-from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.getters import get_sparse_attention
 
 if TYPE_CHECKING:
     from deepspeed.ops.sparse_attention import SparsityConfig
+    from deepspeed.transforms.module_transforms import TransformContext
 
 # Classes of deepspeed.ops.sparse_attention, which is imported only where a config has the section.
 _PATTERNS = {
@@ -26,12 +26,6 @@ _PATTERNS = {
 _SEED = 1234
 
 
-class _Context(Protocol):
-    mesh: ProcessMesh
-
-    def say(self, text: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class SparseAttention:
     """Gives models of Transformers, whose attention is chosen by name, block-sparse attention. What has sparse
@@ -42,7 +36,7 @@ class SparseAttention:
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
 
-    def apply(self, module: nn.Module, context: _Context) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         """ValueError: ranks share sequences, or heads that have layouts of their own; the section contradicts itself;
         other heads than the model's."""
         from deepspeed.ops.sparse_attention import SparseSelfAttention

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.transforms import call_outside_transforms, inside_transform
-from deepspeed.base.untraced import untraced
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.base.tracing import call_outside_transforms, inside_transform, untraced
 from deepspeed.zero.gathering.coordinator import ParamCoordinator, recording
 from deepspeed.zero.gathering.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gradients.backward import output_tensors, tensors_in
 from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
+from deepspeed.zero.partitioning import blocks_of
 
 EXTERNAL = "_external_params"
 

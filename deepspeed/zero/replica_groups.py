@@ -26,7 +26,7 @@ from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.mesh_layout import split_ranks
+from deepspeed.config.axes import split_ranks
 from deepspeed.config.problems import DeepSpeedConfigError
 
 DENSE = "dense"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from deepspeed.zero.placements import counted
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 from deepspeed.zero.update_context import LentStep, OptimizerContext, local_squares, params_by_group
+
+if TYPE_CHECKING:
+    from deepspeed.zero.pending_params import PendingParams
 
 # [Note: the gradient norm] One function for every stage, group and precision. Squares are summed in fp64 and the root
 # is rounded once to fp32, so the result does not depend on how gradients are partitioned into buckets and across ranks;
@@ -91,17 +94,6 @@ class StepVote:
     """Every rank's optimizer wants the next gradients unsummed."""
 
 
-class Admission(Protocol):
-    """Admits parameters that start training at a step (``pending_params.py``)."""
-
-    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
-        """Call ``follower`` with the names of those that are admitted, once the store has them."""
-
-    def look(self) -> None: ...
-
-    def admit(self, chosen: Sequence[bool]) -> None: ...
-
-
 class StepExecutor:
     """Runs one synchronous optimizer step over the fragments that this rank owns.
 
@@ -117,7 +109,7 @@ class StepExecutor:
         publisher: WeightPublisher,
         replica_groups: ReplicaGroups,
         names: Sequence[str],
-        admission: Admission,
+        admission: PendingParams,
         before_step: Sequence[Callable[[], None]] = (),
         by_rows: Collection[nn.Parameter] = (),
     ) -> None:

@@ -6,7 +6,7 @@ For gradients that no bucket holds: stage 0 with a loop of the caller's, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,37 +85,6 @@ def clip_grad_norm_(
     return norm
 
 
-def get_flattened_grad_norm(
-    parameters: Tensor | Iterable[Tensor],
-    norm_type: float = 2,
-    mpu: Any = None,
-    grad_norm_mask: Sequence[Sequence[tuple[int, int]]] | None = None,
-) -> Tensor:
-    """Norm of gradients, each flat in one tensor; 0-dim fp32, over the ranks of a model-parallel unit.
-
-    Args:
-        grad_norm_mask: For each parameter the (begin, end) of elements not counted here because they are elsewhere.
-    """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    masks = grad_norm_mask if grad_norm_mask is not None else [()] * len(params)
-    group, _ = _model_parallel(mpu)
-    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
-    pieces = [
-        piece
-        for param, mask in zip(params, masks, strict=True)
-        if param.grad is not None
-        for piece in _outside(param.grad.reshape(-1), mask)
-    ]
-    return _norm(pieces, float(norm_type), group, device)
-
-
-def _outside(flat: Tensor, mask: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The pieces of a flat tensor between masked intervals."""
-    begins = [0, *(int(end) for _, end in sorted(map(tuple, mask)))]
-    ends = [*(int(begin) for begin, _ in sorted(map(tuple, mask))), flat.numel()]
-    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True) if begin < end]
-
-
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
     """Norm of weights: 0-dim fp32; with a model-parallel unit that of the whole model."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -143,22 +112,6 @@ def get_global_norm_of_tensors(
     tensors, device = list(input_tensors), input_tensors[0].device
     norm = _norm(tensors, float(norm_type), _model_parallel(mpu)[0], device)
     return norm if moe_ep_group is None else _norm([norm], float(norm_type), moe_ep_group, device)
-
-
-def get_norm_with_moe_layers(
-    non_expert_norm: Tensor | float,
-    mpu: Any,
-    expert_tensors: Mapping[str, Sequence[Tensor]],
-    norm_type: float = 2,
-) -> float:
-    """Norm of all parameters or gradients, from that of the others and this rank's tensors of the experts, by the name
-    of their expert group (``MoE``'s ``expert_group_name``)."""
-    known = [
-        (get_global_norm_of_tensors(tensors, norm_type, mpu), groups._get_expert_parallel_group(name))
-        for name, tensors in expert_tensors.items()
-        if tensors
-    ]
-    return norm_with_experts(non_expert_norm, known, float(norm_type))
 
 
 def clip_tensors_by_global_norm(
@@ -191,20 +144,3 @@ def get_norm_with_moe_layers_fast(all_groups_norm: Tensor | float, group: Any) -
     norm = norm.to(get_accelerator().current_device_name())
     torch.distributed.all_reduce(norm, group=group)
     return float(norm) / torch.distributed.get_world_size(group)
-
-
-def norm_with_experts(
-    other_norm: Tensor | float, norms_of_experts: Sequence[tuple[Tensor, Any]], norm_type: float
-) -> float:
-    """Norm of a model from that of its other parameters and, for each expert group, this rank's norm and the ranks that
-    hold the rest."""
-    parts = [float(other_norm)]
-    for norm, group in norms_of_experts:
-        value = torch.tensor([float(norm) ** norm_type if math.isfinite(norm_type) else float(norm)])
-        value = value.double().to(get_accelerator().current_device_name())
-        kind = torch.distributed.ReduceOp.SUM if math.isfinite(norm_type) else torch.distributed.ReduceOp.MAX
-        torch.distributed.all_reduce(value, op=kind, group=group)
-        parts.append(float(value) ** (1.0 / norm_type) if math.isfinite(norm_type) else float(value))
-    if math.isinf(norm_type):
-        return max(parts)
-    return math.fsum(part**norm_type for part in parts) ** (1.0 / norm_type)

@@ -17,7 +17,7 @@ def test_without_anything() -> None:
     assert groups._get_sequence_parallel_group() is None
     assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (1, 0)
     assert groups.get_data_parallel_group() is None and groups.get_data_parallel_world_size() == 1
-    assert groups.get_tensor_model_parallel_src_rank() == 0 and groups._get_data_parallel_group_ranks() == [0]
+    assert groups.get_tensor_model_parallel_src_rank() == 0
     with pytest.raises(DeprecatedException, match="ep_size"):
         groups.initialize(ep_size=2)
 
@@ -43,16 +43,8 @@ def test_groups_of_experts_before_there_is_an_engine(data_before_experts: bool) 
     for _ in range(2):  # the second call finds them
         groups._create_expert_and_data_parallel(2, data_before_experts)
     sharing, same = (f("ep_size_2") for f in GROUPS_OF_EXPERTS)
-    assert (
-        dist.get_process_group_ranks(sharing) == groups._get_expert_parallel_group_ranks("ep_size_2") == pair
-    )
-    assert (
-        dist.get_process_group_ranks(same)
-        == groups._get_expert_data_parallel_group_ranks("ep_size_2")
-        == across
-    )
+    assert dist.get_process_group_ranks(sharing) == pair and dist.get_process_group_ranks(same) == across
     assert groups._get_expert_parallel_rank("ep_size_2") == pair.index(rank)
-    assert groups._get_expert_data_parallel_world_size("ep_size_2") == 2
     assert groups._get_expert_parallel_group_dict() == {"ep_size_2": sharing}
     assert groups._get_expert_data_parallel_group_dict() == {"ep_size_2": same}
     total = torch.tensor([float(rank)])
@@ -75,19 +67,16 @@ def test_groups_of_experts_before_there_is_an_engine(data_before_experts: bool) 
 @distributed(world_size=4)
 def test_groups_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, first = dist.get_rank(), dist.get_rank() // 2 * 2
-    assert groups._get_max_expert_size() is None and not groups._zero_param_parallel_is_initialized()
-    assert groups._get_zero_param_intra_parallel_group_ranks() == [0, 1, 2, 3]
+    assert groups._get_max_expert_size() is groups._get_zero_param_intra_parallel_group() is None
     groups._create_expert_and_data_parallel(2)
     groups._create_expert_and_data_parallel(4)
     assert groups._get_max_expert_size_name() == "ep_size_4"
     assert dist.get_world_size(groups._get_max_expert_parallel_group()) == 4
-    clone = groups._clone_world_group()
-    assert clone is groups._clone_world_group() is not dist.group.WORLD and dist.get_world_size(clone) == 4
     with pytest.raises(ValueError, match="group_size=3"):
         groups._create_zero_param_parallel_group(3)
     groups._create_zero_param_parallel_group(2)
-    assert groups._get_zero_param_intra_parallel_group_ranks() == [first, first + 1]
-    assert groups._get_zero_param_intra_parallel_rank_in_mygroup() == rank % 2
+    group = groups._get_zero_param_intra_parallel_group()
+    assert dist.get_process_group_ranks(group) == [first, first + 1]
     with pytest.raises(ValueError, match="already initialized"):
         groups._create_zero_param_parallel_group(2)
     assert list(groups._get_local_all_to_all_group()) == ["local_0"]  # one host
@@ -97,7 +86,7 @@ def test_groups_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert found == {f"local_{rank // 2}": [first, first + 1], f"global_{rank % 2}": [rank % 2, rank % 2 + 2]}
     groups.set_mesh(None)
-    assert not groups._zero_param_parallel_is_initialized()
+    assert groups._get_zero_param_intra_parallel_group() is None
 
 
 def test_groups_of_experts_need_processes() -> None:
@@ -110,7 +99,6 @@ def test_views_of_a_mesh() -> None:
     rank = dist.get_rank()
     try:
         groups.set_mesh(ProcessMesh.build(dp=2, tp=2))
-        assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
         assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
         assert groups._get_broadcast_src_rank() == rank % 2
         assert (groups.get_tensor_model_parallel_rank(), groups.get_model_parallel_world_size()) == (

@@ -62,7 +62,7 @@ def test_what_the_scale_of_a_config_is() -> None:
     assert documented.LossScaleConfig(torch.bfloat16, True, 0, args).cur_scale == 1.0
     assert documented.LossScaleConfig(torch.float16, False, 128.0, None).cur_scale == 128.0
     unfused = documented.LossScaleConfig(
-        torch.float16, True, 0, None, profile=documented.LossScaleProfile.UNFUSED
+        torch.float16, True, 0, None, initial_dynamic_scale=2.0**16, minimum=0.25
     )
     assert (unfused.cur_scale, unfused.min_loss_scale) == (2.0**16, 0.25)
     assert documented.CreateLossScaler(torch.bfloat16, 0, True, None).loss_scale == 1.0

@@ -12,7 +12,7 @@ from tests import forked
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import sys, torch
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 
 traced = []
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from tests.cells.cell import BATCH, Cell
 
 NEARLY_TIED = {"fp32": 1e-3, "fp16": 0.02}

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_signatures
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.mesh_layout import MeshLayout
+from deepspeed.config.axes import MeshLayout
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine, train
 from tests.pool import distributed
 

@@ -364,18 +364,3 @@ def test_mpi_tells_the_address(tmp_path):
         )
     )
     assert "5 8 1 10.1.2.3 4321" in output
-
-
-def test_sagemaker_and_azure_patches():
-    output = finish(
-        start(
-            """
-            dist.patch_aml_env_for_torch_nccl_backend(verbose=False)
-            print(os.environ["RANK"], os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], dist.in_aml())
-            """,
-            AZUREML_EXPERIMENT_ID="x",
-            AZ_BATCHAI_MPI_MASTER_NODE="10.0.0.9",
-            **OMPI,
-        )
-    )
-    assert "5 10.0.0.9 6105 True" in output

@@ -8,7 +8,7 @@ import torch.distributed as torch_dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.mesh_layout import AXES, BASE_AXES, MeshLayout, split_ranks
+from deepspeed.config.axes import AXES, BASE_AXES, MeshLayout, split_ranks
 from tests.pool import distributed
 
 LAYOUTS = [

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed.config.analysis import analyse
-from deepspeed.config.axes import axes_of
-from deepspeed.config.mesh_layout import MeshLayout
+from deepspeed.config.axes import MeshLayout, axes_of
 from deepspeed.config.reader import ConfigSource
 from deepspeed.tools.config.check import check_config
 

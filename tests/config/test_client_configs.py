@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config.sections.pipeline import PipelineConfig
+from deepspeed.config.sections.parallel import PipelineConfig
 from deepspeed.config.sections.precision import DeepSpeedFP16Config
 from deepspeed.tools.config.check import check_config
 

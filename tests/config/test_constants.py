@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import activation_checkpointing as checkpointing
+from deepspeed.config.sections import model as checkpointing
 
 
 def test_of_activation_checkpointing() -> None:

@@ -158,7 +158,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "config/elastic_batch.py:_world_size_of_environment": ("machine",),
     "config/elastic_batch.py:ensure_immutable_elastic_config": ("machine", "machine"),
-    "config/sections/expert.py:validate_autoep_config": (
+    "config/sections/parallel.py:validate_autoep_config": (
         "ranks",
         (
             "expert_parallel.enabled",
@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             changed(CONTIGUOUS, "activation_checkpointing.partition_activations", True),
         ),
     ),
-    "config/ranks.py:_identity": ("ranks",),
+    "config/deepspeed_config.py:_identity": ("ranks",),
     "config/reader.py:load_source": ("machine",),
     "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
     "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.backend import (
     SETTINGS,
     CompileWork,

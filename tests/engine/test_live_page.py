@@ -21,7 +21,7 @@ from torch.nn import functional
 import deepspeed
 from deepspeed.base.events import Events
 from deepspeed.base.logging import logger
-from deepspeed.engine.observers.progress import step_parts
+from deepspeed.engine.observers.progress import live_page as step_parts
 from deepspeed.engine.observers.progress.display import VARIABLE
 from deepspeed.engine.observers.progress.live_page import Pulse
 from deepspeed.observe.live import jobs, recorder

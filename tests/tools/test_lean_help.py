@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.config import torch_classes
+from deepspeed.config import optimizers as torch_classes
 from deepspeed.tools.ds import TOOLS
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 

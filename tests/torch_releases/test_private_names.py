@@ -27,7 +27,7 @@ PACKAGE = Path(__file__).parents[2] / "deepspeed"
 NAMES: dict[str, str | None] = {
     "torch.Tensor._make_wrapper_subclass": None,  # its first argument is the class
     "torch._C.DisableTorchFunctionSubclass": None,
-    "torch._C._are_functorch_transforms_active": None,  # base/transforms.py, called below
+    "torch._C._are_functorch_transforms_active": None,  # base/tracing.py, called below
     "torch._C._autograd._get_sequence_nr": None,  # numbers of autograd's nodes: observe/flops/counting.py
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
@@ -81,7 +81,7 @@ NAMES: dict[str, str | None] = {
     "torch.utils._pytree.tree_map_only": None,  # many overloads; called with (type, function, tree)
     "torch.utils._pytree.tree_unflatten": None,  # its arguments changed places in 2.2, and keep the old order
 }
-# Used if they are there; base/untraced.py has another way.
+# Used if they are there; base/tracing.py has another way.
 OPTIONAL = ("torch._C._dynamo.eval_frame",)
 # Methods of torch's classes that a class of ours overrides: (ours, the method) -> (the base, the method's arguments).
 OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
@@ -175,14 +175,11 @@ def test_the_backward_that_runs_and_its_end() -> None:
 
 
 def test_inside_a_transform() -> None:
-    from deepspeed.base.torch import is_functorch_transforming
-    from deepspeed.base.transforms import inside_transform
+    from deepspeed.base.tracing import inside_transform
 
     said: list[bool] = []
-    torch.func.grad(lambda x: said.extend((inside_transform(), is_functorch_transforming())) or x.sum())(
-        torch.ones(2)
-    )
-    assert said == [True, True] and not inside_transform() and not is_functorch_transforming()
+    torch.func.grad(lambda x: said.append(inside_transform()) or x.sum())(torch.ones(2))
+    assert said == [True] and not inside_transform()
 
 
 def test_what_schedulers_check_and_hooks_are_told() -> None:

@@ -22,7 +22,7 @@ SCRIPT = """\
 import sys, time
 import torch
 import deepspeed
-from deepspeed.zero.gathering import termination_barrier
+from deepspeed.zero.gathering import shard_server as termination_barrier
 
 if sys.argv[2] == "through the store":
     termination_barrier.DIRECT_RANKS = 1

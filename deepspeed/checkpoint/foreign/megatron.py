@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,14 +51,32 @@ class SDLoaderFactory:
         checkpoint_engine: Any,
         sd_type: str = "Megatron",
         version: float | None = None,
-    ) -> SDLoaderBase:
+    ) -> MegatronSDLoader:
         if sd_type != "Megatron":
             raise ValueError(f"sd_type={sd_type!r}: there is a loader for 'Megatron'")
         return MegatronSDLoader(ckpt_list, version, checkpoint_engine)
 
 
-class SDLoaderBase(ABC):
-    """``ckpt_list``: the files in the order of their ranks. ``checkpoint_engine``: reads one; None: torch's format."""
+class MegatronSDLoader:
+    """GPT-2 and BERT of Megatron-LM.
+
+    A fused weight has its rows in an order that depends on the version of the checkpoint, by (part, head, row of the
+    head): version 0 part first, [3 x heads x rows]; 1 [heads x rows x 3]; 2 [heads x 3 x rows]. In the latter two a
+    rank's heads are one run of rows.
+
+    ``ckpt_list``: the files in the order of their ranks. ``checkpoint_engine``: reads one; None: torch's format.
+    """
+
+    ROWS = (
+        "mlp.dense_h_to_4h.weight",
+        "mlp.dense_h_to_4h.bias",
+        "word_embeddings.weight",
+        "final_linear.weight",
+    )
+    """Cut along dim 0."""
+    COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+    """Cut along dim 1."""
+    FUSED = "attention.query_key_value"
 
     def __init__(self, ckpt_list: Sequence[str], version: float | None, checkpoint_engine: Any) -> None:
         self.ckpt_list = list(ckpt_list)
@@ -100,11 +117,10 @@ class SDLoaderBase(ABC):
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path}, the file of rank {mp_rank}, is missing")
             return path, self._read(path), (None, 1)
-        options = (quantize, quantize_bits, quantize_groups, mlp_extra_grouping)
         if files > mp_world_size:
-            state, _ = self.merge_state_dict(mp_world_size, mp_rank, *options)
+            state, _ = self.merge_state_dict(mp_world_size, mp_rank)
             return path, state, (None, files // mp_world_size)
-        state, _ = self.split_state_dict(mp_world_size, mp_rank, *options)
+        state, _ = self.split_state_dict(mp_world_size, mp_rank)
         return path, state, (None, 1)
 
     def _read(self, path: str) -> State:
@@ -163,54 +179,6 @@ class SDLoaderBase(ABC):
         if not os.path.exists(self.ckpt_list[0]):
             raise FileNotFoundError(f"{self.ckpt_list[0]}, the first file of the checkpoint, is missing")
 
-    @abstractmethod
-    def merge_state_dict(
-        self,
-        mp_world_size: int,
-        mp_rank: int,
-        quantize: bool = False,
-        quantize_bits: int = 8,
-        groups: int = 64,
-        mlp_extra_grouping: bool = True,
-    ) -> tuple[State, None]:
-        """(what rank ``mp_rank`` of fewer ranks loads, None: scales of no quantization)."""
-
-    @abstractmethod
-    def split_state_dict(
-        self,
-        mp_world_size: int,
-        mp_rank: int,
-        quantize: bool = False,
-        quantize_bits: int = 8,
-        groups: int = 64,
-        mlp_extra_grouping: bool = True,
-    ) -> tuple[State, None]:
-        """(what rank ``mp_rank`` of more ranks loads, None)."""
-
-    @abstractmethod
-    def sanity_check(self, ckpt_file_name: str) -> None:
-        """ValueError: the file does not hold a model of this type."""
-
-
-class MegatronSDLoader(SDLoaderBase):
-    """GPT-2 and BERT of Megatron-LM.
-
-    A fused weight has its rows in an order that depends on the version of the checkpoint, by (part, head, row of the
-    head): version 0 part first, [3 x heads x rows]; 1 [heads x rows x 3]; 2 [heads x 3 x rows]. In the latter two a
-    rank's heads are one run of rows.
-    """
-
-    ROWS = (
-        "mlp.dense_h_to_4h.weight",
-        "mlp.dense_h_to_4h.bias",
-        "word_embeddings.weight",
-        "final_linear.weight",
-    )
-    """Cut along dim 0."""
-    COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-    """Cut along dim 1."""
-    FUSED = "attention.query_key_value"
-
     def merge_query_key_value(self, param_list: Sequence[Tensor], ckpt_ver: float) -> Tensor:
         """The fused weight or bias of all heads from those of consecutive ranks."""
         if _part_first(ckpt_ver):
@@ -233,6 +201,7 @@ class MegatronSDLoader(SDLoaderBase):
         groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[State, None]:
+        """(what rank ``mp_rank`` of fewer ranks loads, None: scales of no quantization)."""
         self.sanity_check(self.ckpt_list[0])
         states = self.get_merge_state_dicts(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(states[0])
@@ -256,6 +225,7 @@ class MegatronSDLoader(SDLoaderBase):
         groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[State, None]:
+        """(what rank ``mp_rank`` of more ranks loads, None)."""
         state, parts, number = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(state)
         split = {}
@@ -273,6 +243,7 @@ class MegatronSDLoader(SDLoaderBase):
         return 0 if any(key in name for key in self.ROWS) else None
 
     def sanity_check(self, ckpt_file_name: str) -> None:
+        """ValueError: the file does not hold a model of this type."""
         weights = self.get_module(self._read(ckpt_file_name))
         for key in (
             "attention.dense.weight",

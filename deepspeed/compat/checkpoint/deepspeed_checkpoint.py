@@ -20,8 +20,12 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.constants import LAYER_FILE_PREFIX, MODEL_FILE_PREFIX, UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.compat.checkpoint.reshape_3d_utils import get_model_3d_descriptor_from_metadata, model_3d_desc
-from deepspeed.compat.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
+from deepspeed.compat.checkpoint.reshape_3d_utils import (
+    get_model_3d_descriptor_from_metadata,
+    meg_2d_parallel_map,
+    model_3d_desc,
+    reshape_meg_2d_parallel,
+)
 from deepspeed.compat.checkpoint.reshape_utils import (
     basic_folder_validation,
     get_files,
@@ -129,17 +133,6 @@ class DeepSpeedCheckpoint:
         files = get_files_with_prefix(self.layer_files, f"{key}-model_")
         return partition_data(files, self.tp_degree)[tp_index]
 
-    # What changes -------------------------------------------------------------------------------------------
-
-    def is_change_tp_degree(self) -> bool:
-        return self.tp_degree != self.original_tp_degree
-
-    def is_change_pp_degree(self) -> bool:
-        return self.pp_degree != self.original_pp_degree
-
-    def is_change_dp_degree(self) -> bool:
-        return self.dp_degree != self.original_dp_degree
-
     # Weights ------------------------------------------------------------------------------------------------
 
     def get_embedding_layer_id(self) -> str:
@@ -217,8 +210,6 @@ class DeepSpeedCheckpoint:
     def validate_files(self) -> None:
         """FileNotFoundError names a file that has gone."""
         validate_files(self.file_list)
-
-    # Printing -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def _check(what: str, index: int, degree: int) -> None:

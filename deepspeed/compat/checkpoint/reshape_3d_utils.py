@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from deepspeed.checkpoint.constants import (
     MODEL_FILE_PREFIX,
 )
 from deepspeed.checkpoint.errors import CheckpointDegreesError
-from deepspeed.compat.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
 from deepspeed.compat.checkpoint.reshape_utils import (
     get_files,
     get_files_with_prefix,
@@ -23,6 +23,77 @@ from deepspeed.compat.checkpoint.reshape_utils import (
     partition_data,
     read_states,
 )
+
+# Mapping of a grid of pipeline stages and tensor-parallel ranks to a smaller grid.
+
+
+class meg_2d_parallel_map:
+    """A list of items for each place (pipeline stage, tensor-parallel rank) of a grid."""
+
+    def __init__(self, pp_degree: int, tp_degree: int) -> None:
+        self.pp_degree = pp_degree
+        self.tp_degree = tp_degree
+        self.map: dict[str, list[Any]] = {}
+
+    def simple_init(self) -> None:
+        """Each place holds its own number, counted stage by stage."""
+        self.map = {
+            self._key(pp, tp): [pp * self.tp_degree + tp]
+            for pp in range(self.pp_degree)
+            for tp in range(self.tp_degree)
+        }
+
+    def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
+        """Append ``data`` to what a place holds. IndexError: there is no such place; TypeError: it is not a list."""
+        self._check(pp_index, tp_index)
+        if not isinstance(data, list):
+            raise TypeError(f"data must be a list, not {type(data).__name__}")
+        self.map.setdefault(self._key(pp_index, tp_index), []).extend(data)
+
+    def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
+        """Return the data of a stage, of a tensor-parallel rank, or (both) of one place, end to end; of all places by
+        default. IndexError: there is no such place; KeyError: it holds nothing."""
+        self._check(pp_index or 0, tp_index or 0)
+        stages = range(self.pp_degree) if pp_index is None else [pp_index]
+        ranks = range(self.tp_degree) if tp_index is None else [tp_index]
+        return [item for pp in stages for tp in ranks for item in self.map[self._key(pp, tp)]]
+
+    def _check(self, pp_index: int, tp_index: int) -> None:
+        if not (0 <= pp_index < self.pp_degree and 0 <= tp_index < self.tp_degree):
+            raise IndexError(
+                f"stage {pp_index}, tensor-parallel rank {tp_index} is not in a grid of {self.pp_degree} x "
+                f"{self.tp_degree}"
+            )
+
+    @staticmethod
+    def _key(pp_index: int, tp_index: int) -> str:
+        return f"{pp_index},{tp_index}"
+
+
+def reshape_meg_2d_parallel(
+    old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int
+) -> meg_2d_parallel_map:
+    """The numbers of the old ranks that each place of the new grid is joined from: neighbours in each direction.
+
+    ValueError: a degree grows, or does not divide the old one.
+    """
+    for what, old, new in (
+        ("pp_degree", old_pp_degree, new_pp_degree),
+        ("tp_degree", old_tp_degree, new_tp_degree),
+    ):
+        if old % new:
+            raise ValueError(f"{what} {old} cannot become {new}: the new degree must divide the old one")
+    old = meg_2d_parallel_map(old_pp_degree, old_tp_degree)
+    old.simple_init()
+    new = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
+    stages = partition_data(range(old_pp_degree), new_pp_degree)
+    ranks = partition_data(range(old_tp_degree), new_tp_degree)
+    for pp, old_stages in enumerate(stages):
+        for tp, old_ranks in enumerate(ranks):
+            joined = [old.get_data(stage, rank) for stage in old_stages for rank in old_ranks]
+            new.add_data(pp, tp, list(itertools.chain(*joined)))
+    return new
+
 
 PP_DIM, TP_DIM, DP_DIM = "PP", "TP", "DP"
 _LAYER_FILE = re.compile(rf"{LAYER_FILE_PREFIX}(\d+)-model_")
@@ -36,14 +107,14 @@ class model_3d_desc:
         self.tp_degree = tp_degree
         self.dp_degree = dp_degree
 
-    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
+    def reshape(self, target_3d_desc: model_3d_desc) -> list[meg_2d_parallel_map]:
         """For each data-parallel rank of the target, the files of each place on its grid. ValueError: a degree grows or
         does not divide the old one."""
         possible, problems = self.can_reshape(target_3d_desc)
         if not possible:
             raise ValueError("; ".join(problems))
         grid = reshape_meg_2d_parallel(
-            self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree, verbose
+            self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree
         )
         joined = flatten_dp_dimension(grid, self.pp_degree * self.tp_degree, self.dp_degree)
         return unflatten_dp_dimension(joined, target_3d_desc.dp_degree)

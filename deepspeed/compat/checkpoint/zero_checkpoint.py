@@ -93,14 +93,6 @@ class ZeROCheckpoint:
             section[PARTITION_COUNT] = [count] * len(counts) if isinstance(counts, list) else count
         return joined
 
-    def _print(self, what: str, tag: str | None, shown: Any) -> None:
-        if tag:
-            print(f"3D {what} map: {tag}")
-        for dp, grid in enumerate(self._3d_file_map):
-            print(f"dp = {dp}")
-            for place, numbers in grid.map.items():
-                print(f"{place} = {shown(numbers)}")
-
 
 def _strip(section: dict[str, Any]) -> None:
     """Cut the padding off the moments of stages 1 and 2; masters are saved without it."""

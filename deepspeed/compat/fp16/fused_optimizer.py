@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
+from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
 from deepspeed.compat.fp16.unfused_optimizer import MasterCopies
 from deepspeed.optim import loss_scaler as core
 from deepspeed.zero.optimizer import FusedMasters
@@ -50,7 +50,6 @@ class FP16_Optimizer(MasterCopies, abc.ABC):
             dynamic_loss_scale,
             static_loss_scale,
             dynamic_loss_args,
-            profile=LossScaleProfile.FUSED,
             initial_dynamic_scale=initial_dynamic_scale,
         )
         super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)

@@ -3,10 +3,8 @@ which an engine makes from the ``fp16`` section."""
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +20,6 @@ SCALE_WINDOW = "scale_window"
 DELAYED_SHIFT = "delayed_shift"
 CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
 MIN_LOSS_SCALE = "min_scale"
-
-
-class LossScaleProfile(str, enum.Enum):
-    """Profiles of a scale's defaults without ``dynamic_loss_args``."""
-
-    FUSED = "fused"
-    UNFUSED = "unfused"
-
-
-@dataclass(frozen=True)
-class LossScaleProfileDefaults:
-    initial_dynamic_scale: float
-    default_scale_window: int
-    default_min_loss_scale: float
-    scale_factor: float
-
-
-LOSS_SCALE_PROFILE_DEFAULTS = {
-    LossScaleProfile.FUSED: LossScaleProfileDefaults(2.0**32, 1000, 1.0, 2.0),
-    LossScaleProfile.UNFUSED: LossScaleProfileDefaults(2.0**16, 1000, 0.25, 2.0),
-}
 
 
 class LossScaler(LossScalerBase):
@@ -97,8 +74,8 @@ class LossScaleConfig(core.LossScaler):
     """The scale that mixed precision with ``low_precision_dtype`` needs: 1 unless that is fp16.
 
     ``dynamic_loss_args``: as a config's ``fp16`` section gives them (``DeepSpeedFP16Config.dynamic_loss_scale_args``);
-    None: the defaults of ``profile``, with ``initial_dynamic_scale`` if that is given. ValueError: for a value that
-    cannot be used.
+    None: it starts at ``initial_dynamic_scale`` and stays above ``minimum``. ValueError: for a value that cannot be
+    used.
     """
 
     def __init__(
@@ -108,8 +85,8 @@ class LossScaleConfig(core.LossScaler):
         static_loss_scale: float,
         dynamic_loss_args: Mapping[str, Any] | None,
         *,
-        profile: LossScaleProfile = LossScaleProfile.FUSED,
-        initial_dynamic_scale: float | None = None,
+        initial_dynamic_scale: float = 2.0**32,
+        minimum: float = 1.0,
     ) -> None:
         self.use_grad_scaling = low_precision_dtype is torch.float16
         if not self.use_grad_scaling:
@@ -117,18 +94,8 @@ class LossScaleConfig(core.LossScaler):
         elif not dynamic_loss_scale:
             plan = LossScalePlan(static=_finite(static_loss_scale, "fp16.loss_scale"))
         else:
-            defaults = LOSS_SCALE_PROFILE_DEFAULTS[LossScaleProfile(profile)]
-            if dynamic_loss_args is None:
-                start = (
-                    defaults.initial_dynamic_scale if initial_dynamic_scale is None else initial_dynamic_scale
-                )
-                dynamic_loss_args = {
-                    INITIAL_LOSS_SCALE: start,
-                    SCALE_WINDOW: defaults.default_scale_window,
-                    DELAYED_SHIFT: 1,
-                    MIN_LOSS_SCALE: defaults.default_min_loss_scale,
-                }
-            plan = _dynamic_plan(dynamic_loss_args)
+            given = {INITIAL_LOSS_SCALE: initial_dynamic_scale, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: minimum}
+            plan = _dynamic_plan(given if dynamic_loss_args is None else dynamic_loss_args)
         super().__init__(plan)
 
 

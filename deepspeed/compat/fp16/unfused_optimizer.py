@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.base.logging import logger
-from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
+from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
 from deepspeed.optim import loss_scaler as core
 from deepspeed.optim.base import DeepSpeedOptimizer
 from deepspeed.zero.optimizer import UnfusedMasters
@@ -216,7 +216,8 @@ class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
             dynamic_loss_scale,
             static_loss_scale,
             dynamic_loss_args,
-            profile=LossScaleProfile.UNFUSED,
+            initial_dynamic_scale=2.0**16,
+            minimum=0.25,
         )
         super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)
         self.fused_lamb_legacy = fused_lamb_legacy

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.config.sections.tensor import AUTOTP_MODE
+from deepspeed.config.sections.parallel import AUTOTP_MODE
 from deepspeed.parallel.tensor.described import universal_checkpoint_info
 from deepspeed.parallel.tensor.fused_layers import SubParamLinearAllreduce, SubParamLinearLayer
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer

@@ -19,7 +19,7 @@ from deepspeed.config.arguments import (
     wrong_schedule_arguments,
 )
 from deepspeed.config.constants import VALID_LR_SCHEDULES
-from deepspeed.config.optimizers import BUILT_IN
+from deepspeed.config.optimizers import BUILT_IN, OPTIMIZERS, SCHEDULES, classes_of
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.rules import STAGE, Finding, Rule
 from deepspeed.config.rules.precision import (
@@ -50,8 +50,7 @@ from deepspeed.config.sections.data import (
     wrong_warmup,
 )
 from deepspeed.config.sections.elasticity import ElasticityConfigError
-from deepspeed.config.sections.expert import ATTRIBUTES
-from deepspeed.config.torch_classes import OPTIMIZERS, SCHEDULES, classes_of
+from deepspeed.config.sections.parallel import ATTRIBUTES
 
 
 def check_rules(config: TrainingConfig) -> list[Finding]:

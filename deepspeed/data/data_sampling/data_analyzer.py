@@ -168,7 +168,7 @@ class DataAnalyzer:
         """Open what a part keeps of each metric while it reads: a file, or a sum."""
         results: list[dict[str, Any]] = []
         for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes, strict=True):
-            folder = _part_folder(save_path, name, worker_id, thread_id)
+            folder = Path(save_path) / name / f"worker{worker_id}_thread{thread_id}"
             folder.mkdir(parents=True, exist_ok=True)
             suffix = "sample_to_metric" if kind == SINGLE else "metric_value"
             fname = str(folder / f"{name}_{suffix}")
@@ -418,10 +418,6 @@ class DataAnalyzer:
 
 def _parts(num_workers: int, num_threads: int) -> list[tuple[int, int]]:
     return [(worker, thread) for worker in range(num_workers) for thread in range(num_threads)]
-
-
-def _part_folder(save_path: str | Path, name: str, worker: int, thread: int) -> Path:
-    return Path(save_path) / name / f"worker{worker}_thread{thread}"
 
 
 def _part_file(folder: str, name: str, kind: str, worker: int, thread: int) -> str:

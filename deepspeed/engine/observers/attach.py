@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from deepspeed.base.logging import is_rank_zero, print_json_dist
-from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.engine.observers.progress.display import Display, LineFormat, choose_display, made_by_client
 
@@ -87,6 +86,8 @@ def attach_observers(engine: Engine) -> None:
     clock = _attach_clocks(engine)
     _attach_monitors(engine, clock)
     if config.memory_breakdown:
+        from deepspeed.base.memory import see_memory_usage
+
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     _attach_records(engine, clock)
     if config.schema.disable_python_gc:

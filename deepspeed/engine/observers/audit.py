@@ -18,7 +18,7 @@ from deepspeed.base.logging import logger
 from deepspeed.base.sharded import full_numel, full_shape
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.plan import Cadence
-from deepspeed.config.sections.audit import AuditConfig
+from deepspeed.config.sections.profiling import AuditConfig
 from deepspeed.engine.observers.folders import make_folder
 from deepspeed.engine.observers.progress.readings import LossMeter
 from deepspeed.engine.observers.reduction_proof import ReductionProof

@@ -4,15 +4,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from deepspeed.engine.stand_in import MethodStandIn
-
 if TYPE_CHECKING:
+    from deepspeed.comm.sparse_tensor import SparseTensor
     from deepspeed.engine.interface import Engine
+
+# Methods of a module or an optimizer that its engine answers, for scripts that call them beside the engine.
+
+
+class MethodStandIn:
+    """Stands in for ``owner.name``: ``answer``, a method of the engine, is called instead. The engine is not kept
+    alive; once it is gone, the owner's own method is called.
+
+    [Note: copies] The stand-in is an attribute of this one object. Copies and pickles of it have the method of their
+    class in its place: it reduces to that.
+    """
+
+    def __init__(self, owner: Any, name: str, answer: Callable[..., Any]) -> None:
+        self._owner: weakref.ref[Any] = weakref.ref(owner)
+        self._name = name
+        self._answer = weakref.WeakMethod(answer)
+        vars(owner)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self._answer()
+        if answer is not None:
+            return answer(*args, **kwargs)
+        owner = self._owner()
+        return getattr(type(owner), self._name)(owner, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the owner its own method back, unless an engine made since has replaced it."""
+        owner = self._owner()
+        if owner is not None and vars(owner).get(self._name) is self:
+            del vars(owner)[self._name]
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner(), self._name)  # of a copy in the making, which has only its class's
+
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
@@ -145,3 +180,58 @@ class ZeroGrads:
         type(optimizer).zero_grad(optimizer, *args, **kwargs)  # type: ignore[arg-type]
         if engine.core is not None and not engine.core.reducer.expose:
             engine.core.reducer.clear()
+
+
+# The part of an engine that sums gradients of rows over ranks for a script: ``engine.sparse_sums``.
+
+
+class SparseSums:
+    """Sums of ``SparseTensor`` that a script keeps apart; the gradients of the module's parameters are summed by
+    ``backward``. Every method is collective over ``dp_group``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """``value`` of every rank of the group."""
+        return _gathered(value, dp_group) if value.dim() else _gathered(value.unsqueeze(0), dp_group)
+
+    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """The rows of every rank of the group, of which each may have another number."""
+        return _gathered(value, dp_group)
+
+    def sparse_allreduce(
+        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
+    ) -> SparseTensor:
+        """Make ``sparse`` the mean over the group (the sum, without ``gradient_average``): the rows of all ranks, sent
+        as ``communication_data_type``."""
+        indices, values, _ = sparse.parts()
+        ranks = dp_world_size or torch.distributed.get_world_size(group=dp_group)
+        sent = values.to(self._engine.facts.communication_data_type) / (
+            ranks if self._engine.facts.gradient_average else 1
+        )
+        sparse.indices = torch.cat(_gathered(indices, dp_group))
+        sparse.values = torch.cat(_gathered(sent, dp_group)).to(values.dtype)
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> list[SparseTensor]:
+        return [self._engine.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """The same, written to the tensors, sparse or dense, that the ``SparseTensor`` were made of."""
+        for sparse in self._engine.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            original = sparse.orig_dense_tensor
+            if original is not None and original.is_sparse:
+                original.data = sparse.to_coo_tensor()
+            elif original is not None:
+                original.copy_(sparse.to_dense())
+
+
+def _gathered(rows: Tensor, group: Any) -> list[Tensor]:
+    from deepspeed.comm.sparse_tensor import gather_rows  # for scripts that sum rows by themselves
+
+    return gather_rows(rows, group)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.base.logging import logger
 
 if TYPE_CHECKING:
-    from deepspeed.config.sections.compile import CompileConfig
+    from deepspeed.config.sections.model import CompileConfig
     from deepspeed.engine.interface import Engine
     from deepspeed.transforms.compile.backend import CompileWork
     from deepspeed.transforms.compile.passes.contract import PassContract

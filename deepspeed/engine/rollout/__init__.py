@@ -13,14 +13,12 @@ from deepspeed.engine.rollout.base import (
 )
 from deepspeed.engine.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
 from deepspeed.engine.rollout.importance import importance_weights, rollout_mismatch
-from deepspeed.engine.rollout.opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
 
 _NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
 
 __all__ = [
-    "HybridEngineRollout", "HybridEngineRolloutConfig", "JSDLossOutput", "ResponseTokenBatch",
-    "RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig", "build_rollout",
-    "generalized_jsd_loss", "importance_weights", "rollout_mismatch",
+    "HybridEngineRollout", "HybridEngineRolloutConfig", "RolloutBatch", "RolloutConfig", "RolloutEngine",
+    "RolloutRequest", "SamplingConfig", "build_rollout", "importance_weights", "rollout_mismatch",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from deepspeed.base.module_utils import keep_hooks
 from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.zero.partitioning import blocks_of
 
 Method = Literal["gptq", "awq", "nearest"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "nearest")

@@ -15,8 +15,7 @@ from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.config.sections.parallel import AutoEPConfig, TPTrainingConfig
 from deepspeed.parallel.expert.spreading import ExpertParallelism
 from deepspeed.parallel.tensor.applying import Became, apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError

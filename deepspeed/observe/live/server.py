@@ -132,7 +132,7 @@ class PageServer:
     def answer(self, target: str, headers: Any) -> tuple[int, str, bytes]:
         """(status, type, body) for a request."""
         url = urlsplit(target)
-        if not self._is_from_here(headers.get("Host", "")):
+        if not (self.token is not None or names_this_machine(headers.get("Host", ""))):
             return _text(
                 403, f"This page is for this machine only. With {TOKEN_VARIABLE} it asks for a token."
             )
@@ -146,9 +146,6 @@ class PageServer:
         epoch, since = (_number(asked.get(name)) for name in ("epoch", "since"))
         body = json.dumps(self._history.answer(epoch, since), separators=(",", ":"), default=str)
         return 200, "application/json", body.encode()
-
-    def _is_from_here(self, host: str) -> bool:
-        return self.token is not None or names_this_machine(host)
 
     def _is_allowed(self, authorization: str) -> bool:
         if self.token is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
 from deepspeed.ops.update import Group, UpdateTraits
@@ -97,17 +97,9 @@ class CompactAdam(MultiTensorAdam):
         refuse("CompactAdam", amsgrad=amsgrad)
         if state_bits not in (8, 32):
             raise ValueError(f"state_bits={state_bits!r} must be 8 or 32")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": bool(adam_w_mode),
-            "stochastic_rounding": bool(stochastic_rounding),
-        }
         self.state_bits = state_bits
-        super().__init__(params, defaults)
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay, adam_w_mode)
+        super().__init__(params, {**defaults, "stochastic_rounding": bool(stochastic_rounding)})
 
     @property
     def update_traits(self) -> UpdateTraits:  # type: ignore[override]  # of the instance, not of the class

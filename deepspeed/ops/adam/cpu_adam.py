@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.bias_correction import corrections
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, corrections
 from deepspeed.ops.multi_tensor import refuse, result_of
 from deepspeed.ops.update import Group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.fused import FusedOptimizer
 from deepspeed.ops.multi_tensor import refuse
 
@@ -31,14 +31,6 @@ class FusedAdam(FusedOptimizer, MultiTensorAdam):
         set_grad_none: bool = True,
     ) -> None:
         refuse("FusedAdam", amsgrad=amsgrad)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": bool(adam_w_mode),
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay, adam_w_mode))
         self.adam_w_mode = bool(adam_w_mode)
         self.set_grad_none = set_grad_none

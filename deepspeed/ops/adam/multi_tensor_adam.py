@@ -7,14 +7,25 @@ Decoupled Weight Decay Regularization (ICLR 2019). All constants are computed in
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
 from deepspeed.ops.update import Group, Tensors
+
+# Bias corrections of Adam, in fp64; the kernels round them once.
+
+
+def corrections(group: Group, step: int) -> tuple[float, float]:
+    """Step size lr / (1 - beta1^t) and factor 1 / sqrt(1 - beta2^t) of the square root."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not group["bias_correction"]:
+        return lr, 1.0
+    return lr / (1.0 - math.pow(beta1, step)), 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
+
 
 _DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
 """One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""
@@ -25,6 +36,25 @@ def as_in(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     saved: with and without offload they differ."""
     own = next((key for key in _DECOUPLED_KEYS if key in group), None)
     return {own if own and key in _DECOUPLED_KEYS else key: value for key, value in options.items()}
+
+
+def adam_defaults(
+    lr: float,
+    bias_correction: bool,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool = True,
+) -> dict[str, Any]:
+    """Return the hyperparameters of a group, as `torch.optim.Optimizer` takes them."""
+    return {
+        "lr": lr,
+        "bias_correction": bias_correction,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": bool(adam_w_mode),
+    }
 
 
 class MultiTensorAdam(MultiTensorOptimizer):

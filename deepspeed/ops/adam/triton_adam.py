@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from deepspeed.ops import native
-from deepspeed.ops.adam.bias_correction import corrections
+from deepspeed.ops.adam.multi_tensor_adam import corrections
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
 from deepspeed.ops.update import Group

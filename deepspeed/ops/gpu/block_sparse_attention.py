@@ -22,9 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepspeed.ops.gpu.block_sparse_steps import list_of, listed, loaded, own, rows_in, scores_of, stored
 from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
+    contiguous,
     finished,
     finite,
     joined,
@@ -35,80 +37,6 @@ from deepspeed.ops.gpu.softmax_steps import (
 from deepspeed.ops.gpu.types import operand_type
 
 _LOG2E = tl.constexpr(LOG2E)
-
-
-@triton.jit
-def _listed(columns, start, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens ``start`` and on of a list of blocks, and which of them exist."""
-    at = start + tl.arange(0, WIDTH)
-    exists = at < count
-    return tl.load(columns + at // BLOCK, mask=exists, other=0) * BLOCK + at % BLOCK, exists
-
-
-@triton.jit
-def _list_of(starts, row, BLOCK: tl.constexpr):
-    """Return the start of one block row's list, and its length in tokens."""
-    first = tl.load(starts + row)
-    return first, ((tl.load(starts + row + 1) - first) * BLOCK).to(tl.int32)
-
-
-@triton.jit
-def _rows_in(tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The block row of a tile, its tokens, and which of them exist."""
-    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
-    return tile // PARTS, tile // PARTS * BLOCK + in_block, in_block < BLOCK
-
-
-@triton.jit
-def _own(heads, block_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the program's sequence and head, and `_rows_in` its tile."""
-    tiles = block_rows * ((BLOCK + ROWS - 1) // ROWS)
-    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    row, rows, inside = _rows_in(tile, BLOCK, ROWS)
-    return sequence // heads, sequence % heads, row, rows, inside
-
-
-@triton.jit
-def _rows_of(pointer, tokens, exists, numbers, size: tl.constexpr):
-    """[tokens, head size] of one head."""
-    return tl.load(
-        pointer + tokens[:, None] * size + numbers[None, :],
-        mask=exists[:, None] & (numbers < size)[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def _added(
-    scores,
-    rows,
-    columns,
-    seen,
-    batch,
-    head,
-    key_bias,
-    score_bias,
-    positions,
-    positions_batch,
-    positions_head,
-    tokens,
-    CAUSAL: tl.constexpr,
-):
-    """Scores with masks and positions; ``rows``, ``columns`` and ``seen`` broadcast to the scores, whichever way these
-    lie. (What comes later exists, too: a mask without the causal order keeps loads of many numbers whole.)"""
-    if key_bias is not None:
-        of_keys = tl.load(key_bias + batch.to(tl.int64) * tokens + columns, mask=columns < tokens, other=0.0)
-        scores += of_keys.to(tl.float32) * _LOG2E
-    place = rows.to(tl.int64) * tokens + columns
-    if score_bias is not None:
-        scores += tl.load(score_bias + place, mask=seen, other=0.0).to(tl.float32) * _LOG2E
-    if positions is not None:
-        of_head = positions + batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
-        scores += tl.load(of_head + place, mask=seen, other=0.0).to(tl.float32) * _LOG2E
-    if CAUSAL:
-        seen = seen & (rows >= columns)
-    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["block_rows"])
@@ -138,43 +66,29 @@ def _forward(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    batch, head, row, rows, inside = _own(heads, block_rows, BLOCK, ROWS)
-    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    batch, head, row, rows, inside = own(heads, block_rows, BLOCK, ROWS)
+    first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
-    numbers = tl.arange(0, SIZE)
+    if key_bias is not None:
+        key_bias += batch.to(tl.int64) * tokens
+    if positions is not None:
+        positions += batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
 
-    q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
+    q = loaded(query + base * size, rows, inside, size, SIZE).to(DOT)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, count, COLUMNS):
-        seen, exists = _listed(columns + first, start, count, BLOCK, COLUMNS)
-        k = _rows_of(key + base * size, seen, exists, numbers, size).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            rows[:, None],
-            seen[None, :],
-            inside[:, None] & exists[None, :],
-            batch,
-            head,
-            key_bias,
-            score_bias,
-            positions,
-            positions_batch,
-            positions_head,
-            tokens,
-            CAUSAL,
+        seen, exists = listed(columns + first, start, count, BLOCK, COLUMNS)
+        k = loaded(key + base * size, seen, exists, size, SIZE).to(DOT)
+        scores = scores_of(
+            q, k, rows, inside, seen, exists, scale, key_bias, score_bias, positions, tokens, CAUSAL, False
         )
-        v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
+        v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
     out, of_row = finished(top, total, out)
     tl.store(lse + base + rows, of_row, mask=inside)
-    tl.store(
-        output + base * size + rows[:, None] * size + numbers[None, :],
-        out.to(output.dtype.element_ty),
-        mask=inside[:, None] & (numbers < size)[None, :],
-    )
+    stored(output + base * size, out, rows, inside, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["block_rows"])
@@ -208,46 +122,32 @@ def _query_gradient(
     DOT: tl.constexpr,
 ):
     """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
-    batch, head, row, rows, inside = _own(heads, block_rows, BLOCK, ROWS)
-    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    batch, head, row, rows, inside = own(heads, block_rows, BLOCK, ROWS)
+    first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
-    numbers = tl.arange(0, SIZE)
+    if key_bias is not None:
+        key_bias += batch.to(tl.int64) * tokens
+    if positions is not None:
+        positions += batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
 
-    q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
-    of_out = _rows_of(grad + base * size, rows, inside, numbers, size)
-    out = _rows_of(output + base * size, rows, inside, numbers, size)
+    q = loaded(query + base * size, rows, inside, size, SIZE).to(DOT)
+    of_out = loaded(grad + base * size, rows, inside, size, SIZE)
+    out = loaded(output + base * size, rows, inside, size, SIZE)
     of_row = tl.sum(of_out.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(spread + base + rows, of_row, mask=inside)
     of_out = of_out.to(DOT)
     normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
     found = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, count, COLUMNS):
-        seen, exists = _listed(columns + first, start, count, BLOCK, COLUMNS)
-        k = _rows_of(key + base * size, seen, exists, numbers, size).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            rows[:, None],
-            seen[None, :],
-            inside[:, None] & exists[None, :],
-            batch,
-            head,
-            key_bias,
-            score_bias,
-            positions,
-            positions_batch,
-            positions_head,
-            tokens,
-            CAUSAL,
+        seen, exists = listed(columns + first, start, count, BLOCK, COLUMNS)
+        k = loaded(key + base * size, seen, exists, size, SIZE).to(DOT)
+        scores = scores_of(
+            q, k, rows, inside, seen, exists, scale, key_bias, score_bias, positions, tokens, CAUSAL, False
         )
-        v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
+        v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
         of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
-    tl.store(
-        grad_query + base * size + rows[:, None] * size + numbers[None, :],
-        (found * (scale / _LOG2E)).to(grad_query.dtype.element_ty),
-        mask=inside[:, None] & (numbers < size)[None, :],
-    )
+    stored(grad_query + base * size, found * (scale / _LOG2E), rows, inside, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["block_rows"])
@@ -281,101 +181,33 @@ def _key_gradients(
     DOT: tl.constexpr,
 ):
     """By columns: a program has ``ROWS`` keys and takes the queries that see them ``COLUMNS`` at a time."""
-    batch, head, row, keys, inside = _own(heads, block_rows, BLOCK, ROWS)
-    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    batch, head, row, keys, inside = own(heads, block_rows, BLOCK, ROWS)
+    first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
-    numbers = tl.arange(0, SIZE)
+    if key_bias is not None:
+        key_bias += batch.to(tl.int64) * tokens
+    if positions is not None:
+        positions += batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
 
-    k = _rows_of(key + base * size, keys, inside, numbers, size).to(DOT)
-    v = _rows_of(value + base * size, keys, inside, numbers, size).to(DOT)
+    k = loaded(key + base * size, keys, inside, size, SIZE).to(DOT)
+    v = loaded(value + base * size, keys, inside, size, SIZE).to(DOT)
     of_k = tl.zeros([ROWS, SIZE], tl.float32)
     of_v = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, count, COLUMNS):
-        rows, exists = _listed(columns + first, start, count, BLOCK, COLUMNS)
-        q = _rows_of(query + base * size, rows, exists, numbers, size).to(DOT)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            rows[None, :],
-            keys[:, None],
-            inside[:, None] & exists[None, :],
-            batch,
-            head,
-            key_bias,
-            score_bias,
-            positions,
-            positions_batch,
-            positions_head,
-            tokens,
-            CAUSAL,
+        rows, exists = listed(columns + first, start, count, BLOCK, COLUMNS)
+        q = loaded(query + base * size, rows, exists, size, SIZE).to(DOT)
+        scores = scores_of(
+            q, k, rows, exists, keys, inside, scale, key_bias, score_bias, positions, tokens, CAUSAL, True
         )
         normal = finite(tl.load(lse + base + rows, mask=exists, other=0.0))
         weights = tl.exp2(scores - normal[None, :])
-        of_out = _rows_of(grad + base * size, rows, exists, numbers, size).to(DOT)
+        of_out = loaded(grad + base * size, rows, exists, size, SIZE).to(DOT)
         of_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
         of_row = tl.load(spread + base + rows, mask=exists, other=0.0)
         of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
         of_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
-    place = base * size + keys[:, None] * size + numbers[None, :]
-    wanted = inside[:, None] & (numbers < size)[None, :]
-    of_k *= scale / _LOG2E
-    tl.store(grad_key + place, of_k.to(grad_key.dtype.element_ty), mask=wanted)
-    tl.store(grad_value + place, of_v.to(grad_value.dtype.element_ty), mask=wanted)
-
-
-@triton.jit
-def _tile_gradient(
-    query,
-    key,
-    value,
-    lse,
-    grad,
-    spread,
-    key_bias,
-    score_bias,
-    positions,
-    positions_batch,
-    positions_head,
-    scale,
-    batch,
-    head,
-    heads,
-    tokens,
-    rows,
-    inside,
-    seen,
-    exists,
-    size: tl.constexpr,
-    SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Return the gradient of the scores of ``rows`` with the keys ``seen``, of one head of one sequence."""
-    numbers = tl.arange(0, SIZE)
-    base = (batch * heads + head).to(tl.int64) * tokens
-    q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
-    k = _rows_of(key + base * size, seen, exists, numbers, size).to(DOT)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = _added(
-        scores,
-        rows[:, None],
-        seen[None, :],
-        inside[:, None] & exists[None, :],
-        batch,
-        head,
-        key_bias,
-        score_bias,
-        positions,
-        positions_batch,
-        positions_head,
-        tokens,
-        CAUSAL,
-    )
-    normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
-    of_out = _rows_of(grad + base * size, rows, inside, numbers, size).to(DOT)
-    v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
-    of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
-    return scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+    stored(grad_key + base * size, of_k * (scale / _LOG2E), keys, inside, size, SIZE)
+    stored(grad_value + base * size, of_v, keys, inside, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["batches", "count_members", "parts"])
@@ -413,25 +245,35 @@ def _positions_gradient(
 ):
     """Sum the gradient of some rows and columns over the sequences and heads that share them."""
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    row, rows, inside = _rows_in(tile, BLOCK, ROWS)
-    first, count = _list_of(starts, row, BLOCK)
+    row, rows, inside = rows_in(tile, BLOCK, ROWS)
+    first, count = list_of(starts, row, BLOCK)
     if part * COLUMNS < count:
-        seen, exists = _listed(columns + first, part * COLUMNS, count, BLOCK, COLUMNS)
+        seen, exists = listed(columns + first, part * COLUMNS, count, BLOCK, COLUMNS)
         # One plane of the positions is that of these sequences and heads:
         each_batch = 1 if BY_BATCH else batches
         each_head = 1 if BY_HEAD else count_members
         first_batch, first_head = tl.program_id(1), tl.program_id(2)
+        plane = first_batch.to(tl.int64) * positions_batch + tl.load(members + first_head) * positions_head
         found = tl.zeros([ROWS, COLUMNS], tl.float32)
         for turn in range(each_batch * each_head):
             batch = first_batch + turn // each_head
             head = tl.load(members + first_head + turn % each_head).to(tl.int32)
-            found += _tile_gradient(
-                query, key, value, lse, grad, spread, key_bias, score_bias, positions, positions_batch, positions_head,
-                scale, batch, head, heads, tokens, rows, inside, seen, exists, size, SIZE, CAUSAL, DOT,
-            )  # fmt: skip
-        head = tl.load(members + first_head)
-        plane = grad_positions + first_batch.to(tl.int64) * positions_batch + head * positions_head
-        place = plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]
+            base = (batch * heads + head).to(tl.int64) * tokens
+            of_keys = key_bias
+            if key_bias is not None:
+                of_keys = key_bias + batch.to(tl.int64) * tokens
+            q = loaded(query + base * size, rows, inside, size, SIZE).to(DOT)
+            k = loaded(key + base * size, seen, exists, size, SIZE).to(DOT)
+            at = positions + plane
+            scores = scores_of(
+                q, k, rows, inside, seen, exists, scale, of_keys, score_bias, at, tokens, CAUSAL, False
+            )
+            normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
+            of_out = loaded(grad + base * size, rows, inside, size, SIZE).to(DOT)
+            v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
+            of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
+            found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+        place = grad_positions + plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]
         wanted = inside[:, None] & exists[None, :]
         tl.store(place, tl.load(place, mask=wanted, other=0.0) + found, mask=wanted)
 
@@ -481,7 +323,7 @@ class BlockSparseAttention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         added = added._replace(
-            keys=_contiguous(added.keys), scores=_contiguous(added.scores), positions=_contiguous(positions)
+            keys=contiguous(added.keys), scores=contiguous(added.scores), positions=contiguous(positions)
         )
         out, lse = forward(q, k, v, layout, added, scale)
         ctx.save_for_backward(q, k, v, out, lse, *added[:3])
@@ -618,7 +460,3 @@ def _constants(q: Tensor, layout: BlockLayout, added: Added, tile: Tile) -> dict
         "CAUSAL": added.causal,
         "DOT": operand_type(q.dtype),
     }
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

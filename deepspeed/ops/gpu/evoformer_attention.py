@@ -22,6 +22,8 @@ from torch import Tensor
 from deepspeed.ops.gpu.softmax_steps import (
     LOG2E,
     Tile,
+    biased,
+    contiguous,
     finished,
     finite,
     joined,
@@ -57,16 +59,25 @@ def _stored(pointer, found, token, tokens, heads, size: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit
-def _added(scores, row, key, rows, keys, of_keys, of_pairs, sequence, sequences, head, heads):
-    """Scores with biases; ``row`` and ``key`` broadcast to them, whichever way they lie."""
+def _place(tokens, ROWS: tl.constexpr, heads):
+    """Return a program's sequence and head, and its tokens."""
+    tiles = tl.cdiv(tokens, ROWS)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    return tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads, row
+
+
+@triton.jit
+def _scores(q, k, row, key, rows, keys, scale, of_keys, of_pairs, BY_KEYS: tl.constexpr):
+    """Scores with the biases of a sequence and a plane of pairs: [rows, keys], or ``BY_KEYS`` the other way round."""
+    if BY_KEYS:
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+        row, key = row[None, :], key[:, None]
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        row, key = row[:, None], key[None, :]
     seen = (row < rows) & (key < keys)
-    if of_keys is not None:
-        bias = tl.load(of_keys + sequence.to(tl.int64) * keys + key, mask=key < keys, other=0.0)
-        scores += bias.to(tl.float32) * _LOG2E
-    if of_pairs is not None:
-        plane = (sequence // sequences).to(tl.int64) * heads + head
-        bias = tl.load(of_pairs + (plane * rows + row) * keys + key, mask=seen, other=0.0)
-        scores += bias.to(tl.float32) * _LOG2E
+    scores = biased(scores, of_keys, key, key < keys)
+    scores = biased(scores, of_pairs, row.to(tl.int64) * keys + key, seen)
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -90,9 +101,11 @@ def _forward(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    tiles = tl.cdiv(rows, ROWS)
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    sequence, head, row = _place(rows, ROWS, heads)
+    if of_keys is not None:
+        of_keys += sequence.to(tl.int64) * keys
+    if of_pairs is not None:
+        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
     of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
     q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -101,20 +114,7 @@ def _forward(
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            row[:, None],
-            column[None, :],
-            rows,
-            keys,
-            of_keys,
-            of_pairs,
-            sequence,
-            sequences,
-            head,
-            heads,
-        )
+        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, False)
         v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
     out, of_row = finished(top, total, out)
@@ -147,9 +147,11 @@ def _query_gradient(
     DOT: tl.constexpr,
 ):
     """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
-    tiles = tl.cdiv(rows, ROWS)
-    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    sequence, head, row = _place(rows, ROWS, heads)
+    if of_keys is not None:
+        of_keys += sequence.to(tl.int64) * keys
+    if of_pairs is not None:
+        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
     of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
     q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
     of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE)
@@ -163,20 +165,7 @@ def _query_gradient(
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            row[:, None],
-            column[None, :],
-            rows,
-            keys,
-            of_keys,
-            of_pairs,
-            sequence,
-            sequences,
-            head,
-            heads,
-        )
+        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, False)
         v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
         of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
@@ -208,9 +197,11 @@ def _key_gradients(
     DOT: tl.constexpr,
 ):
     """By keys: a program has ``ROWS`` of them and takes the queries ``COLUMNS`` at a time."""
-    tiles = tl.cdiv(keys, ROWS)
-    column = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    sequence, head, column = _place(keys, ROWS, heads)
+    if of_keys is not None:
+        of_keys += sequence.to(tl.int64) * keys
+    if of_pairs is not None:
+        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
     of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
     k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
     v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
@@ -220,20 +211,7 @@ def _key_gradients(
     for start in range(0, rows, COLUMNS):
         row = start + tl.arange(0, COLUMNS)
         q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            row[None, :],
-            column[:, None],
-            rows,
-            keys,
-            of_keys,
-            of_pairs,
-            sequence,
-            sequences,
-            head,
-            heads,
-        )
+        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, True)
         place = (sequence.to(tl.int64) * heads + head) * rows + row
         normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
         weights = tl.exp2(scores - normal[None, :])
@@ -279,26 +257,18 @@ def _pairs_gradient(
     row = tile // of_columns * ROWS + tl.arange(0, ROWS)
     column = tile % of_columns * COLUMNS + tl.arange(0, COLUMNS)
     head, first = plane % heads, plane // heads * sequences
+    if of_pairs is not None:
+        of_pairs += plane.to(tl.int64) * rows * keys
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
     for number in range(sequences):
         sequence = first + number
+        keys_bias = of_keys
+        if of_keys is not None:
+            keys_bias = of_keys + sequence.to(tl.int64) * keys
         of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
         q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
         k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = _added(
-            scores,
-            row[:, None],
-            column[None, :],
-            rows,
-            keys,
-            of_keys,
-            of_pairs,
-            sequence,
-            sequences,
-            head,
-            heads,
-        )
+        scores = _scores(q, k, row, column, rows, keys, scale, keys_bias, of_pairs, False)
         place = (sequence.to(tl.int64) * heads + head) * rows + row
         normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
         of_row = tl.load(spread + place, mask=row < rows, other=0.0)
@@ -326,7 +296,7 @@ def forward(
     lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=torch.float32)
     tile = forward_tile(q)
     _forward[_programs(q, q.shape[2], tile)](
-        *(q, k, v, out, lse, _contiguous(of_keys), _contiguous(of_pairs)),
+        *(q, k, v, out, lse, contiguous(of_keys), contiguous(of_pairs)),
         *_sizes(q, k),
         **_constants(q, tile),
         **tile.options,
@@ -352,7 +322,7 @@ def backward(
     found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
     spread = torch.empty_like(lse)
     tile = backward_tile(q)
-    rest = (_contiguous(of_keys), _contiguous(of_pairs), *_sizes(q, k))
+    rest = (contiguous(of_keys), contiguous(of_pairs), *_sizes(q, k))
     constants = {**_constants(q, tile), **tile.options}
     _query_gradient[_programs(q, q.shape[2], tile)](
         *(q, k, v, out, lse, grad, spread, found.query), *rest, **constants
@@ -410,7 +380,3 @@ def _constants(q: Tensor, tile: Tile) -> dict[str, Any]:
         "COLUMNS": tile.columns,
         "DOT": operand_type(q.dtype),
     }
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

@@ -21,6 +21,15 @@ from deepspeed.ops.gpu.types import FLOATS
 
 LOG2E = 1.4426950408889634
 """Factor of scores and of what is added to them."""
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def biased(scores, bias, place, mask):
+    """Scores and what is at ``place`` of ``bias``, if there is one. Both broadcast to the scores."""
+    if bias is not None:
+        scores += tl.load(bias + place, mask=mask, other=0.0).to(tl.float32) * _LOG2E
+    return scores
 
 
 @triton.jit
@@ -66,6 +75,10 @@ def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return on_its_device
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 class Tile(NamedTuple):

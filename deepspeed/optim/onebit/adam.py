@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, Group, UpdateContext, UpdateTraits
@@ -197,19 +197,6 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         if len(saved) and self.chooses_freeze_step:
             self.freeze_step = saved[0].get("freeze_step", self.freeze_step)
             self._sum_of_variances = saved[0].get("sum_of_variances", 0.0)
-
-
-def adam_defaults(
-    lr: float, bias_correction: bool, betas: tuple[float, float], eps: float, weight_decay: float
-) -> dict[str, Any]:
-    return {
-        "lr": lr,
-        "bias_correction": bias_correction,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "adam_w_mode": True,
-    }
 
 
 def corrections(group: Group, step: float, variance_steps: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
@@ -23,7 +23,7 @@ from deepspeed.optim.one_bit import (
     round_into,
     seen_by,
 )
-from deepspeed.optim.onebit.adam import adam_defaults, corrections, plain_step, root
+from deepspeed.optim.onebit.adam import corrections, plain_step, root
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"

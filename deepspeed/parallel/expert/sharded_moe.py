@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm as dist
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.mappings import AllToAll

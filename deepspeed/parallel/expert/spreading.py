@@ -10,34 +10,27 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.expert import AutoEPConfig
+from deepspeed.config.sections.parallel import AutoEPConfig
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import Spread, stacked_experts
 
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
+
 KEY = "expert_parallel.autoep_size"
-
-
-class Context(Protocol):
-    """The part of a ``TransformContext`` used here."""
-
-    mesh: ProcessMesh
-
-    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
-    def say(self, text: str) -> None: ...
 
 
 class ExpertParallelism:
@@ -50,7 +43,7 @@ class ExpertParallelism:
     def __init__(self, config: AutoEPConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: Context) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
         size, mesh = int(self.config.autoep_size), context.mesh
         layers = _layers_to_spread(module, size, mesh)
@@ -72,21 +65,8 @@ def spread_meta(module: nn.Module, size: int) -> int:
     many layers have experts. DeepSpeedConfigError as with ``ExpertParallelism``."""
     layers = _layers_to_spread(module, size)
     for _, experts in layers:
-        _keep_own(experts, size, 0, _Paper())
+        _keep_own(experts, size, 0)
     return len(layers)
-
-
-class _Paper:
-    mesh: Any = None
-
-    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
 
 
 def _layers_to_spread(
@@ -112,14 +92,14 @@ def _layers_to_spread(
     return layers
 
 
-def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:
+def _keep_own(experts: nn.Module, size: int, number: int, context: TransformContext | None = None) -> None:
     """Keep, of every stacked weight, only the rows of this rank's experts."""
     total = int(experts.num_experts)  # type: ignore[arg-type]
     local = total // size
     for name, old in list(experts.named_parameters(recurse=False)):
         if full_shape(old)[0] != total:
             continue
-        with context.whole(old), torch.no_grad():
+        with context.whole(old) if context is not None else nullcontext(), torch.no_grad():
             own = old[number * local : (number + 1) * local].detach().clone()
         new = nn.Parameter(own, requires_grad=old.requires_grad)
         new.allreduce = False  # type: ignore[attr-defined]
@@ -127,7 +107,8 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> N
         if size > 1:
             place(new, interval(own.shape, 0, [local] * size, number, axis=EXPERTS))
         setattr(experts, name, new)
-        context.became(old, new)
+        if context is not None:
+            context.became(old, new)
     experts.num_experts = local  # type: ignore[assignment]
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.attention_blocks import CAUSAL, JoinedBlocks, kernel_for
 from deepspeed.parallel.sequence.assignment import HeadAssignment

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import warning_once
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 from deepspeed.parallel.split_vocabulary import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part

@@ -194,58 +194,6 @@ class FPDT_Attention(nn.Module):
         return _shares(lengths, _number_of_chunks(sum(lengths), self.chunk_size), comm.size)
 
 
-class _FPDTGPUOffloadingAttentionImpl_:
-    """The attention of `FPDT_Attention` without its second projection, under the name that scripts of long contexts
-    call: ``.apply(...)`` -> [batch, own tokens, heads, head size]. Chunks rest in host memory.
-
-    Differentiable once. ``attention_mask``, ``inference_params``, ``scatter_idx`` and ``gather_idx`` have no effect:
-    attention is causal and tokens are dimension 0 of the input.
-    """
-
-    offloads = True
-
-    @classmethod
-    def apply(
-        cls,
-        layernorm_output: Tensor,
-        attention_mask: Any,
-        inference_params: Any,
-        rotary_pos_emb: Any,
-        spg: Any,
-        scatter_idx: int,
-        gather_idx: int,
-        hidden_size: int,
-        projection_size: int,
-        hidden_size_per_attention_head: int,
-        kv_projection_size: int,
-        qkv_linear_weight: Tensor,
-        qkv_linear_bias: Tensor | None,
-        dropout: float,
-        num_chunks: int = 8,
-        cpu_offloading: bool = True,
-    ) -> Tensor:
-        if dropout:
-            raise ValueError(
-                f"dropout={dropout}: chunked attention has no dropout of attention weights; pass 0"
-            )
-        comm, size = communicator_of(spg), hidden_size_per_attention_head
-        lengths = gather_lengths(layernorm_output.shape[0], comm, layernorm_output.device)
-        call = ChunkedCall(
-            comm=comm,
-            chunks=_shares(lengths, max(1, int(num_chunks)), comm.size),
-            heads=projection_size // size,
-            kv_heads=kv_projection_size // size,
-            size=size,
-            scale=1 / math.sqrt(size),
-            rotary=_tables(rotary_pos_emb),
-            offload=cls.offloads and cpu_offloading,
-        )
-        # A product with the identity keeps every bit.
-        same = torch.eye(projection_size, dtype=layernorm_output.dtype, device=layernorm_output.device)
-        out = chunked_self_attention(call, layernorm_output, qkv_linear_weight, qkv_linear_bias, same)
-        return out.unflatten(-1, (-1, size)).transpose(0, 1).contiguous()
-
-
 class FPDT_FFN(TiledFunction):
     """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a feed-forward layer with GELU (by tanh) in chunks.
 

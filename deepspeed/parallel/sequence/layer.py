@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
 from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
 
@@ -192,34 +192,3 @@ def single_all_to_all(
         raise ValueError("single_all_to_all: async_op needs handle, a dict, and type, the prefix of its keys")
     handle |= {f"{type}_work": work, f"{type}_grad": incoming, f"{type}_post_all2all_func": finish}
     return incoming
-
-
-class _SeqAllToAll(torch.autograd.Function):
-    """``single_all_to_all`` with gradients. Shards of the joined dimension are as equal as they can be."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Any,
-        input: Tensor,
-        scatter_idx: int,
-        gather_idx: int,
-        batch_dim_idx: int,
-        stream: Any = None,
-        handle: dict[str, Any] | None = None,
-        type: str | None = None,
-        is_fwd: bool = True,
-        num_kv_heads: int | None = None,
-    ) -> Tensor:
-        ctx.exchanged = group, scatter_idx, gather_idx, batch_dim_idx, num_kv_heads
-        return single_all_to_all(
-            input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        group, scatter_idx, gather_idx, batch_dim_idx, groups = ctx.exchanged
-        grad = single_all_to_all(
-            grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group, num_kv_heads=groups
-        )
-        return None, grad, *(None for _ in range(8))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.cross_entropy import check_reduction, reduced
 from deepspeed.parallel.split_vocabulary import VocabularyPart, row_runs, vocabulary_part
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,13 @@ from deepspeed.parallel.sequence.hf.loss import token_mean, token_sum
 from deepspeed.parallel.sequence.hf.registration import is_sharded
 from deepspeed.parallel.sequence.layer import DistributedAttention
 from deepspeed.transforms.errors import TransformRefusedError
-from deepspeed.transforms.inputs import ForwardFacts, InputTransform
+from deepspeed.transforms.inputs import ForwardFacts
+
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
 
 _SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
 """Kinds of losses: each position predicts the next token's label, or its own token's."""
-
-
-class _Context(Protocol):
-    mesh: ProcessMesh
-
-    def transform_inputs(self, transform: InputTransform) -> None: ...
-    def say(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class ShardedSequences:
     after: tuple[str, ...] = ("tensor_parallel",)
     before: tuple[str, ...] = ()
 
-    def apply(self, module: nn.Module, context: _Context) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         _check_groups(module, context.mesh)
         if isinstance(module, Staged):
             context.say(module.shard_sequences(context.mesh) or "the model's own matter")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.parallel.split_vocabulary import divergence, entropy, log_probabilities, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
 

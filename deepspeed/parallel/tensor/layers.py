@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.module_utils import keep_hooks
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import Cut, replicated

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.mappings import begin_reduce_scatter
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
@@ -48,30 +48,21 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, pending = begin_gradients(ctx, grad, ctx.group, ctx.sequence)
+        inputs, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        own = pending = grad_weight = grad_bias = None
+        if needs_input:
+            own = grad @ weight
+            if ctx.sequence is None:
+                pending = ctx.group.all_reduce(own)
+            else:
+                pending = begin_reduce_scatter(own, ctx.group, ctx.sequence.dim)
+                own = pending.own
+        rows = grad.flatten(0, -2)
+        if needs_weight:
+            grad_weight = rows.t() @ inputs.flatten(0, -2)
+        if needs_bias:
+            grad_bias = rows.sum(0)
         if pending is not None:
             pending.wait()
-        return *gradients, None, None
-
-
-def begin_gradients(
-    ctx: Any, grad: Tensor, group: Communicator, sequence: SequenceRegion | None = None
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], Any]:
-    """Start the backward of a product that saved its inputs and weight: returns the gradients of input, weight and
-    bias, as far as needed, and the handle to wait for before the input's is read (None: it is not needed)."""
-    inputs, weight = ctx.saved_tensors
-    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    own = pending = grad_weight = grad_bias = None
-    if needs_input:
-        own = grad @ weight
-        if sequence is None:
-            pending = group.all_reduce(own)
-        else:
-            pending = begin_reduce_scatter(own, group, sequence.dim)
-            own = pending.own
-    rows = grad.flatten(0, -2)
-    if needs_weight:
-        grad_weight = rows.t() @ inputs.flatten(0, -2)
-    if needs_bias:
-        grad_bias = rows.sum(0)
-    return (own, grad_weight, grad_bias), pending
+        return own, grad_weight, grad_bias, None, None

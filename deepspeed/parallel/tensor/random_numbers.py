@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.transforms.recompute.rng import RegionNumbers
 
 

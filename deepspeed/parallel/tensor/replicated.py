@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import replicated

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from deepspeed.base.staged import Staged
-from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.config.sections.parallel import TPTrainingConfig
 from deepspeed.parallel.tensor.applying import apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of
 from deepspeed.parallel.tensor.trial import try_split
 
-
-class TensorTransformContext(Protocol):
-    """The part of a ``TransformContext`` used here."""
-
-    mesh: ProcessMesh
-
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
-    def say(self, text: str) -> None: ...
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
 
 
 _NO_HEAD = (
@@ -41,7 +34,7 @@ class TensorParallelism:
     def __init__(self, config: TPTrainingConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: TensorTransformContext) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         mesh = context.mesh
         if mesh.size("tp") == 1:
             context.say("one rank: nothing to split")

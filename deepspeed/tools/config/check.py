@@ -11,15 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deepspeed.config import torch_classes
+from deepspeed.config import optimizers
 from deepspeed.config.analysis import Analysis, analyse
 from deepspeed.config.arguments import SCHEDULES
 from deepspeed.config.axes import axes_of, least_ranks
-from deepspeed.config.optimizers import check_optimizer
+from deepspeed.config.deepspeed_config import NO_LAUNCHER, world_size
+from deepspeed.config.optimizers import arguments_of, check_optimizer
 from deepspeed.config.problems import FROM_DICT, DeepSpeedConfigError, Problem, Remedy, nearest, shown
-from deepspeed.config.ranks import NO_LAUNCHER, world_size
 from deepspeed.config.reader import ConfigSource, DuplicateKeys, UnreadableConfig
-from deepspeed.config.torch_classes import arguments_of
 from deepspeed.tools.config.clients import ClientConfig, read_any, read_client
 from deepspeed.tools.config.report import ConfigReport
 
@@ -135,7 +134,7 @@ def _argument_problem(key: str, text: str, source: ConfigSource) -> Problem:
 
 
 def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    known = list(SCHEDULES[name]) if name in SCHEDULES else arguments_of(torch_classes.SCHEDULES, name)[1:]
+    known = list(SCHEDULES[name]) if name in SCHEDULES else arguments_of(optimizers.SCHEDULES, name)[1:]
     for key in params:
         if key not in known:
             hint = nearest(key, known)

@@ -16,7 +16,7 @@ from deepspeed.planning.link_time import link_times
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.tools import parsers
 from deepspeed.tools.plan import make_request
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.zero.partitioning import blocks_of
 
 LORA_RANK = 16
 LEARNING_RATES = {"finetune": 1e-5, "pretrain": 3e-4, "lora": 2e-4}

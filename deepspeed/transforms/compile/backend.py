@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.base.logging import log_dist
-from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.passes import (
     offload_adam_states,
     prefetch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.schedule import WARMUP
 
 __all__ = ["WARMUP", "init_z3"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.backend import SETTINGS, opt_passes
 from deepspeed.transforms.compile.passes import (
     offload_adam_states,

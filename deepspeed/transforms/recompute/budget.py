@@ -1,6 +1,6 @@
 """``activation_checkpointing.memory_budget``: a limit for what a forward keeps until backward, on models as they are.
 
-The repeated blocks of a model (``zero/gather_units.py``) are called through ``BudgetedCall``. In the first forward with
+The repeated blocks of a model (``zero/partitioning.py``) are called through ``BudgetedCall``. In the first forward with
 gradients, one block of each kind runs as it is and is counted (``recorded.py``), the others keep only their inputs.
 When it ends, the ranks agree on what they counted, and ``choosing.py`` decides what each block keeps from then on.
 Counted is what runs, so parallel layers, adapters and autocast are in it.
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed.base.logging import log_dist
 from deepspeed.base.memory import GIB
-from deepspeed.base.transforms import inside_transform
+from deepspeed.base.tracing import inside_transform
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -34,7 +34,7 @@ from deepspeed.transforms.recompute import checkpointing
 from deepspeed.transforms.recompute.checkpointing import SWITCH
 from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, RecomputeChoice, choose
 from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
-from deepspeed.zero.gather_units import blocks_of
+from deepspeed.zero.partitioning import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"
 NOTHING: frozenset[Key] = frozenset()

@@ -31,7 +31,7 @@ from deepspeed.base.newest import Newest
 from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
-from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
+from deepspeed.config.sections.model import DeepSpeedActivationCheckpointingConfig
 from deepspeed.observe.timer import SynchronizedWallClockTimer
 from deepspeed.transforms.recompute.kept_inputs import Arena, InHost, KeptInputs
 from deepspeed.transforms.recompute.rng import CudaRNGStatesTracker as CudaRNGStatesTracker

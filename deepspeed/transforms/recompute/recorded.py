@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
                 cost=flops + BYTE_AS_FLOPS * moved,
                 out=sum(fresh.values()),
                 keepable=keepable,
-                label=next(iter(layers), "") or _short_name(func),
+                label=next(iter(layers), "") or func._schema.name.partition("::")[2].lstrip("_"),
             )
         )
 
@@ -197,10 +197,6 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     given = args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value)
     return given != 0
-
-
-def _short_name(func: Any) -> str:
-    return func._schema.name.partition("::")[2].lstrip("_")
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:

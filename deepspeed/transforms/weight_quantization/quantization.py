@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.compression import WeightQuantConfig
 from deepspeed.transforms.weight_quantization.layers import GroupwiseEmbedding, GroupwiseLinear
 from deepspeed.transforms.weight_quantization.utils import Grouping, recursive_setattr
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
+if TYPE_CHECKING:
+    from deepspeed.transforms.module_transforms import TransformContext
+
 SECTION = "weight_quantization"
 _KINDS = (GroupwiseLinear, GroupwiseEmbedding)
-
-
-class QuantizationContext(Protocol):
-    """The part of a ``TransformContext`` used here."""
-
-    plan: Plan
-
-    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
-    def say(self, text: str) -> None: ...
 
 
 class WeightQuantization:
@@ -44,7 +35,7 @@ class WeightQuantization:
     def __init__(self, config: WeightQuantConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: QuantizationContext) -> None:
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
         """DeepSpeedConfigError: settings are wrong, or fit no layer of the model."""
         told = quantize_layers(module, self.config, context)
         if told is None and any(isinstance(each, _KINDS) for each in module.modules()):
@@ -59,7 +50,7 @@ class WeightQuantization:
 
 
 def quantize_layers(
-    module: nn.Module, config: WeightQuantConfig, context: QuantizationContext | None = None
+    module: nn.Module, config: WeightQuantConfig, context: TransformContext | None = None
 ) -> str | None:
     """A line that says what was done in place; None: nothing. DeepSpeedConfigError: settings are wrong."""
     count = before = after = 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.logging import logger
-from deepspeed.base.transforms import outside_transforms
+from deepspeed.base.tracing import outside_transforms
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.zero import params as zero_params
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket

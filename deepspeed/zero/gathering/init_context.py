@@ -25,7 +25,7 @@ from deepspeed.config import reader as config_reader
 from deepspeed.config.plan import storage_options
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.offload import get_aio_config
-from deepspeed.zero.gathering.active_contexts import active_contexts
+from deepspeed.zero.active_contexts import active_contexts
 from deepspeed.zero.gathering.gathered import GatheredParameters
 from deepspeed.zero.gathering.standalone_shard import shard_alone
 from deepspeed.zero.offload.swap_file import SwapFile

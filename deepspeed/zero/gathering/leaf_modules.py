@@ -8,25 +8,17 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from deepspeed.base.sharded import full_numel
 
 if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig, DeepSpeedZeroLeafModuleConfig
 
 MARK = "_z3_leaf"
 PARAMETER_MARK = "ds_z3_leaf_module"  # set on parameters by ZeRO stage 3
-
-
-class LeafModuleSection(Protocol):
-    """The config section ``zero_optimization.leaf_module``."""
-
-    classes: list[str]
-    names: list[str]
-    name_suffixes: list[str]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -99,7 +91,9 @@ def set_z3_leaf_modules_by_suffix(
     return _mark(model, found, flag, what, raise_if_not_found), missing
 
 
-def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: LeafModuleSection | None) -> list[nn.Module]:
+def apply_zero_leaf_module_config(
+    model: nn.Module, leaf_cfg: DeepSpeedZeroLeafModuleConfig | None
+) -> list[nn.Module]:
     """Marks what the config section lists. Entries that the model does not have are skipped: the default
     list holds classes of several model families.
     """

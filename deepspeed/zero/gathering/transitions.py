@@ -40,6 +40,7 @@ forward (``quiet``), so a forward on such a thread never loses a bucket midway.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,69 @@ from torch import Tensor
 
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
-from deepspeed.zero.gathering.trace import UseTrace
+
+# The order in which buckets were used in the last step, from which the next use is predicted. Pure.
+
+
+NEVER = sys.maxsize
+
+
+class UseTrace:
+    """Records uses of buckets and follows the record of the previous step.
+
+    A changed order is simply followed: the cursor moves to the next place where the used bucket occurs, and the new
+    record replaces the old trace at the end of the step.
+    """
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self.numels = list(numels)
+        self._last: list[int] = []
+        self._now: list[int] = []
+        self._cursor = 0
+
+    @property
+    def total(self) -> int:
+        """Elements of all buckets together."""
+        return sum(self.numels)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._last)
+
+    @property
+    def begun(self) -> bool:
+        """Return whether any bucket was used in this step."""
+        return bool(self._now)
+
+    def use(self, b: int) -> None:
+        if self._now and self._now[-1] == b:
+            return
+        self._now.append(b)
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position] == b:
+                self._cursor = position + 1
+                return
+
+    def distance(self, b: int) -> int:
+        """Elements used before bucket ``b`` is used again; NEVER if it is not, or nothing is known."""
+        passed = 0
+        for other in self._last[self._cursor :]:
+            if other == b:
+                return passed
+            passed += self.numels[other]
+        return NEVER
+
+    def end_of_step(self) -> None:
+        if self._now:
+            self._last, self._now = self._now, []
+        self._cursor = 0
+
+    def restart(self) -> None:
+        """The step starts over; its record so far is discarded."""
+        self._now, self._cursor = [], 0
+
+    def forget(self) -> None:
+        self._last, self._now, self._cursor = [], [], 0
 
 
 class TransitionError(RuntimeError):

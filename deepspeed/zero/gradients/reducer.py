@@ -35,11 +35,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
-from deepspeed.zero.gradients.bucket import ExposedGrads, GradBucket, GradPlace
-from deepspeed.zero.gradients.bucket_order import BucketOrder
+from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradPlace
 from deepspeed.zero.layout import NOBODY
 
 

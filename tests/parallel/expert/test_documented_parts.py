@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.config.sections.expert import ABSENT
+from deepspeed.config.sections.parallel import ABSENT
 
 
 def test_a_section_by_its_documented_names() -> None:

@@ -16,7 +16,7 @@ from deepspeed.comm.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from deepspeed.config.mesh_layout import MeshLayout
+from deepspeed.config.axes import MeshLayout
 from tests.pool import distributed
 
 

@@ -24,7 +24,7 @@ from deepspeed.ops.attention_blocks import (
 )
 from deepspeed.parallel.sequence import UlyssesSPViTAttention
 from deepspeed.parallel.sequence.assignment import shard_lengths
-from deepspeed.parallel.sequence.layer import DistributedAttention, _SeqAllToAll, single_all_to_all
+from deepspeed.parallel.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.parallel.sequence.visibility import Visibility
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from tests.pool import distributed
@@ -377,35 +377,6 @@ def test_patches_of_images(has_cls_token: bool) -> None:
     torch.testing.assert_close(out[:, :kept], expected[:, :kept])
     (found,) = torch.autograd.grad((out[:, kept:] * shard(weights)).sum(), mine)
     torch.testing.assert_close(found, shard(wanted))
-
-
-@distributed(world_size=2)
-def test_all_to_all_with_gradients() -> None:
-    torch.manual_seed(0)
-    whole = torch.randn(2, 6, 3, 5, dtype=torch.float64)
-    rank, group = dist.get_rank(), dist.group.WORLD
-    mine = whole.chunk(2, 1)[rank].clone().requires_grad_()
-    heads = _SeqAllToAll.apply(group, mine, 2, 1, 0)
-    torch.testing.assert_close(heads, whole.split((2, 1), 2)[rank])
-    back = _SeqAllToAll.apply(group, heads, 1, 2, 0)
-    torch.testing.assert_close(back, mine)
-    (found,) = torch.autograd.grad(back.pow(3).sum() + heads.square().sum(), mine)
-    torch.testing.assert_close(found, 3 * mine.detach().square() + 2 * mine.detach())
-
-
-@distributed(world_size=2)
-def test_heads_are_exchanged_in_groups_of_key_heads() -> None:
-    """6 heads of queries in 3 groups: 4 and 2 of them, and back."""
-    whole = torch.randn(1, 8, 6, 2, generator=torch.Generator().manual_seed(0))
-    rank = dist.get_rank()
-    mine = whole[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
-    heads: Any = _SeqAllToAll.apply(dist.group.WORLD, mine, 2, 1, 0, None, None, None, True, 3)
-    assert torch.equal(heads, whole[:, :, 4 * rank : 4 + 2 * rank])
-    back: Any = _SeqAllToAll.apply(dist.group.WORLD, heads, 1, 2, 0, None, None, None, True, 3)
-    back.backward(whole[:, 4 * rank : 4 * rank + 4])
-    assert torch.equal(back, mine) and torch.equal(mine.grad, mine)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_kv_heads=4 does not divide the 6 heads"):
-        single_all_to_all(mine, 2, 1, 0, dist.group.WORLD, num_kv_heads=4)
 
 
 @distributed(world_size=3)

@@ -169,31 +169,6 @@ def test_over_ranks(world_size: int, offload: bool) -> None:
 
 
 @distributed(world_size=2)
-def test_attention_without_its_second_projection() -> None:
-    """The name that scripts of long contexts apply: [batch, own tokens, heads, size]."""
-    kind = fpdt_layer._FPDTGPUOffloadingAttentionImpl_
-    rank, heads, kv_heads, length, chunks = dist.get_rank(), 4, 2, 24, 3
-    x, _ = sequence(length)
-    first, bias, *_ = weights(heads, kv_heads)
-    same: list[Any] = [first, bias, torch.eye(heads * SIZE), None]
-    whole = x.clone().requires_grad_()
-    expected = plain(whole, same, heads, kv_heads, None)
-    expected.square().sum().backward()
-    mine = own_part(x, length // chunks, rank, 2).clone().requires_grad_()
-    widths = (HIDDEN, heads * SIZE, SIZE, kv_heads * SIZE)
-    out = kind.apply(mine, None, None, None, dist.group.WORLD, 2, 0, *widths, first, bias, 0, chunks, True)
-    assert out.shape == (BATCH, length // 2, heads, SIZE)
-    out.square().sum().backward()
-    assert whole.grad is not None and mine.grad is not None
-    assert_equal(
-        (out.transpose(0, 1).flatten(2).detach(), mine.grad),
-        [own_part(each, length // chunks, rank, 2) for each in (expected.detach(), whole.grad)],
-    )
-    with pytest.raises(ValueError, match="dropout=0.1"):
-        kind.apply(mine, None, None, None, dist.group.WORLD, 2, 0, *widths, first, bias, 0.1, chunks)
-
-
-@distributed(world_size=2)
 def test_what_attention_refuses() -> None:
     given: list[Any] = weights(2, 2)
     with pytest.raises(ValueError, match="1 heads for 2 ranks"):

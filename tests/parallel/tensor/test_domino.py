@@ -18,14 +18,9 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.domino import halves
 from deepspeed.parallel.tensor.domino.transformer import (
     AttnMaskType,
-    DominoAsyncColumnParallelLinear,
     DominoTransformer,
     DominoTransformerLayer,
-    DominoUtil,
     ModelType,
-    NoOper,
-    RowParallelLinearNoComm,
-    ShardedAttention,
 )
 from tests.pool import distributed
 
@@ -282,29 +277,6 @@ def test_padding_masks_and_dropped_paths() -> None:
         assert torch.equal(kept, given)
 
 
-@distributed(world_size=2)
-def test_parts_that_are_called_alone() -> None:
-    """The documented pieces: a backward that begins a sum, and one that waits for it."""
-    mpu = Mpu(2)
-    torch.manual_seed(0)
-    attention = ShardedAttention(config(), mpu, rotated, 1)
-    torch.manual_seed(0)
-    whole = ShardedAttention(config(), Alone(), rotated, 1)
-    hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
-    twin = hidden.detach().clone().requires_grad_()
-    waiting = NoOper.apply(hidden, DominoUtil.HANDLE_DIC, DominoUtil.BATCH_0)
-    output, bias = attention(waiting, None, DominoUtil.BATCH_0)
-    expected, _ = whole(twin, None, DominoUtil.BATCH_1)
-    assert bias is attention.dense.bias
-    summed = output.detach().clone()
-    dist.all_reduce(summed)
-    torch.testing.assert_close(summed, expected)
-    output.backward(torch.ones_like(output))
-    expected.backward(torch.ones_like(expected))
-    torch.testing.assert_close(hidden.grad, twin.grad)
-    assert DominoUtil.HANDLE_DIC[DominoUtil.BATCH_0] is None
-
-
 def test_refusals() -> None:
     class Three(Alone):
         def get_tensor_model_parallel_world_size(self) -> int:
@@ -314,12 +286,6 @@ def test_refusals() -> None:
         built(Three())
     with pytest.raises(ValueError, match="ffn_hidden_size=25 cannot be divided among 3"):
         built(Three(), num_attention_heads=3, ffn_hidden_size=25)
-    with pytest.raises(ValueError, match="stride=2"):
-        RowParallelLinearNoComm(4, 4, config(), nn.init.ones_, stride=2)
-    layer = DominoAsyncColumnParallelLinear(4, 4, None, config(), nn.init.ones_, skip_bias_add=True)
-    output, bias = layer(torch.ones(2, 4))
-    assert bias is layer.bias
-    assert torch.equal(output, torch.full((2, 4), 4.0))
 
 
 class Model(nn.Module):

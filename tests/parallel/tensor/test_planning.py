@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import deepspeed
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.config.sections.parallel import TPTrainingConfig
 from deepspeed.parallel.tensor.applying import apply_plan
 from deepspeed.parallel.tensor.planning import planner
 from deepspeed.parallel.tensor.planning.plan import PlanError, TensorParallelPlan

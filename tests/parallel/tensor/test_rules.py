@@ -14,7 +14,7 @@ from deepspeed.compat.module_inject import (
     TPLayerSpec,
     merge_autotp_configs,
 )
-from deepspeed.config.sections.tensor import _get_hf_tp_plan
+from deepspeed.config.sections.parallel import _get_hf_tp_plan
 from deepspeed.parallel.tensor.planning.tp_plan_converter import TPPlanConverter
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import make_plan
-from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.config.sections.model import TiledComputeConfig
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lion import FusedLion

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.exchange import Exchange, communicator_of
 from deepspeed.parallel.sequence.hf import parallel_state_sp

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.exchange import gather_lengths
 from deepspeed.parallel.sequence.visibility import Visibility, documents_of

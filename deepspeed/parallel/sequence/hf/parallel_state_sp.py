@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.mesh_layout import MeshLayout
+from deepspeed.config.axes import MeshLayout
 
 
 @dataclass

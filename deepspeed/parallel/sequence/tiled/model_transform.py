@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.config.sections.model import TiledComputeConfig
 from deepspeed.parallel.sequence.tiled.attention_chunks import NotInChunks, attention_modules, in_chunks
 from deepspeed.parallel.sequence.tiled.functions import TiledMLP
 from deepspeed.parallel.sequence.tiled.lazy_logits import LazyHead

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.base.untraced import untraced
+from deepspeed.base.tracing import untraced
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 from deepspeed.zero.gathering.retention import KeptWhole
 

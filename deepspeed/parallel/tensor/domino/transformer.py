@@ -9,49 +9,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.domino.halves import Sublayer, through_sublayers
-from deepspeed.parallel.tensor.overlapped import begin_gradients
 from deepspeed.parallel.tensor.ranks import communicator_of
 
 # Linear layers of which a tensor-parallel rank holds a part, without the sums over ranks that they need.
 #
 # ``DominoTransformer`` does these sums at the times that suit it. Weights are drawn whole, and each rank keeps its
 # part: any number of ranks begins with the same model.
-
-
-class DominoAsyncColumnParallelLinearImpl(torch.autograd.Function):
-    """A product whose backward begins to sum the input's gradient and leaves what to wait for under ``h_id`` in
-    ``handle_dic`` (``NoOper`` waits); the weight's gradient is computed meanwhile."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        handle_dic: dict[str, Any],
-        h_id: str,
-        group: Communicator | None = None,
-    ) -> Tensor:
-        ctx.save_for_backward(inp, weight)
-        ctx.handles, ctx.half, ctx.group = handle_dic, h_id, communicator_of(group)
-        return functional.linear(inp, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.handles[ctx.half] = begin_gradients(ctx, grad_output, ctx.group)
-        return *gradients, None, None, None
 
 
 class DominoAsyncColumnParallelLinear(nn.Module):
@@ -66,11 +39,9 @@ class DominoAsyncColumnParallelLinear(nn.Module):
         config: Any,
         init_method: Callable[[Tensor], Any],
         bias: bool = True,
-        skip_bias_add: bool = False,
         blocks: int = 1,
     ) -> None:
         super().__init__()
-        self.skip_bias_add = skip_bias_add
         self.group = communicator_of(_tp_group)
         whole = (blocks, output_size * self.group.size // blocks, input_size)
         self.weight = _weight(whole, 1, self.group, config, init_method)
@@ -78,24 +49,14 @@ class DominoAsyncColumnParallelLinear(nn.Module):
         if self.bias is not None:
             _mark(self.bias, 0, blocks)
 
-    def forward(
-        self, input_: Tensor, handle_dic: dict[str, Any] | None = None, h_id: str = ""
-    ) -> tuple[Tensor, nn.Parameter | None]:
-        """[..., own outputs], and the bias if it is left to the caller. Without ``handle_dic`` the sum of the input's
-        gradient is the caller's, too."""
-        bias = None if self.skip_bias_add else self.bias
-        if handle_dic is None:
-            output = functional.linear(input_, self.weight, bias)
-        else:
-            output = DominoAsyncColumnParallelLinearImpl.apply(
-                input_, self.weight, bias, handle_dic, h_id, self.group
-            )
-        return output, self.bias if self.skip_bias_add else None
+    def forward(self, input_: Tensor) -> Tensor:
+        """[..., own outputs]. The sum of the input's gradient is the caller's."""
+        return functional.linear(input_, self.weight, self.bias)
 
 
 class RowParallelLinearNoComm(nn.Module):
     """All ``output_size`` outputs from this rank's ``input_size`` inputs. Their sum over ranks, which is the caller's,
-    is the layer's output; a bias added here is in it once per rank (``skip_bias_add`` leaves it to the caller)."""
+    is the layer's output; the bias is left to the caller, too."""
 
     def __init__(
         self,
@@ -104,24 +65,17 @@ class RowParallelLinearNoComm(nn.Module):
         config: Any,
         init_method: Callable[[Tensor], Any],
         bias: bool = True,
-        stride: int = 1,
-        skip_bias_add: bool = False,
         tp_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if stride != 1:
-            raise ValueError(f"stride={stride}: rows are divided in one piece per rank; leave it at 1")
-        self.skip_bias_add = skip_bias_add
         group = communicator_of(tp_group)
         whole = (1, output_size, input_size * group.size)
         self.weight = _weight(whole, 2, group, config, init_method)
         self.bias = _zeros(output_size, config) if bias else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
-        """[..., outputs], and the bias if it is left to the caller."""
-        if self.skip_bias_add:
-            return functional.linear(input_, self.weight), self.bias
-        return functional.linear(input_, self.weight, self.bias), None
+        """[..., outputs], and the bias."""
+        return functional.linear(input_, self.weight), self.bias
 
 
 def _weight(
@@ -166,11 +120,6 @@ class LayerType(enum.Enum):
     decoder = 2
 
 
-class AttnType(enum.Enum):
-    self_attn = 1
-    cross_attn = 2
-
-
 class AttnMaskType(enum.Enum):
     """By its name, so that Megatron-LM's own enum will do."""
 
@@ -183,38 +132,8 @@ class ModelType(enum.Enum):
     encoder_and_decoder = 2
 
 
-class DominoUtil:
-    """The names of both halves of a batch, and what backwards of a ``ShardedAttention`` called alone wait for."""
-
-    BATCH_0: ClassVar[str] = "BATCH0"
-    BATCH_1: ClassVar[str] = "BATCH1"
-    HANDLE_DIC: ClassVar[dict[str, Any]] = {"BATCH0": None, "BATCH1": None}
-
-
 class DominoModule(nn.Module):
     """The base of all modules here."""
-
-
-class NoOper(torch.autograd.Function):
-    """The input; its backward waits for the sum of the gradient that ``DominoAsyncColumnParallelLinearImpl`` began."""
-
-    @staticmethod
-    def symbolic(graph: Any, input_: Any, handle_dic: dict[str, Any], h_id: str) -> Any:
-        return input_
-
-    @staticmethod
-    def forward(ctx: Any, input_: Tensor, handle_dic: dict[str, Any], h_id: str) -> Tensor:
-        ctx.handles, ctx.half = handle_dic, h_id
-        return input_.view_as(input_)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        handle = ctx.handles.get(ctx.half)
-        if handle is not None:
-            handle.wait()
-            ctx.handles[ctx.half] = None
-        return grad_output, None, None
 
 
 class CoreAttention(DominoModule):
@@ -256,12 +175,9 @@ class ShardedAttention(DominoModule):
         mpu: Any,
         apply_rotary_pos_emb: Rotary,
         layer_number: int,
-        attention_type: Any = AttnType.self_attn,
         attn_mask_type: Any = AttnMaskType.causal,
     ) -> None:
         super().__init__()
-        if attention_type.name != "self_attn":
-            raise ValueError(f"attention_type={attention_type}: Domino has self-attention only")
         size, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
         self.core_attention = CoreAttention(config, size, attn_mask_type)
         self.layer_number, self.apply_rotary_pos_emb = max(1, layer_number), apply_rotary_pos_emb
@@ -280,20 +196,8 @@ class ShardedAttention(DominoModule):
             config,
             config.output_layer_init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=True,
             tp_group=group,
         )
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        micro_batch_num: str,
-        rotary_pos_emb: Any = None,
-    ) -> tuple[Tensor, nn.Parameter | None]:
-        """This rank's share of the output, and the bias. ``NoOper`` waits for the sum of the input's gradient."""
-        mixed, _ = self.query_key_value(hidden_states, DominoUtil.HANDLE_DIC, micro_batch_num)
-        return self.dense(self.domino_core_attention_forward(mixed, attention_mask, rotary_pos_emb))
 
     def domino_core_attention_forward(
         self, mixed_x_layer: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
@@ -368,7 +272,6 @@ class DominoTransformerLayer(DominoModule):
             config,
             config.output_layer_init_method,
             bias=bias,
-            skip_bias_add=True,
             tp_group=group,
         )
         self.is_gated = blocks == 2
@@ -394,13 +297,12 @@ class DominoTransformerLayer(DominoModule):
         """``masks``: of each half."""
 
         def attention(normed: Tensor, half: int) -> tuple[Tensor, Any]:
-            mixed, _ = self.self_attention.query_key_value(normed)
+            mixed = self.self_attention.query_key_value(normed)
             context = self.self_attention.domino_core_attention_forward(mixed, masks[half], rotary_pos_emb)
             return self.self_attention.dense(context)
 
         def feed_forward(normed: Tensor, half: int) -> tuple[Tensor, Any]:
-            wide, _ = self.linear_fc1(normed)
-            return self.linear_fc2(self.mlp_activation_func(wide))
+            return self.linear_fc2(self.mlp_activation_func(self.linear_fc1(normed)))
 
         normed, add = self.apply_residual_connection_post_layernorm, self.bias_dropout_add_func
         return [

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.config.sections.tensor import TPTrainingConfig, _get_hf_tp_plan
+from deepspeed.config.sections.parallel import TPTrainingConfig, _get_hf_tp_plan
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
 from deepspeed.parallel.tensor.planning.autotp_config import (
     AutoTPConfig,
