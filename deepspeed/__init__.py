@@ -6,7 +6,6 @@ import when it is first read and is an ordinary module attribute afterwards.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 import os
@@ -107,14 +106,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _load(path: str) -> Any:
-    """Import with the cycle collector paused: it would traverse all of torch (80 ms) and find nothing to free."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
+    from deepspeed.base.python_gc import python_gc_manager  # not needed by `import deepspeed` alone
+
+    with python_gc_manager.paused():
         return importlib.import_module(path)
-    finally:
-        if running:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,8 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.base.logging import logger
@@ -26,7 +27,8 @@ class PythonGCManager:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._holders = 0
+        self._engines = 0
+        self._pauses = 0
         self._was_on = False
         self._process = os.getpid()
         if hasattr(os, "register_at_fork"):
@@ -34,29 +36,50 @@ class PythonGCManager:
 
     @property
     def active_engines(self) -> int:
-        return self._holders
+        return self._engines
 
     def acquire(self) -> int:
         """Collect, and switch the collector off. Returns what ``release`` is given."""
         with self._lock:
-            if self._holders == 0:
-                self._was_on = gc.isenabled()
-                if self._was_on:
-                    logger.info(
-                        f"automatic collection of cyclic garbage is off; {gc.collect()} objects collected"
-                    )
-                    gc.disable()
-            self._holders += 1
+            self._switch_off()
+            if self._engines == 0 and self._was_on:
+                logger.info(
+                    f"automatic collection of cyclic garbage is off; {gc.collect()} objects collected"
+                )
+            self._engines += 1
             return self._process
 
     def release(self, held: int) -> None:
         """``held``: from ``acquire``; nothing happens in another process than that one's."""
         with self._lock:
-            if held != self._process or self._holders == 0:
-                return
-            self._holders -= 1
-            if self._holders == 0 and self._was_on:
-                gc.enable()
+            if held == self._process and self._engines:
+                self._engines -= 1
+                self._switch_on()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No collection inside the block: a full one looks at every object of torch (0.1 s). The block imports modules,
+        which stay, or what it makes is gone at its end, and then does not make a collection due."""
+        with self._lock:
+            self._switch_off()
+            self._pauses += 1
+        process = self._process
+        try:
+            yield
+        finally:
+            with self._lock:
+                if process == self._process:
+                    self._pauses -= 1
+                    self._switch_on()
+
+    def _switch_off(self) -> None:
+        if self._engines + self._pauses == 0:
+            self._was_on = gc.isenabled()
+            gc.disable()
+
+    def _switch_on(self) -> None:
+        if self._engines + self._pauses == 0 and self._was_on:
+            gc.enable()
 
     def collect(self) -> int:
         """A full collection now; returns the number of objects."""
@@ -64,9 +87,9 @@ class PythonGCManager:
 
     def _forked(self) -> None:
         self._lock = threading.RLock()  # a thread that is not in this process may have held it
-        if self._holders and self._was_on:
+        if self._engines + self._pauses and self._was_on:
             gc.enable()
-        self._holders, self._process = 0, os.getpid()
+        self._engines, self._pauses, self._process = 0, 0, os.getpid()
 
 
 python_gc_manager = PythonGCManager()

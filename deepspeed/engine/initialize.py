@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from deepspeed import comm as dist
 from deepspeed.base.constants import ELASTIC_STATE, TENSOR_PARALLEL_SIZE, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.base.logging import logger
+from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.base.sharded import had_dtensors
 from deepspeed.base.staged import Staged
 from deepspeed.config.arguments import FILLED_IN
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas
 
 
+@python_gc_manager.paused()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.base import rng
 from deepspeed.base.logging import log_dist
+from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.base.stateful import state_of
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.contents import Files, Place, Training
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.background import BackgroundWriter, without_collections
+from deepspeed.checkpoint.files.background import BackgroundWriter
 from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_client_state, save
@@ -139,7 +140,7 @@ def save_checkpoint(
         write()
     else:
         engine.background_writer.wait()
-        with without_collections():
+        with python_gc_manager.paused():
             write()
     if settings.writer is not None and settings.writer.show_statistics:
         log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])

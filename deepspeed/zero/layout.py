@@ -177,25 +177,27 @@ def _runs(params: Iterable[ParamSpec], policy: CutPolicy) -> list[list[ParamSpec
     """Group parameters into runs: open ones are keyed by (persistent, key) and closed by unit and size."""
     runs: list[list[ParamSpec]] = []
     open_runs: dict[tuple[bool, object], list[ParamSpec]] = {}
+    sizes: dict[tuple[bool, object], int] = {}
     for spec in params:
         persistent = 0 < spec.numel <= policy.persist_numel
         key = (persistent, spec.key)
         run = open_runs.get(key)
-        if run is None or not _fits(run, spec, policy, persistent):
-            run = list[ParamSpec]()
+        if run is None or not _fits(run[-1], sizes[key], spec, policy, persistent):
+            run = open_runs[key] = []
+            sizes[key] = 0
             runs.append(run)
-            open_runs[key] = run
         run.append(spec)
+        sizes[key] += spec.numel
     return runs
 
 
-def _fits(run: list[ParamSpec], spec: ParamSpec, policy: CutPolicy, persistent: bool) -> bool:
-    size = sum(other.numel for other in run)
-    if spec.alone or run[-1].alone:
+def _fits(last: ParamSpec, size: int, spec: ParamSpec, policy: CutPolicy, persistent: bool) -> bool:
+    """Tell whether ``spec`` belongs to the run that ends with ``last`` and has ``size`` elements."""
+    if spec.alone or last.alone:
         return False
     if size + spec.numel > policy.max_numel:
         return False
-    return persistent or run[-1].unit == spec.unit or size < policy.merge_numel
+    return persistent or last.unit == spec.unit or size < policy.merge_numel
 
 
 def _lay(run: list[ParamSpec], index: int, num_shards: int, alignment: int) -> BucketLayout:

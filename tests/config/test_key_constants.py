@@ -78,3 +78,44 @@ def test_a_child_collects_its_garbage() -> None:
     finally:
         manager.release(held)
     assert gc.isenabled()
+
+
+def test_a_pause_ends_without_ending_what_engines_want() -> None:
+    """Also if the engine is made in the pause; the second pause is inside the first."""
+    manager = importlib.import_module("deepspeed.base.python_gc").PythonGCManager()
+    with manager.paused(), manager.paused():
+        assert not gc.isenabled() and manager.active_engines == 0
+        held = manager.acquire()
+    assert not gc.isenabled() and manager.active_engines == 1
+    with manager.paused():
+        manager.release(held)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with manager.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@distributed(world_size=1)
+def test_initialize_waits_for_no_collection_of_garbage() -> None:
+    """A full one looks at every object of torch; counted, as whether one is due depends on what went before."""
+    collections: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        collections.append(info["generation"])
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(50, 2, 1)
+    gc.callbacks.append(count)
+    try:
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
+        during = len(collections)
+    finally:
+        gc.callbacks.remove(count)
+        gc.set_threshold(*threshold)
+    engine.destroy()
+    assert during <= 4, "those due before and after the call"

@@ -8,11 +8,9 @@ newest complete checkpoint is in place; a rank that fails leaves the former one.
 
 from __future__ import annotations
 
-import gc
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +64,6 @@ class BackgroundWriter:
             self.wait()
         finally:
             self.snapshot.release()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """A full collection of Python's garbage takes longer than the copy (0.13 s with what torch alone has imported).
-    Most of what is made in this block is gone at its end, and then does not make a collection due."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Save(threading.Thread):

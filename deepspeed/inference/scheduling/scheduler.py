@@ -251,7 +251,9 @@ class Scheduler:
 
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
         """By rank; before each, those that overtake it."""
-        prompts = [request for request in self.running if request.pending > 1] + self.waiting
+        prompts = [request for request in self._running if request.pending > 1]
+        if len(self._running) < self.max_sequences:  # else none of those that wait can begin
+            prompts += self._waiting
         prompts.sort(key=self._rank)
         shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by level
         for request in sorted(prompts, key=_length):
