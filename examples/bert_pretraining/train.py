@@ -20,20 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "pretrain_gpt"))
 
+from bert import CLS, IGNORED, MASK, SEP, Bert  # noqa: E402
 from data import VOCABULARY, Text, load, make  # noqa: E402
 
 import deepspeed  # noqa: E402
-from deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer  # noqa: E402
 from deepspeed import comm as dist  # noqa: E402
 
-MASK, CLS, SEP = range(VOCABULARY, VOCABULARY + 3)
-IGNORED = -100
 OPTIMIZERS = ("Lamb", "OneBitLamb", "OneBitAdam", "AdamW")
 
 
@@ -85,65 +82,6 @@ def draw(tokens: np.ndarray, starts: Tensor, sequences: int, length: int, seed: 
     noise = torch.randint(VOCABULARY, ids.shape, generator=random)
     masked = torch.where(chosen & (fate >= 0.9), noise, masked)
     return Batch(masked, segments, ids.masked_fill(~chosen, IGNORED), follows)
-
-
-# The model --------------------------------------------------------------------------------------------------
-
-
-def torch_layer(width: int, heads: int, dropout: float) -> nn.TransformerEncoderLayer:
-    return nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", 1e-12, batch_first=True)
-
-
-def kernel_layer(given: nn.TransformerEncoderLayer, layers: int, dropout: float) -> DeepSpeedTransformerLayer:
-    """The layer of the kernels with the same weights."""
-    attention = given.self_attn
-    parts = (attention.out_proj, given.norm1, given.linear1, given.linear2, given.norm2)
-    sizes = DeepSpeedTransformerConfig(
-        hidden_size=attention.embed_dim,
-        intermediate_size=given.linear1.out_features,
-        heads=attention.num_heads,
-        attn_dropout_ratio=dropout,
-        hidden_dropout_ratio=dropout,
-        num_hidden_layers=layers,
-        pre_layer_norm=False,
-    )
-    weights = [*attention.in_proj_weight.chunk(3), *(part.weight for part in parts)]
-    biases = [*attention.in_proj_bias.chunk(3), *(part.bias for part in parts)]
-    return DeepSpeedTransformerLayer(sizes, weights, biases)
-
-
-class Bert(nn.Module):
-    """BERT's encoder with both heads; forward returns the loss, and the two parts of it [2]."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__()
-        width = options.width
-        self.words = nn.Embedding(VOCABULARY + 3, width)
-        self.places = nn.Embedding(max(options.lengths), width)
-        self.passages = nn.Embedding(2, width)
-        for table in (self.words, self.places, self.passages):
-            nn.init.normal_(table.weight, std=0.02)
-        self.norm = nn.LayerNorm(width)
-        layers = [torch_layer(width, options.heads, options.dropout) for _ in range(options.layers)]
-        if options.layers_of == "deepspeed":
-            layers = [kernel_layer(each, len(layers), options.dropout) for each in layers]
-        self.layers = nn.ModuleList(layers)
-        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
-        self.bias = nn.Parameter(torch.zeros(VOCABULARY + 3))
-        self.order = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
-
-    def forward(
-        self, ids: Tensor, segments: Tensor, labels: Tensor, follows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        x = self.norm(self.words(ids) + self.places(places) + self.passages(segments))
-        for layer in self.layers:
-            x = layer(x)
-        hidden = self.transform(x[labels != IGNORED])  # the head computes the masked tokens only
-        logits = functional.linear(hidden, self.words.weight, self.bias)
-        of_words = functional.cross_entropy(logits, labels[labels != IGNORED])
-        of_order = functional.cross_entropy(self.order(x[:, 0]), follows)
-        return of_words + of_order, torch.stack([of_words, of_order]).detach()
 
 
 # Training ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """The configs and commands that the documents print: each is accepted as it is printed.
 
 The table is our own: document, section, and the keys that are printed there. `printed_sections.json` has those of the
-documents' page of the config and of its tutorials, with one of the choices where a page names all of them. (The page's
-section `elasticity` has words for numbers, and is not here.) Of the other blocks, the training loop runs in
-tests/engine, the handle of DeepNVMe in tests/examples/test_deepnvme.py, and the pseudocode of MoQ with
-`init_inference` is no program (its ellipses stand for arguments).
+documents' page of the config and of its tutorials, with one of the choices where a page names all of them.
+tests/examples/documented_blocks.py lists all blocks of the documents, with the test of each.
 """
 
 from __future__ import annotations
