@@ -113,7 +113,9 @@ def _load(
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
             _resume(engine, catalog, ranks, what, report)
-    log_dist(report.line(catalog), ranks=[0])
+    # Each stage reports what it has restored: of several replicas, those of rank 0.
+    stages = engine.mesh.ranks("pp")
+    log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
     return str(catalog.folder), materialize(catalog.client_state)
 
 

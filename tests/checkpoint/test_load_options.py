@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
 from deepspeed.checkpoint.files import archive_writer
 from deepspeed.checkpoint.names import SCRIPTS
+from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.checkpoint.models import (
     Zoo,
     assert_equal,
@@ -454,23 +456,54 @@ def test_an_engine_without_optimizer(tmp_path):
         trains.load_checkpoint(tmp_path / "own")
 
 
-@pytest.mark.parametrize(
-    "model, said",
-    [
-        (Zoo, "restored 13/13 parameters, 16/16 optimizer states, step 3"),
-        (Wider, "restored 13/15 parameters"),
-    ],
-)
-@distributed(world_size=2)
-def test_two_loads_report_what_they_restored(tmp_path, model, said):
-    trained_engine(tmp_path, steps=3)
-    engine = make_engine(config(2), model=model())
+def lines_of_loading(engine, folder: Path, **options: Any) -> list[str]:
     level = logger.level
     logger.setLevel("INFO")
     try:
         with Lines() as log:
-            engine.load_checkpoint(tmp_path, load_module_strict=model is Zoo)
+            engine.load_checkpoint(folder, **options)
     finally:
         logger.setLevel(level)
+    return [line for line in log.said if str(folder) in line]
+
+
+@distributed(world_size=2)
+def test_loads_report_what_they_restored(tmp_path):
+    trained_engine(tmp_path, steps=3)
+    engine = make_engine(config(2), model=Zoo())
+    said = lines_of_loading(engine, tmp_path)
     if engine.global_rank == 0:
-        assert any(said in line and str(tmp_path) in line for line in log.said), log.said
+        assert any("restored 13/13 parameters, 16/16 optimizer states, step 3" in line for line in said), said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_lenient_loads_say_how_many_of_how_many(tmp_path, stage):
+    trained_engine(tmp_path, stage)
+    engine = make_engine(config(stage), model=Wider())
+    for options in ({}, {"load_module_only": True}):
+        said = lines_of_loading(engine, tmp_path, load_module_strict=False, **options)
+        if engine.global_rank == 0:
+            line = next(line for line in said if "restored 13/15 parameters" in line)
+            assert "2 not in the checkpoint: extra.weight, extra.bias" in line
+
+
+@distributed(world_size=2)
+def test_each_stage_says_how_many_of_how_many(tmp_path):
+    """Rank 0 knows its own stage: here the other one has something new."""
+
+    def engine_of(*layers: Any) -> Any:
+        model = PipelineModule([LayerSpec(*each) for each in layers], num_stages=2, loss_fn=nn.MSELoss())
+        settings = {**config(1), "train_batch_size": 4}
+        made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
+        return made
+
+    engine_of((nn.Linear, 3, 3), (nn.Linear, 3, 3)).save_checkpoint(tmp_path)
+    engine = engine_of((nn.Linear, 3, 3), (nn.Sequential, nn.Linear(3, 3)))
+    said = lines_of_loading(engine, tmp_path, load_module_strict=False)
+    count = ("2/2", "0/2")[engine.global_rank]
+    assert any(f"restored {count} parameters" in line for line in said), said
+    engine = engine_of((nn.Sequential, nn.Linear(3, 3)), (nn.Sequential, nn.Linear(3, 3)))
+    with pytest.raises(CheckpointError, match="0 of the 2 parameters of the model"):
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+    assert engine.global_steps == 0

@@ -218,9 +218,11 @@ def test_a_half_loaded_pipeline_refuses(tmp_path):
             refused(batches)
 
 
-@distributed(world_size=1)
-def test_nothing_in_common(tmp_path):
-    engine = make_engine(config(1))
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_nothing_in_common(tmp_path, stage):
+    engine = make_engine(config(stage))
+    train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="t")
 
     class Other(nn.Module):
@@ -228,10 +230,11 @@ def test_nothing_in_common(tmp_path):
             super().__init__()
             self.inner = Zoo()
 
-    other = make_engine(config(1), model=Other())
+    other = make_engine(config(stage), model=Other())
     before = full_state(other)
-    with pytest.raises(CheckpointError, match=r"0 of the \d+ parameters of the model"):
-        other.load_checkpoint(tmp_path, tag="t", load_module_strict=False)
+    for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        with pytest.raises(CheckpointError, match=r"0 of the \d+ parameters of the model"):
+            other.load_checkpoint(tmp_path, tag="t", load_module_strict=False, **options)
     assert_equal(full_state(other), before)
     assert other.global_steps == 0
 

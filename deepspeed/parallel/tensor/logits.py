@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, picks_positions
+from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments
 from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import gather_from
@@ -165,7 +166,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
     if func is torch.Tensor.__getitem__ and picks_positions(rest[0], logits.local.ndim, (slice, int)):
         return logits.like(logits.local[rest[0]])
     if func is nn.functional.cross_entropy:
-        return _cross_entropy(logits, *rest, **kwargs)
+        return _cross_entropy(logits, loss_arguments(func, (logits, *rest), kwargs))
     return None
 
 
@@ -196,26 +197,10 @@ def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dic
     return logits.like(logits.local.reshape(*after[:-1], logits.local.shape[-1]))
 
 
-def _cross_entropy(
-    logits: LogitsInParts,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _cross_entropy(logits: LogitsInParts, given: dict[str, Any] | None) -> Tensor | None:
     """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary], or None."""
-    usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
-    if not usual or logits.local.ndim != 2 or target.ndim != 1:
+    if given is None or given["weight"] is not None or logits.local.ndim != 2 or given["target"].ndim != 1:
         return None
-    loss = cross_entropy(
-        logits.local,
-        target,
-        VocabularyPart.of_cut(logits.cut, logits.group),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
-    return loss.to(logits.local.dtype)
+    part = VocabularyPart.of_cut(logits.cut, logits.group)
+    options = {name: given[name] for name in ("ignore_index", "label_smoothing", "reduction")}
+    return cross_entropy(logits.local, given["target"], part, **options).to(logits.local.dtype)

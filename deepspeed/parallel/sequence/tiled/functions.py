@@ -111,6 +111,7 @@ class SequenceTiledCompute(TiledFunction):
             [1 if isinstance(value, Tensor) else None for value in sharded.values()] + [None] * len(whole),
             lengths,
             join_dim=output_unshard_dimension,
+            reduction=output_reduction,
             weights=_weights(output_reduction, lengths, labels, None, 1),
         )
         return run_tiles(call, [*sharded.values(), *whole.values()])
@@ -185,6 +186,7 @@ class TiledFusedLogitsLoss(TiledFunction):
             lambda tensors: fn(self, *tensors),
             [dim] * len(inputs),
             lengths,
+            reduction=output_reduction,
             weights=_weights(output_reduction, lengths, y if _integers(y) else None, mask, dim),
         )
         return run_tiles(call, inputs)
@@ -225,15 +227,11 @@ def _integers(value: Any) -> bool:
 
 def _weights(
     reduction: str | None, lengths: Sequence[int], labels: Tensor | None, mask: Tensor | None, dim: int
-) -> list[float] | None:
-    """Return the weight of each tile's loss: 1 for sums, its share of the counted tokens for means; None: nothing is
-    reduced.
-    """
+) -> list[float]:
+    """Return the weight of each tile's loss: 1 for sums, its share of the counted tokens for means."""
     if reduction not in REDUCTIONS:
         raise ValueError(f'output_reduction={reduction!r}: it is "mean", "sum" or None')
-    if reduction is None:
-        return None
-    if reduction == "sum":
+    if reduction != "mean":
         return [1.0] * len(lengths)
     counting = None if labels is None else labels != IGNORED
     if mask is not None:

@@ -8,9 +8,8 @@ them gets the whole logits.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from deepspeed.parallel.sequence.tiled.tiles import TiledCall, run_tiles, tile_lengths
+from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments, reduced
 
 Step = Callable[[Tensor], Tensor]
 
@@ -128,12 +128,12 @@ def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
         if probe.device != logits.device:
             return None
         return logits.changed(logits.hidden, (*logits.steps, step), probe.dtype)
-    if func in (torch.Tensor.view, torch.Tensor.reshape) and _flattens(logits, rest, kwargs):
+    if func in (torch.Tensor.view, torch.Tensor.reshape) and _flattens(logits, func, rest, kwargs):
         return logits.changed(logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.steps, logits.dtype)
     if func is torch.Tensor.__getitem__ and picks_positions(rest[0], Tensor.dim(logits), (slice,)):
         return logits.changed(logits.hidden[rest[0]], logits.steps, logits.dtype)
     if func is nn.functional.cross_entropy:
-        return _cross_entropy(logits, *rest, **kwargs)
+        return _cross_entropy(logits, loss_arguments(func, (logits, *rest), kwargs))
     return None
 
 
@@ -141,14 +141,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (int, float, bool, torch.dtype, torch.device, str)) or value is None
 
 
-def _flattens(logits: LazyLogits, shape: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _flattens(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """``view(-1, vocabulary)`` and what is the same."""
-    if kwargs:
+    if rest and isinstance(rest[0], torch.dtype):
         return False
-    if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
-        shape = tuple(shape[0])
-    rows = math.prod(Tensor.size(logits)[:-1])
-    return len(shape) == 2 and shape[0] in (-1, rows) and shape[1] == _width(logits)
+    after = func(torch.empty(Tensor.size(logits), device="meta"), *rest, **kwargs).shape
+    return len(after) == 2 and after[1] == _width(logits)
 
 
 def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
@@ -164,36 +162,24 @@ def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
     return len(parts) < dims or parts[-1] == full
 
 
-def _cross_entropy(
-    logits: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor | None:
+def _cross_entropy(logits: LazyLogits, given: dict[str, Any] | None) -> Tensor | None:
     """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary] in tiles, or None."""
     rows = logits.hidden.shape[0]
-    usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
-    if not usual or logits.hidden.dim() != 2 or target.shape != (rows,) or rows < 2 or logits.shards < 2:
+    if given is None or given["weight"] is not None or rows < 2 or logits.shards < 2:
         return None
-    joined = reduction == "none"
-    lengths = tile_lengths(rows, logits.shards)
+    target, ignored = given["target"], given["ignore_index"]
+    if logits.hidden.dim() != 2 or target.shape != (rows,):
+        return None
+    options = {"ignore_index": ignored, "label_smoothing": given["label_smoothing"]}
 
     def compute(tiles: list[Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(
-            logits.tile(tiles[0]),
-            tiles[1],
-            ignore_index=ignore_index,
-            reduction="none" if joined else "sum",
-            label_smoothing=label_smoothing,
-        )
+        return nn.functional.cross_entropy(logits.tile(tiles[0]), tiles[1], reduction="none", **options)
 
-    call = TiledCall(compute, [0, 0], lengths, join_dim=0, weights=None if joined else [1.0] * len(lengths))
-    result = run_tiles(call, [logits.hidden, target])
-    return result / (target != ignore_index).sum() if reduction == "mean" else result
+    call = TiledCall(compute, [0, 0], tile_lengths(rows, logits.shards), join_dim=0)
+    losses = run_tiles(call, [logits.hidden, target])
+    if given["reduction"] == "none":
+        return losses
+    return reduced(torch.stack([losses, (target != ignored).to(losses.dtype)]), given["reduction"])
 
 
 class LazyHead:
@@ -219,13 +205,8 @@ class LazyHead:
 
     def compute(self, hidden: Tensor) -> Tensor:
         """The logits, through the module's hooks."""
-        with self._computing():
-            return self.module(hidden)
-
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
         self._plain += 1
         try:
-            yield
+            return self.module(hidden)
         finally:
             self._plain -= 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
+from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 from deepspeed.zero.gathering.retention import KeptWhole
 
@@ -40,19 +42,25 @@ class TiledCall:
     """``compute(tensors)`` for each tile of ``inputs``.
 
     ``split_dims``: along which dimension each input is cut; None: every tile gets all of it. ``lengths``: of the tiles.
-    ``join_dim``: results are joined along it. ``weights``: results are summed instead, times these; a tile of weight 0
-    is not computed.
+    ``join_dim``: results are joined along it. ``reduction``: "mean" or "sum", of results that are losses; ``weights``:
+    what each tile then counts; a tile of weight 0 is not computed.
     """
 
     compute: Callable[[list[Any]], Any]
     split_dims: Sequence[int | None]
     lengths: Sequence[int]
     join_dim: int = 1
-    weights: Sequence[float] | None = None
+    reduction: str | None = None
+    weights: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
-        self.order = [i for i in range(len(self.lengths)) if self.weights is None or self.weights[i]]
+        self.order = [i for i in range(len(self.lengths)) if self.reduction is None or self.weights[i]]
+        self.losses: TileLosses | None = None
+        if self.reduction is not None:
+            self.join_dim = -1
+            weights, starts = ([each[i] for i in self.order] for each in (self.weights, self.starts))
+            self.losses = TileLosses(self.reduction, weights, starts)
 
     def tile(self, tensor: Tensor, dim: int | None, index: int) -> Tensor:
         """The part of one input, contiguous, without a graph."""
@@ -69,15 +77,14 @@ class TiledCall:
         ]
 
     def result(self, inputs: list[Any]) -> Tensor:
-        found = self.compute(inputs)
+        with self.losses or contextlib.nullcontext():
+            found = self.compute(inputs)
         if not isinstance(found, Tensor):
             raise TypeError(f"a tiled function returns one tensor, not {type(found).__name__}")
-        if self.weights is not None and found.dim():
-            raise ValueError(
-                f"results of tiles are reduced to one number, but a tile's result has shape {tuple(found.shape)}: "
-                "reduce it in the function, or join the results with output_reduction=None"
-            )
-        return found if self.weights is not None or found.dim() else found.view(1)
+        if self.losses is not None:
+            cut, dim = next((i, dim) for i, dim in enumerate(self.split_dims) if dim is not None)
+            return self.losses.of_tile(found, inputs[cut].shape[: dim + 1])
+        return found if found.dim() else found.view(1)
 
 
 @untraced
@@ -89,10 +96,12 @@ def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
     if not call.order:
         return _nothing_counts(inputs)
     run = _Run(call, inputs)
-    if not torch.is_grad_enabled():
-        return run.join(run.results(call.order))
-    run.start()
-    return TiledFunction.apply(run, *inputs, *run.leaves)  # type: ignore[return-value]
+    if torch.is_grad_enabled():
+        run.start()
+        joined: Tensor = TiledFunction.apply(run, *inputs, *run.leaves)  # pyright: ignore[reportAssignmentType]
+    else:
+        joined = run.join(run.results(call.order))
+    return joined if call.losses is None else call.losses.of_sequence(joined)
 
 
 def _nothing_counts(inputs: Sequence[Any]) -> Tensor:
@@ -109,7 +118,7 @@ class _Run:
         self.inputs: Sequence[Any] = inputs
         self.needed = [isinstance(each, Tensor) and each.requires_grad for each in inputs]
         self.leaves: list[Tensor] = []
-        self.first: Tensor | None = None
+        self.first: list[Tensor] = []
 
     def start(self) -> None:
         """Compute the first tile and find what else the function uses (Note: finding the weights)."""
@@ -121,7 +130,7 @@ class _Run:
             result = self.call.result(tiles)
         self.leaves, self._nodes = _leaves(result, tiles, begin)
         self.versions = [leaf._version for leaf in self.leaves]
-        self.first = result.detach()
+        self.first = [result.detach()]
 
     def results(self, order: Sequence[int]) -> Iterator[Tensor]:
         never = [False] * len(self.inputs)
@@ -130,41 +139,31 @@ class _Run:
 
     def all_results(self) -> Iterator[Tensor]:
         """The first is there already."""
-        first, self.first = self.first, None
-        assert first is not None
-        yield first
-        del first
+        yield self.first.pop()
         yield from self.results(self.call.order[1:])
 
     def join(self, results: Iterator[Tensor]) -> Tensor:
-        """One tensor of the results of all tiles; ``sizes``: how long each is along ``join_dim``."""
-        call, self.sizes = self.call, list[int]()
-        if call.weights is not None:
-            weights = [call.weights[i] for i in call.order]
-            losses = torch.stack(list(results))
-            # One of 16 bits is rounded once, after the sum. What the tiles' own results lack cannot be regained.
-            wide = losses.float() if losses.element_size() < 4 else losses
-            return (wide * wide.new_tensor(weights)).sum(0).to(losses.dtype)
+        """One tensor of the results of all tiles; ``places``: where each lies along ``join_dim``, and how long it
+        is."""
+        call = self.call
         first, dim = next(results), call.join_dim
-        if first.shape[dim] != call.lengths[0]:  # not one result per position
+        if first.shape[dim] != call.lengths[call.order[0]]:  # not one result per position
             parts = [first, *results]
-            self.sizes = [part.shape[dim] for part in parts]
+            sizes = [part.shape[dim] for part in parts]
+            self.places = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
             return torch.cat(parts, dim)
-        self.sizes = list(call.lengths)
+        self.places = [(call.starts[i], call.lengths[i]) for i in call.order]
         shape = list(first.shape)
         shape[dim] = sum(call.lengths)
-        whole = first.new_empty(shape)
-        whole.narrow(dim, 0, call.lengths[0]).copy_(first)
-        del first
-        for start, length, result in zip(call.starts[1:], call.lengths[1:], results, strict=True):
-            whole.narrow(dim, start, length).copy_(result)
+        every = len(call.order) == len(call.lengths)
+        whole = (first.new_empty if every else first.new_zeros)(shape)
+        for place, result in zip(self.places, chain((first,), results), strict=True):
+            whole.narrow(dim, *place).copy_(result)
         return whole
 
-    def part_of(self, grad: Tensor, turn: int, result: Tensor) -> Tensor:
+    def part_of(self, grad: Tensor, turn: int) -> Tensor:
         """The gradient of one tile's result, of that of all of them."""
-        if self.call.weights is not None:
-            return (grad * self.call.weights[self.call.order[turn]]).to(result.dtype)
-        return grad.narrow(self.call.join_dim, sum(self.sizes[:turn]), self.sizes[turn])
+        return grad.narrow(self.call.join_dim, *self.places[turn])
 
     def forget_inputs(self) -> None:
         """Autograd keeps the tensors from now on, and the node the leaves' accumulators."""
@@ -198,7 +197,7 @@ class TiledFunction(torch.autograd.Function):
                 with torch.enable_grad():
                     result = run.call.result(tiles)
                 whole.take()
-                gradients.add(index, tiles, result, run.part_of(grads[0], turn, result))
+                gradients.add(index, tiles, result, run.part_of(grads[0], turn))
                 del tiles, result
         return None, *gradients.finish()
 
@@ -221,42 +220,24 @@ class _Gradients:
 
     def __init__(self, run: _Run, inputs: Sequence[Any]) -> None:
         self.run = run
-        self.of_inputs: list[Tensor | None] = [
-            (torch.empty_like if dim is not None else torch.zeros_like)(each) if need else None
-            for each, need, dim in zip(inputs, run.needed, run.call.split_dims, strict=True)
-        ]
-        for index, weight in enumerate(run.call.weights or ()):
-            if not weight:
-                self._skip(index)
+        needed = zip(inputs, run.needed, strict=True)
+        self.of_inputs = [torch.zeros_like(each) if need else None for each, need in needed]
         self.of_leaves: list[Tensor | None] = [None] * len(run.leaves)
-
-    def _skip(self, index: int) -> None:
-        for dim, total in zip(self.run.call.split_dims, self.of_inputs, strict=True):
-            if total is not None and dim is not None:
-                self._part(total, dim, index).zero_()
-
-    def _part(self, total: Tensor, dim: int, index: int) -> Tensor:
-        return total.narrow(dim, self.run.call.starts[index], self.run.call.lengths[index])
 
     def add(self, index: int, tiles: Sequence[Any], result: Tensor, grad: Tensor) -> None:
         """Differentiate one tile."""
         if not result.requires_grad:
-            self._skip(index)
             return
+        call = self.run.call
         wanted = [tile for tile, need in zip(tiles, self.run.needed, strict=True) if need]
         found = iter(torch.autograd.grad(result, [*wanted, *self.run.leaves], grad, allow_unused=True))
-        for dim, total in zip(self.run.call.split_dims, self.of_inputs, strict=True):
-            if total is not None:
-                part = next(found)
-                if dim is None:
-                    total += 0 if part is None else part
-                elif part is None:
-                    self._part(total, dim, index).zero_()
-                else:
-                    self._part(total, dim, index).copy_(part)
+        for dim, total in zip(call.split_dims, self.of_inputs, strict=True):
+            if total is not None and (part := next(found)) is not None:
+                own = total if dim is None else total.narrow(dim, call.starts[index], call.lengths[index])
+                own += part
         for position, part in enumerate(found):
             if part is not None:
-                self.of_leaves[position] = _sum(self.of_leaves[position], part, len(self.run.call.order))
+                self.of_leaves[position] = _sum(self.of_leaves[position], part, len(call.order))
 
     def finish(self) -> tuple[Tensor | None, ...]:
         leaves = zip(self.run.leaves, self.of_leaves, strict=True)
@@ -326,44 +307,24 @@ class RecomputeContext:
         self.device = device
         self.casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if self.casts else None
-        self.random = self._random_states()
+        self.devices = [] if device.type in ("cpu", "meta") else [device]
+        self.random = torch.get_rng_state()
+        self.of_devices = [torch.get_device_module(each).get_rng_state(each) for each in self.devices]
         self.tracker = get_cuda_rng_tracker()
         self.named = self.tracker.get_states()
 
-    def _random_states(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._has_generator:
-            states.append(self._device_module.get_rng_state(self.device))
-        return states
-
-    def _set_random_states(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._has_generator:
-            self._device_module.set_rng_state(states[1], self.device)
-
-    @property
-    def _has_generator(self) -> bool:
-        return self.device.type not in ("cpu", "meta")
-
-    @property
-    def _device_module(self) -> Any:
-        return torch.get_device_module(self.device)
-
-    @contextlib.contextmanager
-    def of_forward(self) -> Iterator[None]:
+    def of_forward(self) -> contextlib.AbstractContextManager[Any]:
         if not self.casts:
-            yield
-            return
-        with torch.autocast(self.device.type, self.dtype, cache_enabled=False):
-            yield
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Random numbers are drawn once more as in the forward, and afterwards go on as if none had been."""
-        now = self._random_states()
-        self._set_random_states(self.random)
-        try:
+        kind = self.device.type if self.devices else "cuda"
+        with torch.random.fork_rng(self.devices, device_type=kind):
+            torch.set_rng_state(self.random)
+            for device, state in zip(self.devices, self.of_devices, strict=True):
+                torch.get_device_module(device).set_rng_state(state, device)
             with self.tracker.replay(self.named), self.of_forward():
                 yield
-        finally:
-            self._set_random_states(now)
