@@ -45,8 +45,7 @@ MATRIX = {
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Models of Transformers are drawn by themselves (`python -m tests.cells --families`), with the features that "
-    "do not change their layers. What a cell cannot say yet: more than 4 ranks; two axes on 4 ranks together with "
+    "Models of Transformers have the features that do not change their layers. What a cell cannot say yet: more than 4 ranks; two axes on 4 ranks together with "
     "a third; compiled code (torch.compile is drawn with the backends that trace and do not generate code); "
     "learned masks, ranges from statistics and MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel "
     "without loss here, so that their update is a formula of the gradients. Quantized weights (qwZ), quantized "
