@@ -133,7 +133,9 @@ def cells(seed: int, *, families: bool = False) -> Iterator[Cell]:
             found = [completed(dict(pair), source) for _ in range(CANDIDATES)]
             cell = max(filter(None, found), key=lambda each: worth(each, counts), default=None)
             if cell is not None:
-                counts |= {each: counts[each] + 1 for each in pairs_of(cell) if each in counts and each != pair}
+                counts |= {
+                    each: counts[each] + 1 for each in pairs_of(cell) if each in counts and each != pair
+                }
                 yield cell
         if families:
             yield next(others)

@@ -129,7 +129,9 @@ class Expected:
     def spread(self, read: Callable[[Expected], Tensor | float]) -> float:
         """Twice the furthest that other roundings move what ``read`` takes."""
         own = torch.as_tensor(read(self))
-        return 2 * max((float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0)
+        return 2 * max(
+            (float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0
+        )
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
         """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""

@@ -225,7 +225,9 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected) -> I
                         yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {far}"
                 # the oracle has no gradient of one rank's part of a sequence
                 known = cell.axis("sp") == 1 or not keeps_own_gradients(cell, step)
-                if known and (far := _off(each.norms[at], lambda it, at=step: it.norms[at], expected, allowed.norm)):
+                if known and (
+                    far := _off(each.norms[at], lambda it, at=step: it.norms[at], expected, allowed.norm)
+                ):
                     yield f"norm of step {step}, rank {rank}: {far}"
             for at, ours in enumerate(each.generated):
                 read = functools.partial(_generated, phase, each.replica, at)

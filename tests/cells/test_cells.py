@@ -198,6 +198,23 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert outcome == ("equal" if what == "nothing" else "wrong") and found.startswith(wanted)
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "least", "most"),
+    [
+        ("plain", "layers.1.feed.up.weight", 1e-9, 1e-4),
+        ("precision=bf16", "layers.1.feed.up.weight", 1e-3, 0.15),
+        # it divides by what bf16 left of the first gradients of rare tokens
+        ("precision=bf16 optimizer=0/1_Adam schedule=warmup", "layers.0.weight", 0.05, 2.0),
+    ],
+)
+def test_what_other_roundings_change(line: str, name: str, least: float, most: float) -> None:
+    cell = parse(line)
+    expected = expected_of([cell])
+    assert expected.spread(lambda each: each.weights[name]) == 0
+    expected.noised = [expected_of([cell], noise=seed) for seed in (1, 2)]
+    assert least < expected.spread(lambda each: each.weights[name]) / expected.moved(name) < most
+
+
 def test_a_resumed_run_has_two_layouts() -> None:
     assert layouts(Cell(ranks=4, stage=1, resume="stage"))[1].stage == 3
     assert layouts(Cell(ranks=4, resume="ranks"))[1].ranks == 2

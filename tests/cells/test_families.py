@@ -41,4 +41,6 @@ def test_every_family_has_its_turn() -> None:
     drawn = list(itertools.islice(draw.of_families(1), len(FAMILIES)))
     assert {cell.model for cell in drawn} == set(FAMILIES) and not any(map(why_not, drawn))
     mixed = itertools.islice(draw.cells(1, families=True), 10 * draw.EACH_FAMILY)
-    assert [number for number, cell in enumerate(mixed, 1) if cell.model in FAMILIES] == list(range(10, 101, 10))
+    assert [number for number, cell in enumerate(mixed, 1) if cell.model in FAMILIES] == list(
+        range(10, 101, 10)
+    )
