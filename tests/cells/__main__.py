@@ -32,7 +32,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="how many cells of the seed")
     parser.add_argument("--seed", type=int, default=1, help="of the drawing, and of the data")
     parser.add_argument("--results", type=Path, help="the file of JSON lines (results/seed_N.jsonl)")
-    parser.add_argument("--families", action="store_true", help="of models of Transformers, which it needs")
+    parser.add_argument(
+        "--families", action="store_true", help="each tenth is a model of Transformers (installed?)"
+    )
     parser.add_argument("--cell", help="run this one alone, such as 'ranks=2 stage=3 tier=nvme'")
     parser.add_argument("--minutes", type=float, help="begin no other cell after so many")
     parser.add_argument(
@@ -44,8 +46,8 @@ def main() -> int:
         _pretend_gpus()
     if given.cell is not None:
         return _one(parse(given.cell), given.seed)
-    file = given.results or RESULTS / f"{'families' if given.families else 'seed'}_{given.seed}.jsonl"
-    drawn = draw.of_families(given.seed) if given.families else draw.cells(given.seed)
+    file = given.results or RESULTS / f"seed_{given.seed}.jsonl"
+    drawn = draw.cells(given.seed, families=given.families)
     known = {row["cell"]: row for row in rows_of(file)}
     rows: list[dict[str, Any]] = []
     begun, ran = time.monotonic(), 0

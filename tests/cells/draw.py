@@ -18,6 +18,10 @@ FILLED = 0.35
 SELDOM = {"compile": 0.2}
 """Of features that take long: times how likely the others are."""
 _TRIES = 400
+CANDIDATES = 6
+"""Cells that are thought of for each one that is drawn."""
+EACH_FAMILY = 10
+"""Of so many cells, one is of a family of Transformers."""
 OWN = ("recompute", "compression", "attention", "parameters", "fp8", "layer_drop", "order")
 """What models of Transformers leave to others."""
 
@@ -115,16 +119,37 @@ def _ranks(source: random.Random) -> int:
     return 4 if drawn < FOUR_RANKS else 2 if drawn < 0.85 else 1
 
 
-def cells(seed: int) -> Iterator[Cell]:
-    """Cells without end; the same ones for the same seed. All pairs have their turn before one has its second."""
-    source = random.Random(seed)
+def cells(seed: int, *, families: bool = False) -> Iterator[Cell]:
+    """Cells without end; the same ones for the same seed. Each has the pair that was drawn least so far, and of some
+    such cells it is the one with the most pairs that were drawn seldom. With ``families`` each tenth one is a model
+    of Transformers."""
+    source, others = random.Random(seed), of_families(seed)
+    order = source.sample(pairs(), len(pairs()))
+    counts = dict.fromkeys(order, 0)
     while True:
-        order = list(pairs())
-        source.shuffle(order)
-        for pair in order:
-            cell = completed(dict(pair), source)
+        for _ in range(EACH_FAMILY - 1 if families else 1):
+            pair = min(order, key=counts.__getitem__)
+            counts[pair] += 1  # whether or not it has a cell this time
+            found = [completed(dict(pair), source) for _ in range(CANDIDATES)]
+            cell = max(filter(None, found), key=lambda each: worth(each, counts), default=None)
             if cell is not None:
+                counts |= {
+                    each: counts[each] + 1 for each in pairs_of(cell) if each in counts and each != pair
+                }
                 yield cell
+        if families:
+            yield next(others)
+
+
+def pairs_of(cell: Cell) -> Iterator[tuple[Feature, Feature]]:
+    """Every two of its features, in the order of the fields."""
+    return itertools.combinations(cell.features().items(), 2)
+
+
+def worth(cell: Cell, counts: Mapping[tuple[Feature, Feature], int]) -> float:
+    """How much the cell adds to pairs that were drawn as often as ``counts`` says, for its time."""
+    added = sum(4.0 ** -counts[pair] for pair in pairs_of(cell) if pair in counts)
+    return added / (cell.ranks if cell.compile == "no" else 2 * cell.ranks) ** 0.5
 
 
 def of_families(seed: int) -> Iterator[Cell]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,43 +16,32 @@ from tests.cells import draw
 from tests.cells.__main__ import RESULTS, rows_of
 from tests.cells.cell import CHOICES, FAMILIES, STEPS, parse
 from tests.cells.oracle import LOSSY, TOLERANCES
+from tests.cells.run import WITHIN_NOISE
 
 PAGE = Path(__file__).parents[2] / "docs" / "composability.md"
-MATRIX = {
-    "axes": ("tp", "sp", "pp", "ep"),
-    "stage": (1, 2, 3),
-    "shards": CHOICES["shards"][1:],
-    "tier": CHOICES["tier"][1:],
-    "precision": CHOICES["precision"][1:],
-    "optimizer": CHOICES["optimizer"][1:],
-    "accumulation": (3,),
-    "clip": (True,),
-    "wire": CHOICES["wire"][1:],
-    "recompute": CHOICES["recompute"][1:],
-    "parameters": CHOICES["parameters"][1:],
-    "data": CHOICES["data"][1:],
-    "resume": CHOICES["resume"][1:],
-    "order": CHOICES["order"][1:],
-    "compile": CHOICES["compile"][1:],
-    "lora": (True,),
-    "lengths": CHOICES["lengths"][1:],
-    "layer_drop": (True,),
-    "compression": CHOICES["compression"][1:],
-    "fp8": (True,),
-    "attention": CHOICES["attention"][1:],
-    "generate": (True,),
-    "token_drop": (True,),
-}
+IMAGE = PAGE.parent / "images" / "composability.svg"
+MATRIX: dict[str, tuple[Any, ...]] = {
+    name: tuple(value for value in values[1:] if value not in FAMILIES) for name, values in CHOICES.items()
+} | {"axes": ("tp", "sp", "pp", "ep")}
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Models of Transformers are drawn by themselves (`python -m tests.cells --families`), with the features that "
-    "do not change their layers. What a cell cannot say yet: more than 4 ranks; two axes on 4 ranks together with "
-    "a third; compiled code (torch.compile is drawn with the backends that trace and do not generate code); "
-    "learned masks, ranges from statistics and MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel "
-    "without loss here, so that their update is a formula of the gradients. Quantized weights (qwZ), quantized "
-    "gradients (qgZ), the int8 codec and sums in bf16 are compared with formulas of their own in fp32 cells with "
-    "data parallelism alone; elsewhere with training that rounds nothing, within a wider limit."
+    "Models of Transformers have the features that do not change their layers. What a cell cannot say yet: more "
+    "than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with the "
+    "backends that trace and do not generate code); learned masks, ranges from statistics and MoQ; devices other "
+    "than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a formula of the "
+    "gradients. Quantized weights (qwZ), quantized gradients (qgZ), the int8 codec and sums in bf16 are compared "
+    "with formulas of their own in fp32 cells with data parallelism alone; elsewhere with training that rounds "
+    "nothing, within a wider limit."
+)
+
+
+NEAR = (
+    "Losses and norms may differ by these shares, a weight by this share of its way from the start. Some cells are "
+    "more sensitive than others of their precision, such as an optimizer that divides by what 16 bits leave of a "
+    "gradient that is nearly zero. A cell outside of its limits is judged by itself: plain PyTorch trains it four "
+    "times more with weights that are off by half of their last digit, and twice the furthest that this moves a "
+    "number is allowed."
 )
 
 
@@ -61,12 +51,21 @@ class Square:
     refused: int = 0
     faults: int = 0
 
-    def __str__(self) -> str:
+    @property
+    def color(self) -> str:
         if self.faults:
-            return f"**{self.equal}, {self.faults} wrong**"
+            return "#d73027"
         if self.refused:
-            return f"{self.equal}, {self.refused} refused" if self.equal else "refused"
-        return str(self.equal or "")
+            return "#fdae61" if self.equal else "#8c6bb1"
+        return next(color for least, color in SHADES if self.equal >= least)
+
+    def __str__(self) -> str:
+        said = {"equal": self.equal, "refused": self.refused, "wrong": self.faults}
+        return ", ".join(f"{count} {name}" for name, count in said.items() if count) or "not drawn"
+
+
+SHADES = ((8, "#006d2c"), (4, "#31a354"), (2, "#74c476"), (1, "#c7e9c0"), (0, "#ffffff"))
+"""Of a number of cells that are all equal."""
 
 
 @dataclass
@@ -74,6 +73,9 @@ class Results:
     cells: int = 0
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     squares: dict[tuple[str, str], Square] = field(default_factory=lambda: collections.defaultdict(Square))
+    features: dict[str, Square] = field(default_factory=lambda: collections.defaultdict(Square))
+    by_noise: int = 0
+    """Equal cells that differ by what other roundings change."""
     refusals: dict[str, list[str]] = field(default_factory=lambda: collections.defaultdict(list))
     seeds: set[int] = field(default_factory=set)
     families: set[str] = field(default_factory=set)
@@ -97,16 +99,22 @@ def gathered(rows: Iterable[dict[str, Any]]) -> Results:
         else:
             results.covered.update(cell.pairs())
         labels = labels_of(cell.features())
-        for at, first in enumerate(labels):
-            for second in labels[at + 1 :]:
-                square = results.squares[first, second]
-                kind = row["outcome"] if row["outcome"] in ("equal", "refused") else "faults"
-                setattr(square, kind, getattr(square, kind) + 1)
+        kind = row["outcome"] if row["outcome"] in ("equal", "refused") else "faults"
+        for square in (
+            *(results.features[each] for each in labels),
+            *(results.squares[pair] for pair in itertools.combinations(labels, 2)),
+        ):
+            setattr(square, kind, getattr(square, kind) + 1)
+        results.by_noise += row["what"].startswith(WITHIN_NOISE)
         if row["outcome"] == "refused":
             results.refusals[reason(row["what"])].append(row["cell"])
         elif row["outcome"] != "equal":
             results.faults.append((row["cell"], row.get("seed", 0), reason(row["what"])))
     return results
+
+
+def all_labels() -> list[str]:
+    return [label(name, value) for name, values in MATRIX.items() for value in values]
 
 
 def labels_of(features: dict[str, Any]) -> list[str]:
@@ -132,7 +140,7 @@ def page(results: Results) -> str:
     """The whole page."""
     total = max(results.cells, 1)
     shares = ", ".join(f"{count} {outcome}" for outcome, count in results.outcomes.most_common())
-    labels = [label(name, value) for name, values in MATRIX.items() for value in values]
+    labels = all_labels()
     lines = [
         "# What may be combined",
         "",
@@ -143,7 +151,9 @@ def page(results: Results) -> str:
         "combinations of features, drawn so that every pair has its turn, each trained for "
         f"{STEPS} steps against plain PyTorch in one process that sees the data of all ranks. Losses of every "
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "
-        f"compared. {shares}: {results.outcomes['equal'] / total:.1%} are equal. Of {len(draw.pairs())} pairs that a "
+        f"compared. {shares}: {results.outcomes['equal'] / total:.1%} are equal, {results.by_noise} of them no further "
+        "from plain PyTorch than other roundings move it, the rest within the limits below. "
+        f"Of {len(draw.pairs())} pairs that a "
         f"config can express, {len(results.covered)} were drawn, "
         f"{sum(count > 1 for count in results.covered.values())} at least twice.",
         "",
@@ -151,10 +161,15 @@ def page(results: Results) -> str:
         "",
         "## The matrix",
         "",
-        "The number of equal cells that have both features; refused ones are counted beside. Empty: not drawn, or "
-        "impossible.",
+        "![features by features, each square as green as it has equal cells](images/composability.svg)",
         "",
-        *_matrix(labels, results),
+        "Green: all cells with both features were equal (darker: 1, 2, 4, 8 or more of them). Orange: some were "
+        "refused, for these two features or for a third; violet: all were. Grey: no config says both. White: not "
+        "drawn. A square of the image says its numbers where the mouse rests on it.",
+        "",
+        "| feature | equal | refused | always refused with | possible, and not drawn with |",
+        "|---|---|---|---|---|",
+        *_features(labels, results),
         "",
         "## Refusals",
         "",
@@ -165,18 +180,58 @@ def page(results: Results) -> str:
         lines.append(f"| {len(cells)} | {why.replace('|', '/')} | `{min(cells, key=len)}` |")
     lines += ["", "## Open", "", *_open(results)]
     lines += ["", "## Not drawn", "", *textwrap.wrap(NOT_DRAWN, 118)]
-    lines += ["", "## How near is equal", "", *_tolerances(), ""]
+    lines += ["", "## How near is equal", "", *textwrap.wrap(NEAR, 118), "", *_tolerances(), ""]
     return "\n".join(lines)
 
 
-def _matrix(labels: list[str], results: Results) -> list[str]:
-    """Features down, numbers of features across: a table with 47 named columns cannot be read."""
-    lines = ["| | | " + " | ".join(str(number + 1) for number in range(len(labels) - 1)) + " |"]
-    lines.append("|" + "---|" * (len(labels) + 1))
-    for at, down in enumerate(labels):
-        squares = [str(results.squares[each, down]) if each in labels[:at] else "" for each in labels[:-1]]
-        lines.append(f"| {at + 1} | {down} | " + " | ".join(squares) + " |")
-    return lines
+def possible() -> set[tuple[str, str]]:
+    """Labels of features that some config has both of."""
+    return {
+        pair
+        for first, second in draw.pairs()
+        for pair in itertools.product(labels_of(dict([first])), labels_of(dict([second])))
+    }
+
+
+def _features(labels: list[str], results: Results) -> Iterator[str]:
+    """What a feature was drawn with, as rows."""
+    can = possible()
+    for name in labels:
+        pairs = {
+            other: (min(name, other, key=labels.index), max(name, other, key=labels.index))
+            for other in labels
+        }
+        squares = {other: results.squares[pair] for other, pair in pairs.items() if pair in can}
+        refused = [other for other, square in squares.items() if square.refused and not square.equal]
+        absent = [
+            other for other, square in squares.items() if not square.equal + square.refused + square.faults
+        ]
+        own = results.features[name]
+        yield f"| {name} | {own.equal} | {own.refused} | {', '.join(refused)} | {', '.join(absent)} |"
+
+
+def image(labels: list[str], results: Results) -> str:
+    """The matrix as SVG: one square for every two features, with its numbers as a tooltip."""
+    can, size, left = possible(), 11, 150
+    width = left + size * len(labels) + 110
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {size * len(labels) + 12}" '
+        f'font-family="sans-serif" font-size="9"><rect width="100%" height="100%" fill="#fff"/>'
+        f'<path d="M{left} 4h{size}L{width - 110} {size * len(labels) + 4}H{left}z" fill="#e4e4e4"/>'
+        f'<defs><rect id="s" width="{size - 1}" height="{size - 1}"/></defs>'
+    ]
+    for row, down in enumerate(labels):
+        y = 4 + size * row
+        parts.append(f'<text x="{left - 4}" y="{y + 9}" text-anchor="end">{down}</text>')
+        parts.append(f'<text x="{left + size * row + 4}" y="{y + 9}">{down}</text>')
+        for column, across in enumerate(labels[:row]):
+            square = results.squares[across, down]
+            if (across, down) in can or str(square) != "not drawn":
+                parts.append(
+                    f'<use href="#s" x="{left + size * column}" y="{y}" fill="{square.color}">'
+                    f"<title>{across} + {down}: {square}</title></use>"
+                )
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def _open(results: Results) -> list[str]:
@@ -197,7 +252,9 @@ def _tolerances() -> list[str]:
 
 def main() -> int:
     rows = [row for file in sorted(RESULTS.glob("*.jsonl")) for row in rows_of(file)]
-    PAGE.write_text(page(gathered(rows)))
+    results = gathered(rows)
+    PAGE.write_text(page(results))
+    IMAGE.write_text(image(all_labels(), results))
     print(f"{PAGE}: {len(rows)} cells")
     return 0
 

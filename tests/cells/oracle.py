@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,13 @@ LOSSY: dict[tuple[str, Any], Tolerance] = {
 }
 
 
+NOISE = {"fp32": 2**-22, "fp16": 2**-12}
+OTHER_NOISE = 2**-9
+"""Half of what the last digit of a weight stands for."""
+NOISED = 4
+"""Runs of the oracle with other roundings, for a cell that is not within its limits."""
+
+
 def tolerance(cell: Cell) -> Tolerance:
     """The widest of what its precision and its lossy features need."""
     found = [TOLERANCES[cell.precision]]
@@ -116,6 +123,15 @@ class Expected:
     weights: dict[str, Tensor] = field(default_factory=dict)
     doubt: float = 0.0
     """Of the engine's choices of experts: ``routing.doubt``."""
+    noised: list[Expected] = field(default_factory=list)
+    """The same run with other roundings."""
+
+    def spread(self, read: Callable[[Expected], Tensor | float]) -> float:
+        """Twice the furthest that other roundings move what ``read`` takes."""
+        own = torch.as_tensor(read(self))
+        return 2 * max(
+            (float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0
+        )
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
         """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""
@@ -188,11 +204,13 @@ def rate_at(cell: Cell, step: int) -> float:
 class Alone:
     """Trains the cell's model in this process.
 
-    Masters are fp32; with 16-bit weights a copy of that dtype computes, and each gradient is rounded once.
+    Masters are fp32; with 16-bit weights a copy of that dtype computes, and each gradient is rounded once. With
+    ``noise`` (which seeds it) each weight that computes is off by about as much as its precision rounds.
     """
 
-    def __init__(self, cell: Cell, seed: int = 0) -> None:
+    def __init__(self, cell: Cell, seed: int = 0, noise: int = 0) -> None:
         self.cell, self.seed = cell, seed
+        self.noise = torch.Generator().manual_seed(noise) if noise else None
         self.masters: Any = alone(cell)
         with torch.no_grad():
             for name, param in self.masters.named_parameters():
@@ -200,7 +218,7 @@ class Alone:
         self.named = dict(self.masters.named_parameters())
         freeze(cell, self.named)
         dtype = DTYPES.get(cell.precision)
-        apart = dtype is not None or cell.wire == "qwz"
+        apart = dtype is not None or cell.wire == "qwz" or noise > 0
         self.computing = copy.deepcopy(self.masters).to(dtype) if apart else self.masters
         self.copies = dict(self.computing.named_parameters())
         self.mixtures = [each for each in self.computing.modules() if isinstance(each, PlainMixture)]
@@ -239,6 +257,10 @@ class Alone:
             if self.copies[name] is not param:
                 self.copies[name].copy_(param)
         self.wires.publish(self.copies)
+        if self.noise is not None:
+            size = NOISE.get(self.cell.precision, OTHER_NOISE)
+            for copied in self.copies.values():
+                copied.mul_(1 + size * torch.randn(copied.shape, generator=self.noise))
 
     def loss(self, cell: Cell, replica: int, number: int, step: int | None = None) -> tuple[Tensor, Tensor]:
         """(what is reported, what is differentiated) of one micro-batch in the layout of ``cell``. Without a ``step``
@@ -390,13 +412,15 @@ def expected_of(
     choices: list[list[list[Tensor]]] | None = None,
     wires: list[list[Wire]] | None = None,
     kept: list[list[list[Tensor]]] | None = None,
+    noise: int = 0,
 ) -> Expected:
     """Trains ``STEPS`` steps with each of the cells in turn: the layouts of one run.
 
     ``choices``: the experts of its tokens, by layout, replica and forward; without them the oracle chooses.
-    ``wires``: by layout; without them nothing is lost on the way. ``kept``: tokens, as ``choices``.
+    ``wires``: by layout; without them nothing is lost on the way. ``kept``: tokens, as ``choices``. ``noise``: as of
+    ``Alone``.
     """
-    alone, step = Alone(cells[0], seed), 0
+    alone, step = Alone(cells[0], seed, noise), 0
     nothing: list[list[Any]] = [[]] * len(cells)
     layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
     for cell, chosen, sent, worked_on in layouts:

@@ -23,20 +23,8 @@ COUNT, SEED = 40, 11
 DRAWN = list(itertools.islice(draw.cells(SEED), COUNT))
 
 
-OPEN = {
-    "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
-    "token_drop=true": (
-        "equal in fp32; what bf16 rounds of the first gradients of rare tokens stays in variances that are kept for "
-        "steps, and no limit for it is derived yet"
-    ),
-}
-"""Cells of the fixed seed that are not equal so far, with what is known of them."""
-
-
 @pytest.mark.parametrize("cell", DRAWN, ids=str)
-def test_a_cell_of_a_fixed_seed(cell: Cell, request: pytest.FixtureRequest) -> None:
-    if reason := OPEN.get(str(cell)):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_a_cell_of_a_fixed_seed(cell: Cell) -> None:
     result = run_cell(cell, SEED)
     assert not result.is_fault, f"{result.outcome}: {result.what}\n{result.details}"
 
@@ -71,6 +59,8 @@ FOUND = [
     "ranks=2 optimizer=Muon wire=bf16 parameters=late",
     "model=gru ranks=2 parameters=unused_somewhere compression=weights",
     "ranks=2 axes=pp optimizer=Muon wire=bf16",
+    "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
+    "token_drop=true",
 ]
 """Cells that failed once, made small."""
 
@@ -106,8 +96,8 @@ def test_what_is_drawn() -> None:
 
 
 def test_every_pair_has_its_turn() -> None:
-    drawn = itertools.islice(draw.cells(SEED), len(draw.pairs()))
-    had = {pair for cell in drawn for pair in itertools.combinations(cell.features().items(), 2)}
+    drawn = itertools.islice(draw.cells(SEED), 600)
+    had = {pair for cell in drawn for pair in draw.pairs_of(cell)}
     assert set(draw.pairs()) <= had
 
 
@@ -206,6 +196,23 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
     outcome, found, _ = compare(cell, [cell], [[seen]], expected, "")
     wanted = {"loss": "loss of step 2", "norm": "norm of step 1", "weight": name, "nothing": ""}[what]
     assert outcome == ("equal" if what == "nothing" else "wrong") and found.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "least", "most"),
+    [
+        ("plain", "layers.1.feed.up.weight", 1e-9, 1e-4),
+        ("precision=bf16", "layers.1.feed.up.weight", 1e-3, 0.15),
+        # it divides by what bf16 left of the first gradients of rare tokens
+        ("precision=bf16 optimizer=0/1_Adam schedule=warmup", "layers.0.weight", 0.05, 2.0),
+    ],
+)
+def test_what_other_roundings_change(line: str, name: str, least: float, most: float) -> None:
+    cell = parse(line)
+    expected = expected_of([cell])
+    assert expected.spread(lambda each: each.weights[name]) == 0
+    expected.noised = [expected_of([cell], noise=seed) for seed in (1, 2)]
+    assert least < expected.spread(lambda each: each.weights[name]) / expected.moved(name) < most
 
 
 def test_a_resumed_run_has_two_layouts() -> None:

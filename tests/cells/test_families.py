@@ -21,7 +21,7 @@ CELLS = [
     "model=vit ranks=2 stage=1 optimizer=Muon",
     "model=qwen3 ranks=2 stage=3 lora=true",
 ]
-"""One of each kind; every family is drawn by ``python -m tests.cells --families``."""
+"""One of each kind; with ``python -m tests.cells --families`` every tenth cell is one of all families."""
 
 
 @pytest.mark.parametrize("line", CELLS)
@@ -40,3 +40,7 @@ def test_the_families_are_the_architectures() -> None:
 def test_every_family_has_its_turn() -> None:
     drawn = list(itertools.islice(draw.of_families(1), len(FAMILIES)))
     assert {cell.model for cell in drawn} == set(FAMILIES) and not any(map(why_not, drawn))
+    mixed = itertools.islice(draw.cells(1, families=True), 10 * draw.EACH_FAMILY)
+    assert [number for number, cell in enumerate(mixed, 1) if cell.model in FAMILIES] == list(
+        range(10, 101, 10)
+    )
