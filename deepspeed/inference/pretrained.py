@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.base.extras import install_hint
-from deepspeed.checkpoint.foreign.packed_weights import is_known
+from deepspeed.checkpoint.foreign.packed_weights import is_known, method_of
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
 
@@ -24,12 +24,10 @@ def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: 
 
     OSError, ValueError: there is no such model, or its weights cannot be read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     place = _place(name)
-    if "gguf_file" not in place and is_known(
-        getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    ):
+    if is_known(_quantization_of(name)):
         source = HuggingFaceCheckpointEngine(name)
         return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model()
     return AutoModelForCausalLM.from_pretrained(**place)
@@ -44,6 +42,25 @@ def load_tokenizer(name: str) -> Any:
     if "gguf_file" in place and (Path(name).parent / "tokenizer_config.json").is_file():
         del place["gguf_file"]
     return AutoTokenizer.from_pretrained(**place)
+
+
+def check_quantization(name: str, method: str) -> None:
+    """ValueError: the weights of ``name`` are not stored by ``method``, as vLLM calls it (``gptq_marlin`` is gptq)."""
+    found = _quantization_of(name)
+    stored = None if found is None else method_of(found)
+    if method.removesuffix("_marlin") != stored:
+        raise ValueError(
+            f"--quantization {method}: {name} has {f'weights of {stored}' if stored else 'whole weights'}: leave it "
+            "out; --dtype int8 rounds weights to 8 bits"
+        )
+
+
+def _quantization_of(name: str) -> Any:
+    from transformers import AutoConfig
+
+    if "gguf_file" in _place(name):
+        return None
+    return getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
 
 
 def _place(name: str) -> dict[str, str]:

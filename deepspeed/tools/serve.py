@@ -27,7 +27,7 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
-from deepspeed.inference.pretrained import load_causal, load_tokenizer
+from deepspeed.inference.pretrained import check_quantization, load_causal, load_tokenizer
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import Certificate, RequestLog, read_keys
 from deepspeed.inference.serving.commands import Alone, Among
@@ -337,6 +337,8 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
 
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
+    if args.quantization:
+        check_quantization(args.model, args.quantization)
     given = None if args.dtype == "auto" else DtypeEnum.from_str(args.dtype).value[0]
     keeps_integers = args.tp_size == 1 and given is not torch.int8
     model: Any = load_causal(

@@ -105,6 +105,9 @@ def _text_of_pipe(path: str) -> str:
 _MODEL = {
     "--name --served-model-name": takes("model name in responses (default: as given)"),
     "--dtype": takes("dtype of the weights, or int8; auto: the folder's (default: %(default)s)", "bf16"),
+    "--quantization -q": takes(
+        "how weights are stored, such as gptq; without it, as the folder's config says"
+    ),
     "--tp-size --tensor-parallel-size -tp": takes(
         "ranks that share each layer; start the server with `deepspeed`", 1
     ),

@@ -24,7 +24,7 @@ from tests.checkpoint.bit_streams import bits_of
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
 from benchmarks.gguf_file import write_gguf  # noqa: E402
-from deepspeed.inference.pretrained import load_causal, load_tokenizer  # noqa: E402
+from deepspeed.inference.pretrained import check_quantization, load_causal, load_tokenizer  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 
 IDS = torch.arange(5, 13)[None]
@@ -142,6 +142,13 @@ def test_integers_stay_integers(layout: str, bits: int | None, tmp_path: Path) -
     (answer,) = generator.generate([IDS[0].tolist()], SamplingParams(max_new_tokens=8))
     expected = wanted.generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
     assert answer.tokens[IDS.shape[1] :] == expected.tolist()
+
+
+def test_the_method_of_a_folder(tmp_path: Path) -> None:
+    packed("llama", "gptq", tmp_path)
+    check_quantization(str(tmp_path), "gptq_marlin")
+    with pytest.raises(ValueError, match=r"--quantization awq: .* has weights of gptq: leave it out"):
+        check_quantization(str(tmp_path), "awq")
 
 
 def test_experts_of_fp8_are_stacked_after_they_are_unpacked(tmp_path: Path) -> None:
