@@ -79,20 +79,23 @@ def save(
         report = files.report()
     request = _agree((tag, place.stage, files.signature), request, ranks)
     folder = _prepared(request, ranks)
+    replaces = keep_last == 1  # the only checkpoint that would survive a power cut
     with _abandoned_on_errors(folder, ranks):
-        written = _write(files, report, folder, ranks)
+        written = _write(files, report, folder, ranks, flushed=replaces)
         if training.write_layers is not None:
             with ranks.together("writing the files of layers"):
                 training.write_layers(folder.staging, files.save)
+                if replaces:
+                    flush(folder.staging)
         owned = folder.is_owned
-        _commit(folder, request, ranks)
+        _commit(folder, request, ranks, flushed=replaces)
         if not owned:  # another machine may hold them in its memory
             flush_later(folder.final / name for name in written)
 
 
 def _save_later(training: Training, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
-    """Copy the state. All that ranks have to agree on is left to their threads, errors too, so that they find the same
-    at the next save: nothing here is collective, unless there are files of layers."""
+    """Copy the state. All that ranks have to agree on is left to their threads, errors included, so that every rank
+    sees the same outcome at its next save: nothing here is collective, unless there are files of layers."""
     check_tag(request.tag)
     background.wait()
     folder = number = None
@@ -140,11 +143,14 @@ def _save_copied(
             report = copied.report()
         _write(copied, report, folder, ranks, flushed=True)
         _commit(folder, request, ranks, flushed=True)
-    except Exception as error:
+    except CommunicationError:
+        if folder is not None:
+            folder.leave()
+        raise  # it is unknown what the other ranks are doing
+    except Exception:
         if folder is not None:
             folder.discard()
-        if not isinstance(error, CommunicationError):
-            ranks.any(False)  # afterwards it is gone on all ranks
+        ranks.any(False)  # afterwards it is gone on all ranks
         raise
 
 
@@ -212,7 +218,7 @@ def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
 def _write(
     files: Files, report: Report, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
 ) -> list[str]:
-    """This rank's files; their names. Collective."""
+    """Write this rank's files and return their names. Collective."""
     files.meet(ranks, report)
     contents = files.contents(ranks.rank)
     with ranks.together("writing the checkpoint"):
@@ -225,7 +231,9 @@ def _write(
 
 
 def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: bool = False) -> None:
-    """Give the folder its name. Collective."""
+    """Rename the staging folder, write ``latest``, remove older checkpoints. Collective.
+
+    ``flushed``: when all of it is on disk; older ones are removed after that."""
     with ranks.together("committing the checkpoint"):
         if folder.is_owned and ranks.rank != 0 and not any(folder.staging.iterdir()):
             folder.discard()  # this machine's ranks have no files
@@ -234,10 +242,10 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
             _put_scripts(request.save_dir)
             if request.save_latest:
                 write_latest(request.save_dir, request.tag)
-            if request.keep_last is not None:
-                remove_older(request.save_dir, request.keep_last, _is_checkpoint)
             if flushed:
                 wait_for_flushes()
+            if request.keep_last is not None:
+                remove_older(request.save_dir, request.keep_last, _written_at, newest=folder.final)
     if request.on_commit is not None:
         request.on_commit(folder.final, request.tag, ranks)
 
@@ -255,8 +263,11 @@ def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
     return replace(request, tag=tag)
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return any(names.is_ours(entry.name) for entry in folder.iterdir())
+def _written_at(folder: Path) -> int | None:
+    """Return when the last file of a checkpoint was written [ns]; None: ``folder`` is none. Others may have put files
+    of their own beside them since."""
+    times = [entry.stat().st_mtime_ns for entry in folder.iterdir() if names.is_ours(entry.name)]
+    return max(times, default=None)
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:

@@ -214,7 +214,21 @@ def test_old_checkpoints_are_removed(tmp_path):
         engine.save_checkpoint(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert left == ["global_step3", "global_step4", "notes"]
-    assert remove_older(tmp_path, 1, lambda folder: False) == []
+    assert remove_older(tmp_path, 1, lambda folder: None) == []
+
+
+@distributed(world_size=1)
+def test_what_was_just_saved_stays_whatever_is_put_into_older_ones(tmp_path):
+    engine = make_engine(config(0, checkpoint={"keep_last": 1}))
+    engine.save_checkpoint(tmp_path, tag="a")
+    future = time.time() + 100
+    for path in ((tmp_path / "a"), *(tmp_path / "a").iterdir()):
+        os.utime(path, (future, future))
+    (tmp_path / "a" / "evaluation.json").write_text("{}")
+    engine.save_checkpoint(tmp_path, tag="b")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["b"]
+    assert engine.load_checkpoint(tmp_path)[0] is not None
+    engine.destroy()
 
 
 @distributed(world_size=1)

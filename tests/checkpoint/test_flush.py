@@ -10,12 +10,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import deepspeed
+from deepspeed import comm as dist
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files import writers
 from deepspeed.checkpoint.files.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
 from tests import forked
+from tests.pool import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -86,6 +90,36 @@ def test_an_older_checkpoint_is_removed_when_the_disk_has_the_newer_one(tmp_path
     save(tmp_path, "a")
     (stored,) = known
     assert {os.path.basename(path) for path in stored} == {*FILES, ".a.tmp"}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@distributed(world_size=2)
+def test_the_last_older_checkpoint_goes_when_the_disk_has_the_newer_one(tmp_path, keep):
+    stored: list[str] = []
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        fsync(handle)
+        stored.append(os.readlink(f"/proc/self/fd/{handle}"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 1},
+            "checkpoint": {"keep_last": keep},
+        }
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=settings)
+        engine.save_checkpoint(tmp_path, tag="a")
+        engine.save_checkpoint(tmp_path, tag="b")
+        names = {Path(path).name for path in list(stored) if "/.b.tmp/" in path or "/b/" in path}
+        left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+        engine.destroy()
+    rank = dist.get_rank()
+    own = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    assert left == (["b"] if keep == 1 else ["a", "b"])
+    assert keep == 2 or own in names
 
 
 def test_what_the_disk_refuses_is_logged_and_raised_by_the_next_who_waits(

@@ -88,15 +88,23 @@ class _Save(threading.Thread):
         self._ranks.end()
 
 
-def remove_older(save_dir: Path, keep: int, is_checkpoint: Callable[[Path], bool]) -> list[Path]:
-    """Removes all checkpoints of a folder but the ``keep`` newest, by the time at which they were written, and returns
-    which. A folder that is no checkpoint, and one behind a link, stay."""
-    found = [
-        path
-        for path in save_dir.iterdir()
-        if path.is_dir() and not path.is_symlink() and path.name[0] != "." and is_checkpoint(path)
-    ]
-    newest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+def remove_older(
+    save_dir: Path, keep: int, written_at: Callable[[Path], int | None], *, newest: Path | None = None
+) -> list[Path]:
+    """Remove all checkpoints of a folder but the ``keep`` newest, and return which.
+
+    Args:
+        written_at: when a folder's checkpoint was written [ns]; None: it is no checkpoint, and stays, as one behind a
+            link does.
+        newest: what has just been saved, whatever the clocks say.
+    """
+    times: dict[Path, int] = {}
+    for path in save_dir.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name[0] != ".":
+            written = written_at(path)
+            if written is not None:
+                times[path] = written
+    newest_first = sorted(times, key=lambda path: (path == newest, times[path]), reverse=True)
     for aside in save_dir.glob(".*.removed"):  # of a process that was killed
         shutil.rmtree(aside, ignore_errors=True)
     for path in newest_first[keep:]:

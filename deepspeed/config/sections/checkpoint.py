@@ -96,7 +96,9 @@ class CheckpointConfig(LenientConfigModel):
     checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
     writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
     keep_last: Int | None = key(
-        None, "Checkpoints that stay in a folder; older ones are removed after a save.", ge=1
+        None,
+        "Checkpoints that stay in a folder; older ones are removed after a save. Tags with a slash are never.",
+        ge=1,
     )
     folder: str | None = key(
         None,
