@@ -175,7 +175,7 @@ def _whole(
             if isinstance(value, Tensor):
                 yield name, value
             elif keep is None or not keep(module, name, value):
-                yield name, value.values()
+                yield name, value.dequantized()
     except PackedWeightsError as error:
         raise DeepSpeedConfigError(
             f"{source}: by quantization_config its files hold weights of {method_of(told)}: {error}; load them with "

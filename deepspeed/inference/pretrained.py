@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from deepspeed.base.extras import install_hint
-from deepspeed.checkpoint.foreign.packed_weights import is_known, method_of
+from deepspeed.checkpoint.foreign.packed_weights import can_unpack, method_of
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
 
 
 def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
-    """Load a model, in evaluation mode.
+    """Load a model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its device.
 
     Args:
         name: of a folder, of a model in the hub, or of a ``.gguf`` file.
@@ -24,12 +24,15 @@ def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: 
 
     OSError, ValueError: there is no such model, or its weights cannot be read.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
 
     place = _place(name)
-    if is_known(_quantization_of(name)):
+    if can_unpack(_quantization_of(name)):
         source = HuggingFaceCheckpointEngine(name)
-        return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model()
+        return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model("cpu")
+    if "gguf_file" not in place and int(transformers.__version__.split(".")[0]) < 5:
+        place["torch_dtype"] = "auto"  # later releases do so by themselves
     return AutoModelForCausalLM.from_pretrained(**place)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.checkpoint.foreign.packed_weights import (
     GroupedIntegers,
     PackedWeightsError,
-    is_known,
+    can_unpack,
     unpacked,
 )
 from tests.checkpoint.bit_streams import bits_of
@@ -24,7 +24,9 @@ def read(stored: dict[str, Tensor], **told: Any) -> dict[str, Tensor]:
     named = [(f"block.layer.{name}", value) for name, value in stored.items()]
     found = dict(unpacked([*named, ("norm.weight", torch.ones(2))], told))
     assert torch.equal(found.pop("norm.weight"), torch.ones(2))
-    return {name: value if isinstance(value, Tensor) else value.values() for name, value in found.items()}
+    return {
+        name: value if isinstance(value, Tensor) else value.dequantized() for name, value in found.items()
+    }
 
 
 def only(found: dict[str, Tensor]) -> Tensor:
@@ -178,12 +180,12 @@ def test_what_was_not_packed_stays() -> None:
 
 
 def test_what_cannot_be_read_is_told() -> None:
-    assert is_known({"quant_method": "awq"})
-    assert not is_known({"quant_method": "aqlm"})
-    assert not is_known(None)
+    assert can_unpack({"quant_method": "awq"})
+    assert not can_unpack({"quant_method": "aqlm"})
+    assert not can_unpack(None)
     with pytest.raises(PackedWeightsError, match="weights of .aqlm. are not read, only of gptq, awq"):
         read({}, quant_method="aqlm")
-    with pytest.raises(PackedWeightsError, match=r"block\.layer has no scales, only \['qweight', 'qzeros'\]"):
+    with pytest.raises(PackedWeightsError, match=r"block\.layer: there is no scales, only qweight, qzeros"):
         read(
             {
                 "qweight": bits_of(torch.zeros(8, 4, dtype=torch.int32), 4),
@@ -195,5 +197,24 @@ def test_what_cannot_be_read_is_told() -> None:
 
 
 def test_groups_of_columns() -> None:
-    found = GroupedIntegers.of(torch.ones(2, 6, dtype=torch.int16), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
-    assert found.values().tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
+    found = GroupedIntegers.of(
+        torch.ones(2, 6, dtype=torch.int16), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0, size=None
+    )
+    assert found.dequantized().tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
+    found = GroupedIntegers.of(found.levels, found.scales, 0, size=4)  # the last group is shorter
+    assert found.dequantized().tolist() == [[1, 1, 1, 1, 2, 2], [3, 3, 3, 3, 4, 4]]
+
+
+def test_layers_of_gptq_with_other_bits() -> None:
+    """GPTQModel's ``dynamic`` gives some layers more bits than the config says."""
+    codes, scales = torch.randint(0, 256, (ROWS, COLUMNS)), torch.rand(ROWS, 2).half()
+    stored = {
+        "qweight": bits_of(codes.T, 8),
+        "qzeros": bits_of(torch.full((ROWS, 2), 127), 8).T,
+        "scales": scales.T,
+        "g_idx": torch.arange(COLUMNS).int() // 128,
+    }
+    found = only(read(stored, quant_method="gptq", bits=4, group_size=128))
+    assert torch.equal(found, (codes - 128) * scales.repeat_interleave(128, 1))
+    with pytest.raises(PackedWeightsError, match="checkpoint_format 'marlin' is not read"):
+        read(stored, quant_method="gptq", bits=4, checkpoint_format="marlin")

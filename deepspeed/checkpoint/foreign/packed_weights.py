@@ -1,4 +1,5 @@
-"""Weights that other libraries stored in few bits: GPTQ, AWQ, compressed-tensors, fp8 by blocks or rows, bitsandbytes.
+"""Weights that other libraries stored in few bits: GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023),
+compressed-tensors, fp8 by blocks or rows, bitsandbytes (Dettmers et al. 2022, 2023).
 
 A layer of such a file has several tensors in the place of its weight, laid out for the kernels of the library. Here
 they become the weight that they stand for, so a folder needs neither that library nor its devices. What a layout means
@@ -17,9 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Parts = Mapping[str, Tensor]
-"""The tensors of one layer, by the ends of their names."""
-
 _FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -29,8 +27,11 @@ class PackedWeightsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
-    """``levels``: int16 [outputs, inputs], without their zero points. ``scales``: [outputs, groups]. ``groups``: which
-    of them each column has, int64 [inputs]."""
+    """A weight as integers that have one scale for each group of columns.
+
+    ``levels``: int16 [outputs, inputs], without their zero points. ``scales``: [outputs, groups]. ``groups``: which of
+    them each column has, int64 [inputs].
+    """
 
     levels: Tensor
     scales: Tensor
@@ -38,21 +39,35 @@ class GroupedIntegers:
 
     @classmethod
     def of(
-        cls, whole: Tensor, scales: Tensor, zeros: Tensor | int, groups: Tensor | None = None
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | int,
+        *,
+        size: int | None,
+        groups: Tensor | None = None,
     ) -> GroupedIntegers:
-        """Subtract ``zeros`` (int16 [outputs, groups], or one for all). ``groups``: None: runs of equal length."""
-        columns, count = whole.shape[1], scales.shape[1]
-        if groups is None:
-            groups = torch.arange(columns) // -(-columns // count)
-        groups = groups.long()
-        return cls(whole - (zeros if isinstance(zeros, int) else zeros[:, groups]), scales, groups)
+        """Subtract the zero points.
 
-    def values(self) -> Tensor:
+        Args:
+            codes: int16 [outputs, inputs].
+            zeros: int16 [outputs, groups], or one for all.
+            size: columns of a group, the last of which may have fewer; None, 0 or -1: all groups are equally long.
+            groups: of each column, where they are no runs.
+        """
+        columns = codes.shape[1]
+        if groups is None:
+            size = size if size and size > 0 else -(-columns // scales.shape[1])
+            groups = torch.arange(columns) // size
+        groups = groups.long()
+        return cls(codes - (zeros if isinstance(zeros, int) else zeros[:, groups]), scales, groups)
+
+    def dequantized(self) -> Tensor:
         """[outputs, inputs], in the dtype of the scales."""
         return self.levels * self.scales[:, self.groups]
 
 
-def is_known(told: Any) -> bool:
+def can_unpack(told: Any) -> bool:
     """Return whether `unpacked` reads what this ``quantization_config`` tells of; None: there is none."""
     return told is not None and method_of(told) in _FORMATS
 
@@ -73,7 +88,7 @@ def unpacked(
     if method not in _FORMATS:
         raise PackedWeightsError(f"weights of {method or told!r} are not read, only of {', '.join(_FORMATS)}")
     pattern, unpack = _FORMATS[method]
-    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    layers: dict[str, _Parts] = defaultdict(_Parts)
     for name, value in tensors:
         found = pattern.fullmatch(name)
         if found is None or (found["part"] == "weight" and value.dtype not in (*_FLOATS_8, *_INTEGERS)):
@@ -83,19 +98,27 @@ def unpacked(
     for layer in list(layers):
         parts = layers.pop(layer)
         try:
-            yield f"{layer}.weight", unpack(parts, settings)
-        except KeyError as missing:
-            raise PackedWeightsError(f"{layer} has no {missing.args[0]}, only {sorted(parts)}") from missing
+            weight = unpack(parts, settings)
+        except PackedWeightsError as error:
+            raise PackedWeightsError(f"{layer}: {error}") from error
+        yield f"{layer}.weight", weight
 
 
 _INTEGERS = (torch.int8, torch.uint8)
+
+
+class _Parts(dict[str, Tensor]):
+    """The tensors of one layer, by the ends of their names."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise PackedWeightsError(f"there is no {name}, only {', '.join(sorted(self))}")
 
 
 def _settings(told: Any) -> dict[str, Any]:
     return dict(told) if isinstance(told, Mapping) else dict(told.to_dict())
 
 
-def _fields(words: Tensor, bits: int) -> Tensor:
+def _unpack_bits(words: Tensor, bits: int) -> Tensor:
     """int16 [rows * 32 / bits, columns] of int32 [rows, columns]: numbers without sign that follow each other down a
     column, lowest bits first, also across words."""
     if 32 % bits == 0:
@@ -107,52 +130,70 @@ def _fields(words: Tensor, bits: int) -> Tensor:
     return (((wide[first] >> shift) | (wide[first + 1] << (32 - shift))) & (2**bits - 1)).to(torch.int16)
 
 
-def _gptq(parts: Parts, told: dict[str, Any]) -> GroupedIntegers:
-    bits = int(told["bits"])
-    whole = _fields(parts["qweight"], bits).T
-    zeros = _fields(parts["qzeros"].T.contiguous(), bits)
-    if told.get("checkpoint_format", "gptq") != "gptq_v2":
-        zeros = zeros + 1  # its first version stores one less
-    return GroupedIntegers.of(whole, parts["scales"].T, zeros, parts.get("g_idx"))
+def _gptq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
+    """qweight: int32 [inputs * bits / 32, outputs], qzeros: int32 [groups, outputs * bits / 32], scales: [groups,
+    outputs], g_idx: the group of each input, int32 [inputs]."""
+    version = settings.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise PackedWeightsError(
+            f"GPTQ: checkpoint_format {version!r} is not read, only 'gptq' and 'gptq_v2'"
+        )
+    qweight, groups = parts["qweight"], parts.get("g_idx")
+    # Some layers may have other bits than the rest (`dynamic`).
+    bits = int(settings.get("bits", 4)) if groups is None else qweight.shape[0] * 32 // groups.numel()
+    zeros = _unpack_bits(parts["qzeros"].T.contiguous(), bits) + int(
+        version == "gptq"
+    )  # which stores one less
+    codes = _unpack_bits(qweight, bits).T
+    return GroupedIntegers.of(codes, parts["scales"].T, zeros, size=settings.get("group_size"), groups=groups)
 
 
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word the number of each of eight columns is."""
+"""The nibble of a 32-bit word that holds column i of eight."""
 
 
-def _awq(parts: Parts, told: dict[str, Any]) -> GroupedIntegers:
-    if told.get("version", "gemm") != "gemm" or told.get("bits", 4) != 4:
-        raise PackedWeightsError(f"AWQ: version {told.get('version')!r} is not read, only 'gemm' of 4 bits")
+def _awq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
+    """qweight: int32 [inputs, outputs / 8], qzeros: int32 [groups, outputs / 8], scales: [groups, outputs]."""
+    if settings.get("version", "gemm") != "gemm" or settings.get("bits", 4) != 4:
+        raise PackedWeightsError(
+            f"AWQ: version {settings.get('version')!r} is not read, only 'gemm' of 4 bits"
+        )
 
     def columns(words: Tensor) -> Tensor:
-        return _fields(words.T.contiguous(), 4).unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
+        return _unpack_bits(words.T.contiguous(), 4).unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
 
     zeros = columns(parts["qzeros"]) if "qzeros" in parts else 8
-    return GroupedIntegers.of(columns(parts["qweight"]), parts["scales"].T, zeros)
+    return GroupedIntegers.of(
+        columns(parts["qweight"]), parts["scales"].T, zeros, size=settings.get("group_size")
+    )
 
 
-def _compressed(parts: Parts, told: dict[str, Any]) -> Tensor | GroupedIntegers:
-    groups = list(told.get("config_groups", {}).values())
+def _compressed(parts: _Parts, settings: dict[str, Any]) -> Tensor | GroupedIntegers:
+    """weight_packed: int32 [outputs, inputs * bits / 32], weight_zero_point: int32 [outputs * bits / 32, groups],
+    weight_scale: [outputs, groups], weight_shape: (outputs, inputs); or weight: int8 or fp8 [outputs, inputs]."""
+    groups = settings.get("config_groups", {}).values()
     weights = [group["weights"] for group in groups if group.get("weights")]
     if "weight_packed" not in parts:
         block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
         return _scaled(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), block)
-    packed, scales = parts["weight_packed"], parts["weight_scale"]
-    kinds = {(int(each["num_bits"]), each.get("type", "int")) for each in weights}
+    packed = parts["weight_packed"]
+    kinds = {(int(each["num_bits"]), each.get("type", "int"), each.get("group_size")) for each in weights}
     if packed.dtype is not torch.int32 or len(kinds) != 1 or next(iter(kinds))[1] != "int":
         raise PackedWeightsError(
-            f"compressed-tensors: format {told.get('format')!r} of {sorted(kinds)} is not read, only packed integers "
-            "of one width, and int8 and fp8 weights that are not packed"
+            f"compressed-tensors: format {settings.get('format')!r} of {sorted(map(str, kinds))} is not read, only "
+            "packed integers of one width, and int8 and fp8 weights that are not packed"
         )
-    bits = next(iter(kinds))[0]
+    ((bits, _, size),) = kinds
     rows, columns = parts["weight_shape"].tolist()
 
     def signed(words: Tensor, count: int) -> Tensor:
-        return _fields(words, bits)[:count] - 2 ** (bits - 1)
+        return _unpack_bits(words, bits)[:count] - 2 ** (bits - 1)
 
     zeros = signed(parts["weight_zero_point"], rows) if "weight_zero_point" in parts else 0
-    whole = signed(packed.T.contiguous(), columns).T
-    return GroupedIntegers.of(whole, scales, zeros, parts.get("weight_g_idx"))
+    codes = signed(packed.T.contiguous(), columns).T
+    return GroupedIntegers.of(
+        codes, parts["weight_scale"], zeros, size=size, groups=parts.get("weight_g_idx")
+    )
 
 
 def _scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None, block: Any = None) -> Tensor:
@@ -169,29 +210,27 @@ def _scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None, block: An
     return (weight.float() - (0 if zero is None else spread(zero))) * spread(scale)
 
 
-def _fp8(parts: Parts, told: dict[str, Any]) -> Tensor:
-    return _scaled(parts["weight"], parts["weight_scale_inv"], block=told.get("weight_block_size"))
+def _fp8(parts: _Parts, settings: dict[str, Any]) -> Tensor:
+    return _scaled(parts["weight"], parts["weight_scale_inv"], block=settings.get("weight_block_size"))
 
 
-def _fbgemm(parts: Parts, told: dict[str, Any]) -> Tensor:
+def _fbgemm(parts: _Parts, settings: dict[str, Any]) -> Tensor:
     return _scaled(parts["weight"], parts["weight_scale"])
 
 
-def _bitsandbytes(parts: Parts, told: dict[str, Any]) -> Tensor:
+def _bitsandbytes(parts: _Parts, settings: dict[str, Any]) -> Tensor:
+    """weight: int8 [outputs, inputs] with SCB, the largest magnitude of each row; or two numbers of 4 bits in a byte,
+    which index quant_map, with absmax for each block, which may be in 8 bits itself (nested)."""
     weight = parts["weight"]
     if "SCB" in parts:
         return weight.float() * parts["SCB"].float()[:, None] / 127
-    described = next((value for part, value in parts.items() if part.startswith("weight.quant_state")), None)
-    if described is None:
-        raise KeyError("weight.quant_state")
-    state = json.loads(bytes(described.tolist()))
+    described = next((part for part in parts if part.startswith("weight.quant_state")), "weight.quant_state")
+    state = json.loads(bytes(parts[described].tolist()))
     scales = parts["weight.absmax"]
     if "weight.nested_absmax" in parts:
-        whole = parts["weight.nested_quant_map"][scales.long()]
-        scales = whole * _repeated(
-            parts["weight.nested_absmax"], int(state["nested_blocksize"]), whole.numel()
-        )
-        scales = scales + float(state["nested_offset"])
+        rounded = parts["weight.nested_quant_map"][scales.long()]
+        coarse = _repeated(parts["weight.nested_absmax"], int(state["nested_blocksize"]), rounded.numel())
+        scales = rounded * coarse + float(state["nested_offset"])
     packed = weight.flatten()
     values = parts["weight.quant_map"][torch.stack([packed >> 4, packed & 15], 1).flatten().long()]
     values = values * _repeated(scales, int(state["blocksize"]), values.numel())
@@ -206,7 +245,7 @@ def _of_layer(*parts: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<layer>.+)\.(?P<part>{'|'.join(parts)})")
 
 
-_Format = tuple[re.Pattern[str], Callable[[Parts, dict[str, Any]], Tensor | GroupedIntegers]]
+_Format = tuple[re.Pattern[str], Callable[[_Parts, dict[str, Any]], Tensor | GroupedIntegers]]
 _FORMATS: dict[str, _Format] = {
     "gptq": (_of_layer("qweight", "qzeros", "scales", "g_idx"), _gptq),
     "awq": (_of_layer("qweight", "qzeros", "scales"), _awq),

@@ -13,26 +13,26 @@ from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
 
 
 def keep_integers(module: nn.Module, name: str, weight: GroupedIntegers) -> bool:
-    """Replace the linear layer whose weight is called ``name`` by one of these integers, its bias as it is. False:
-    there is none, or the kernels have no such layout."""
-    parent, _, child = name.removesuffix(".weight").rpartition(".")
+    """Replace the linear layer that owns the parameter ``name`` by an `IntegerLinear` of these integers; its bias is
+    kept. Returns False if there is no such layer, or the kernels have no layout for such groups."""
+    path, _, child = name.removesuffix(".weight").rpartition(".")
     try:
-        owner = module.get_submodule(parent)
+        parent = module.get_submodule(path)
     except AttributeError:
         return False
-    layer = owner._modules.get(child)
+    layer = parent._modules.get(child)
     if type(layer) is not nn.Linear or layer.weight.shape != weight.levels.shape:
         return False
-    matrix = matrix_of(weight)
+    matrix = quantized_matrix(weight)
     if matrix is None:
         return False
     replaced = IntegerLinear(matrix, layer.bias, layer.weight.dtype).train(layer.training)
     keep_hooks(layer, replaced)
-    owner._modules[child] = replaced
+    parent._modules[child] = replaced
     return True
 
 
-def matrix_of(weight: GroupedIntegers) -> QuantizedMatrix | None:
+def quantized_matrix(weight: GroupedIntegers) -> QuantizedMatrix | None:
     """Return the same values for the kernels, in 4 bits if these hold them, else in 8. None: the integers need more, or
     the groups are not whole runs of columns."""
     columns, count = weight.levels.shape[1], weight.scales.shape[1]

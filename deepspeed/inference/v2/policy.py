@@ -38,8 +38,8 @@ class InferenceV2Policy:
         found: Any = getattr(self._checkpoint_engine.model_config, "dtype", None)
         return found if isinstance(found, torch.dtype) else torch.float32
 
-    def build_model(self) -> nn.Module:
-        """With all weights, in evaluation mode, on the device.
+    def build_model(self, device: torch.device | str | None = None) -> nn.Module:
+        """Return the model with all weights, in evaluation mode, on ``device`` (None: the accelerator).
 
         DeepSpeedConfigError: weights are missing, or have other shapes.
         """
@@ -53,4 +53,4 @@ class InferenceV2Policy:
         generation = getattr(source, "generation_config", None)
         if generation is not None:
             module.generation_config = generation
-        return module.eval().to(get_accelerator().current_device_name())
+        return module.eval().to(get_accelerator().current_device_name() if device is None else device)
