@@ -117,15 +117,15 @@ class ProcessMesh:
         return cls(rank, {}, layout=layout, timeout=timeout)
 
     @classmethod
-    def from_layout(cls, layout: MeshLayout, *, timeout: timedelta | None = None) -> ProcessMesh:
+    def from_layout(cls, layout: MeshLayout) -> ProcessMesh:
         """The mesh of all ranks of this job, which must be those of the layout."""
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world != layout.world_size:
             raise ValueError(f"the mesh was planned for {layout.world_size} ranks, but the job has {world}")
-        return cls(rank, {}, layout=layout, timeout=timeout)
+        return cls(rank, {}, layout=layout)
 
     @classmethod
-    def from_device_mesh(cls, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> ProcessMesh:
+    def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
         """Mesh with the groups of a torch DeviceMesh, whose dimensions must have known names."""
         names = mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in _DEVICE_MESH_AXES]
@@ -147,7 +147,7 @@ class ProcessMesh:
             group = mesh.get_group(i)
             use = _use_of((_DEVICE_MESH_AXES[name],))
             groups[use, tuple(dist.get_process_group_ranks(group))] = group
-        return cls(dist.get_rank(), {}, groups=groups, layout=layout, timeout=timeout)
+        return cls(dist.get_rank(), {}, groups=groups, layout=layout)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """The same ranks and groups as a torch DeviceMesh, for libraries that want one. Its dimensions are the axes
@@ -162,7 +162,7 @@ class ProcessMesh:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     @classmethod
-    def from_mpu(cls, mpu: Any, *, ep: int = 1, timeout: timedelta | None = None) -> ProcessMesh:
+    def from_mpu(cls, mpu: Any, *, ep: int = 1) -> ProcessMesh:
         """Mesh with the groups of a Megatron-style model-parallel unit; an axis that it does not have gets
         size 1."""
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -184,7 +184,7 @@ class ProcessMesh:
             ranks_of = _around_sequences(rank, ranks_of[("sp",)]) | ranks_of
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
-        mesh = cls(rank, ranks_of, groups=groups, timeout=timeout)
+        mesh = cls(rank, ranks_of, groups=groups)
         if ep > 1:
             replicas = mesh.ranks("dp", "sp")
             if len(replicas) % ep:

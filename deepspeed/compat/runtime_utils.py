@@ -296,7 +296,7 @@ class CheckOverflow:
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient on this rank is not finite."""
-        return any(self._has_inf_or_nan(param.grad) for param in params if param.grad is not None)
+        return any(has_non_finite(param.grad) for param in params if param.grad is not None)
 
     def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
         """Return whether a gradient on any rank is not finite; every rank takes part."""
@@ -308,7 +308,3 @@ class CheckOverflow:
         flag = torch.tensor([overflow], dtype=torch.float32, device=get_accelerator().current_device_name())
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
         return bool(flag.item())
-
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor, index: int | None = None) -> bool:
-        return has_non_finite(x)

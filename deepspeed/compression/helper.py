@@ -4,7 +4,7 @@ compressible and ordinary again, and pruners in a training loop without an engin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -223,14 +223,6 @@ def fix_compression(
 # Pruners ----------------------------------------------------------------------------------------------------
 
 
-class Pruner(Protocol):
-    """Calls of a training loop to a pruner."""
-
-    def on_step_begin(self, local_step: int) -> None: ...
-    def on_before_optimizer_step(self) -> None: ...
-    def on_after_optimizer_step(self) -> None: ...
-
-
 def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
     """Pruners for the modules that are prepared for "snip_momentum"; they are `model.pruners` from then on.
 
@@ -284,7 +276,7 @@ def rewrite_optimizer_step(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
     plain: Callable[..., Any] = opt.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        pruners: Sequence[Pruner] = vars(opt).get("pruners") or ()
+        pruners: Sequence[SnipMomentum] = vars(opt).get("pruners") or ()
         for pruner in pruners:
             pruner.on_before_optimizer_step()
         result = plain(*args, **kwargs)

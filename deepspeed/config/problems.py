@@ -81,7 +81,7 @@ class DeepSpeedConfigError(ValueError, AssertionError):
         """One error for all of them, of the class that is documented for the first that has one."""
         listed = list(problems)
         count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
-        text = "\n".join(first_lines(listed, "  "))
+        text = "\n".join(first_lines(listed))
         raised = next((problem.raised_as for problem in listed if problem.raised_as is not None), cls)
         return raised(f"{count} in {named(source)}:\n{text}", problems=listed)
 
@@ -113,12 +113,10 @@ def cut(text: str, longest: int = MAX_NAME) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
-def first_lines(problems: Sequence[Problem], indent: str) -> list[str]:
+def first_lines(problems: Sequence[Problem]) -> list[str]:
     """A line for each of the first ``MAX_LISTED`` problems, and one that counts the others."""
     more = len(problems) - MAX_LISTED
-    return [f"{indent}{problem}" for problem in problems[:MAX_LISTED]] + [f"{indent}and {more} more"] * (
-        more > 0
-    )
+    return [f"  {problem}" for problem in problems[:MAX_LISTED]] + [f"  and {more} more"] * (more > 0)
 
 
 def cut_list(items: Sequence[object]) -> str:

@@ -55,13 +55,12 @@ class FileStore:
     Args:
         folder: ``offload_param.nvme_path``.
         device: where the buffers are; from a file they are filled by way of host memory if that is elsewhere.
-        options: how the file is read.
     """
 
-    def __init__(self, folder: Path, device: torch.device, options: AioOptions | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         self._file = SwapFile(
             folder.expanduser() / "deepspeed" / "inference",
-            options or AioOptions(),
+            AioOptions(),
             key="zero.offload_param.nvme_path",
         )
         self._off_host = off_host(device)

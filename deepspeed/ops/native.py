@@ -12,8 +12,9 @@ import functools
 import logging
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +95,16 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
+def declare(lib: ctypes.CDLL, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> str | None:
+    """Set the types of a library's functions, by name (result, arguments). Returns the first name that it lacks."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name, None)
+        if function is None:
+            return name
+        function.restype, function.argtypes = result, arguments
+    return None
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library with its signatures set, or None (logged once) if the package was built without
@@ -105,11 +116,8 @@ def library() -> ctypes.CDLL | None:
         found = lib.ds_abi()
         if found != ABI:
             raise OSError(f"interface version {found}, this package needs {ABI}: reinstall the package")
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(lib, name, None)
-            if function is None:
-                raise OSError(f"{path} is older than this source, it lacks {name}: reinstall the package")
-            function.restype, function.argtypes = result, arguments
+        if missing := declare(lib, _SIGNATURES):
+            raise OSError(f"{path} is older than this source, it lacks {missing}: reinstall the package")
     except OSError as error:
         log_dist(
             f"Native host kernels are not available ({error}): their operations run in PyTorch, more slowly.",

@@ -7,6 +7,7 @@ is called. ``traits_of`` is the only place that decides; training, the memory pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -197,3 +198,12 @@ def traits_of(optimizer: Any) -> UpdateTraits:
     """Return the traits that ``optimizer`` declares, FOREIGN if it declares none."""
     declared = getattr(optimizer, "update_traits", None)
     return declared if isinstance(declared, UpdateTraits) else FOREIGN
+
+
+def corrections(group: Group, step: int) -> tuple[float, float]:
+    """Return Adam's bias corrections, in fp64, which the kernels round once: the step size lr / (1 - beta1^t), and the
+    factor 1 / sqrt(1 - beta2^t) of the square root."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not group["bias_correction"]:
+        return lr, 1.0
+    return lr / (1.0 - math.pow(beta1, step)), 1.0 / math.sqrt(1.0 - math.pow(beta2, step))

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from deepspeed.zero.gathering.init_context import Init
+
+class ActiveContext(Protocol):
+    """``zero.Init``, as it is known here."""
+
+    overrides: Any
+    dtype: Any
+    device: Any
+
+    def patch_init_and_builtins(self) -> None: ...
+    def _post_init_method(self, module: Any) -> None: ...
 
 
 class ActiveContexts:
     """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
 
     def __init__(self) -> None:
-        self.contexts: list[Init] = []
+        self.contexts: list[ActiveContext] = []
         self.restores: list[Callable[[], None]] = []
         self.suspended = 0
         self.composing = 0

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from deepspeed.comm.collectives import sum_in_blocks, sum_in_order
+from deepspeed.comm.reduction import sum_in_blocks, sum_in_order
 from deepspeed.comm.transports import gloo, hierarchical
 from deepspeed.comm.transports.hosts import are_regular, blocks_of
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, using, values

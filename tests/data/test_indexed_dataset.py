@@ -13,10 +13,8 @@ import torch
 
 from deepspeed.data.data_sampling import indexed_dataset as module
 from deepspeed.data.data_sampling.indexed_dataset import (
-    IndexedDatasetBuilder,
     MMapIndexedDataset,
     MMapIndexedDatasetBuilder,
-    make_builder,
     make_dataset,
 )
 from deepspeed.data.data_sampling.utils import (
@@ -26,6 +24,7 @@ from deepspeed.data.data_sampling.utils import (
     split_dataset,
     split_index,
 )
+from tests.data.older_format import IndexedDatasetBuilder
 
 DTYPES = [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64]
 
@@ -66,7 +65,7 @@ def test_reading(tmp_path: Path) -> None:
     assert data.get(0, 1).tolist() == [2, 3] and data.get(0, offset=1, length=1).tolist() == [2]
     assert data.sizes.tolist() == [3, 1, 2, 0, 1] and data.size(2) == 2
     assert data.doc_idx.tolist() == [0, 2, 5]
-    assert not data.supports_prefetch and MMapIndexedDataset.exists(tmp_path / "x")
+    assert MMapIndexedDataset.exists(tmp_path / "x")
     again = pickle.loads(pickle.dumps(data))
     assert again[0].tolist() == [1, 2, 3]
     with pytest.raises(IndexError):
@@ -76,7 +75,7 @@ def test_reading(tmp_path: Path) -> None:
 
 
 def test_merging(tmp_path: Path) -> None:
-    builder = make_builder(tmp_path / "y.bin", "mmap", vocab_size=70000)
+    builder = MMapIndexedDatasetBuilder(tmp_path / "y.bin", dtype=np.int32)
     builder.add_item(torch.tensor([9]))
     builder.end_document()
     builder.merge_file_(write(tmp_path / "x"))
@@ -84,7 +83,7 @@ def test_merging(tmp_path: Path) -> None:
     data = MMapIndexedDataset(tmp_path / "y")
     assert [entry.tolist() for entry in data] == [[9], *ENTRIES]
     assert data.doc_idx.tolist() == [0, 1, 3, 6]
-    small = make_builder(tmp_path / "z.bin", "mmap", vocab_size=100)
+    small = MMapIndexedDatasetBuilder(tmp_path / "z.bin", dtype=np.uint16)
     with pytest.raises(ValueError, match="holds int32, and this file uint16"):
         small.merge_file_(tmp_path / "x")
 
@@ -103,14 +102,12 @@ def test_what_megatron_means_by_a_code_is_seen_from_the_length(tmp_path: Path) -
 
 @pytest.mark.parametrize("impl", ["lazy", "cached"])
 def test_the_older_format(tmp_path: Path, impl: str) -> None:
-    for name, first in (("a", 0), ("b", 10)):
-        builder = make_builder(tmp_path / f"{name}.bin", impl)
+    builder = IndexedDatasetBuilder(tmp_path / "b.bin")
+    for first in (10, 0):
         builder.add_item(torch.arange(first, first + 6).view(2, 3))
         builder.add_item(torch.tensor([first]))
         builder.end_document()
-        if name == "b":
-            builder.merge_file_(tmp_path / "a")
-        builder.finalize(tmp_path / f"{name}.idx")
+    builder.finalize(tmp_path / "b.idx")
     data = make_dataset(tmp_path / "b", impl)
     assert [entry.tolist() for entry in data[0:4]] == [
         [[10, 11, 12], [13, 14, 15]],
@@ -119,7 +116,7 @@ def test_the_older_format(tmp_path: Path, impl: str) -> None:
         [0],
     ]
     assert data.sizes.tolist() == [2, 3, 1, 2, 3, 1] and data.doc_idx.tolist() == [0, 3, 6]
-    if data.supports_prefetch:
+    if impl == "cached":
         data.prefetch([1, 3])
         assert data[3].tolist() == [0]
     assert pickle.loads(pickle.dumps(data))[1].tolist() == [10]
@@ -132,7 +129,6 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert (
         make_dataset(tmp_path / "no", "mmap") is None and module.infer_dataset_impl(tmp_path / "no") is None
     )
-    assert not module.dataset_exists(tmp_path / "no", "mmap")
     assert module.get_available_dataset_impl() == ["lazy", "cached", "mmap"]
     assert make_dataset(write(tmp_path / "x"), "other") is None
     with pytest.raises(ValueError, match="no index"):

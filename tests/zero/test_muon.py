@@ -16,7 +16,6 @@ import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.layout import BucketLayout, Slot
-from deepspeed.zero.muon import original_muon
 from deepspeed.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.zero.muon.original_muon import COEFFICIENTS, Muon, SingleDeviceMuon, muon_update, orthogonalize
 from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
@@ -146,50 +145,6 @@ def test_aux_adam_is_muon_and_adamw() -> None:
     assert set(resumed.state[resumed.param_groups[0]["params"][0]]) == {"momentum_buffer"}
     with pytest.raises(ValueError, match="use_muon"):
         MuonWithAuxAdam([{"params": [matrix]}])
-
-
-@distributed(world_size=[1, 2])
-def test_plain_optimizers_with_aux_adam(world_size: int) -> None:
-    torch.manual_seed(0)
-    matrices, vector = [nn.Parameter(torch.randn(5, 4 + i)) for i in range(3)], nn.Parameter(torch.randn(7))
-    twins = copy.deepcopy([*matrices, vector])
-
-    def groups(params: Any) -> list[dict[str, Any]]:
-        *some, other = params
-        return [
-            {"params": some, "use_muon": True, "lr": 0.1},
-            {"params": [other], "use_muon": False, "lr": 0.01, "weight_decay": 0.1},
-        ]
-
-    shared = original_muon.MuonWithAuxAdam(groups([*matrices, vector]))
-    single = original_muon.SingleDeviceMuonWithAuxAdam(groups(twins))
-    adam_twin = nn.Parameter(vector.detach().clone())
-    adam = torch.optim.AdamW([adam_twin], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
-    for _ in range(4):
-        for param, twin in zip([*matrices, vector], twins, strict=True):
-            param.grad = torch.randn(param.shape)
-            twin.grad = param.grad.clone()
-        adam_twin.grad = twins[-1].grad
-        for optimizer in (shared, single, adam):
-            optimizer.step()
-    assert all(torch.equal(p, t) for p, t in zip([*matrices, vector], twins, strict=True))
-    torch.testing.assert_close(vector, adam_twin)
-    owned = sum("momentum_buffer" in state for state in shared.state.values())
-    assert owned == len(matrices[dist.get_rank() :: world_size])
-
-
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ({}, "needs use_muon"),
-        ({"use_muon": True, "betas": (0.9, 0.95)}, "betas in a group with use_muon=True"),
-        ({"use_muon": True, "ns_method": "svd"}, "ns_method='svd'"),
-    ],
-)
-def test_plain_aux_adam_refuses_groups(group: dict[str, Any], message: str) -> None:
-    params = [nn.Parameter(torch.randn(2, 2))]
-    with pytest.raises(ValueError, match=message):
-        original_muon.SingleDeviceMuonWithAuxAdam([{"params": params, **group}])
 
 
 def test_config_section() -> None:

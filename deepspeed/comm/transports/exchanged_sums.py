@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.collectives import accumulation_dtype, sum_in_order
 from deepspeed.comm.groups import all_gather_single, new_group
 from deepspeed.comm.pending import DONE, CommunicationError, Pending
+from deepspeed.comm.reduction import accumulation_dtype, sum_in_order
 from deepspeed.comm.transports import hosts
 
 SCRATCH_BYTES = 32 << 20

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from deepspeed.comm.collectives import sum_in_blocks
 from deepspeed.comm.pending import CommunicationError, OrderedPending, Pending
+from deepspeed.comm.reduction import sum_in_blocks
 
 # Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
 # in flight: one is summed while the next arrives. Smaller pieces add latency, larger ones miss the cache.

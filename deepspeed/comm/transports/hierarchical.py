@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from deepspeed.comm.collectives import accumulation_dtype, sum_in_order
 from deepspeed.comm.pending import OrderedPending, Pending
+from deepspeed.comm.reduction import accumulation_dtype, sum_in_order
 from deepspeed.comm.transports.gloo import SCRATCH_BYTES, GlooChannel
 from deepspeed.comm.transports.shared_memory import (
     SharedMemoryAllGather,

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from deepspeed.comm.collectives import accumulation_dtype
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.pending import Pending
+from deepspeed.comm.reduction import accumulation_dtype
 from deepspeed.comm.transports.exchanged_sums import ExchangedSum, GroupOperation
 
 

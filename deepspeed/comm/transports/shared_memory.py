@@ -121,13 +121,8 @@ def _library() -> ctypes.CDLL | None:
         "ds_shm_explain": (None, (pointer, pointer)),
         "ds_shm_close": (None, (pointer,)),
     }
-    try:
-        for name, (result, arguments) in signatures.items():
-            function = getattr(lib, name)
-            function.restype, function.argtypes = result, arguments
-    except AttributeError:  # a library without csrc/comm
-        return None
-    return lib if lib.ds_shm_abi() == _ABI else None
+    missing = native.declare(lib, signatures)  # in a library without csrc/comm
+    return None if missing or lib.ds_shm_abi() != _ABI else lib
 
 
 def is_available() -> bool:

@@ -30,13 +30,12 @@ from deepspeed.data.data_sampling.index_format import (
 from deepspeed.data.data_sampling.record_dataset import (
     IndexedCachedDataset,
     IndexedDataset,
-    IndexedDatasetBuilder,
 )
 
 __all__ = [
-    "Index", "IndexedCachedDataset", "IndexedDataset", "IndexedDatasetBuilder", "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder", "code", "data_file_path", "dataset_exists", "get_available_dataset_impl",
-    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs", "write_longs",
+    "Index", "IndexedCachedDataset", "IndexedDataset", "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder", "code", "data_file_path", "get_available_dataset_impl",
+    "index_file_path", "infer_dataset_impl", "make_dataset", "read_longs", "write_longs",
 ]  # fmt: skip
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -200,10 +199,6 @@ class MMapIndexedDataset(Dataset[Any]):
         """The first entry of each document, and the number of entries."""
         return self._index.doc_idx if self._docs is None else self._docs
 
-    @property
-    def supports_prefetch(self) -> bool:
-        return False
-
     @staticmethod
     def exists(path: str | Path) -> bool:
         return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
@@ -286,14 +281,6 @@ def infer_dataset_impl(path: str | Path) -> str | None:
     return {IndexedDataset._HDR_MAGIC[:8]: "cached", _MAGIC[:8]: "mmap"}.get(magic)
 
 
-def make_builder(out_file: str | Path, impl: str, vocab_size: int | None = None) -> Any:
-    """A builder of format ``impl``; 'mmap' holds tokens of ``vocab_size`` in 16 bits if they fit, else in 32."""
-    if impl == "mmap":
-        fits = vocab_size is not None and vocab_size < 65500
-        return MMapIndexedDatasetBuilder(out_file, dtype=np.uint16 if fits else np.int32)
-    return IndexedDatasetBuilder(out_file)
-
-
 def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
     """The data set of format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: there is none."""
     if not IndexedDataset.exists(path):
@@ -309,7 +296,3 @@ def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
         return (IndexedDataset if impl == "lazy" else IndexedCachedDataset)(path)
     logger.warning(f"the format {impl!r} of {path} is not one of {', '.join(get_available_dataset_impl())}")
     return None
-
-
-def dataset_exists(path: str | Path, impl: str) -> bool:
-    return (MMapIndexedDataset if impl == "mmap" else IndexedDataset).exists(path)

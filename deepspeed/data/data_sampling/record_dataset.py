@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from deepspeed.data.data_sampling.index_format import (
     CODES,
-    code,
     data_file_path,
     index_file_path,
     read_longs,
-    write_longs,
 )
 
 
@@ -93,10 +90,6 @@ class IndexedDataset(Dataset[Any]):
     def exists(path: str | Path) -> bool:
         return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
 
-    @property
-    def supports_prefetch(self) -> bool:
-        return False  # the operating system reads ahead
-
 
 class IndexedCachedDataset(IndexedDataset):
     """Keeps in memory what :meth:`prefetch` names."""
@@ -104,10 +97,6 @@ class IndexedCachedDataset(IndexedDataset):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._kept: dict[int, np.ndarray] = {}
-
-    @property
-    def supports_prefetch(self) -> bool:
-        return True
 
     def prefetch(self, indices: Any) -> None:
         """Keep these entries, and no others."""
@@ -120,56 +109,3 @@ class IndexedCachedDataset(IndexedDataset):
     def _read(self, i: int) -> np.ndarray:
         kept = self._kept.get(i)
         return super()._read(i) if kept is None else kept.copy()
-
-
-class IndexedDatasetBuilder:
-    """Writes the pair of files: ``out_file`` is the name of the data file. ``dtype``: an integer dtype.
-
-    Raises:
-        ValueError: files do not hold this dtype.
-    """
-
-    def __init__(self, out_file: str | Path, dtype: Any = np.int32) -> None:
-        code(dtype)
-        self.out_file = open(out_file, "wb")  # noqa: SIM115 - until finalize()
-        self.dtype = dtype
-        self.element_size = np.dtype(dtype).itemsize
-        self.data_offsets, self.dim_offsets, self.doc_idx = [0], [0], [0]
-        self.sizes: list[int] = []
-
-    def add_item(self, tensor: torch.Tensor | np.ndarray) -> None:
-        """One entry of any shape."""
-        values = np.asarray(tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor)
-        self.out_file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
-        self.data_offsets.append(self.data_offsets[-1] + values.size)
-        self.sizes.extend(values.shape)
-        self.dim_offsets.append(self.dim_offsets[-1] + values.ndim)
-
-    def end_document(self) -> None:
-        self.doc_idx.append(len(self.sizes))
-
-    def merge_file_(self, another_file: str | Path) -> None:
-        """Add the entries and documents of other files. ValueError: their dtype differs."""
-        other = IndexedDataset(another_file)
-        if np.dtype(other.dtype) != np.dtype(self.dtype):
-            raise ValueError(
-                f"{another_file} holds {np.dtype(other.dtype).name}, not {np.dtype(self.dtype).name}"
-            )
-        first = len(self.sizes)
-        self.data_offsets.extend((self.data_offsets[-1] + other.data_offsets[1:]).tolist())
-        self.dim_offsets.extend((self.dim_offsets[-1] + other.dim_offsets[1:]).tolist())
-        self.sizes.extend(other.sizes.tolist())
-        self.doc_idx.extend((first + other.doc_idx[1:]).tolist())
-        with open(data_file_path(another_file), "rb") as stream:
-            while part := stream.read(1 << 20):
-                self.out_file.write(part)
-
-    def finalize(self, index_file: str | Path) -> None:
-        """Close the data file and write the index."""
-        self.out_file.close()
-        with open(index_file, "wb") as stream:
-            stream.write(IndexedDataset._HDR_MAGIC)
-            stream.write(struct.pack("<QQQ", 1, code(self.dtype), self.element_size))
-            stream.write(struct.pack("<QQQ", len(self.data_offsets) - 1, len(self.sizes), len(self.doc_idx)))
-            for numbers in (self.dim_offsets, self.data_offsets, self.sizes, self.doc_idx):
-                write_longs(stream, numbers)

@@ -68,23 +68,7 @@ def make_app(
     server = _Server(service, tokenizer, settings, intake, models)
     _add_middleware(app, settings)
 
-    def condition(good: bool) -> Response:
-        why = {} if service.failure is None else {"error": str(service.failure)}
-        return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return condition(service.failure is None)
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        return condition(service.healthy)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(
-            service.metrics.text(service.state(), settings.model), media_type="text/plain; version=0.0.4"
-        )
+    _add_health_routes(app, service, settings.model)
 
     @app.get("/v1/models")
     async def listed(request: Request) -> Response:
@@ -124,6 +108,26 @@ def make_app(
         return refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
     return app
+
+
+def _add_health_routes(app: FastAPI, service: Service, model: str) -> None:
+    def condition(good: bool) -> Response:
+        why = {} if service.failure is None else {"error": str(service.failure)}
+        return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return condition(service.failure is None)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return condition(service.healthy)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(
+            service.metrics.text(service.state(), model), media_type="text/plain; version=0.0.4"
+        )
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:

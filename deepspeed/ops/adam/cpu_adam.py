@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, corrections
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse, result_of
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, corrections
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):

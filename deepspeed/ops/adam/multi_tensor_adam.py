@@ -7,25 +7,13 @@ Decoupled Weight Decay Regularization (ICLR 2019). All constants are computed in
 from __future__ import annotations
 
 import ctypes
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
-from deepspeed.ops.update import Group, Tensors
-
-# Bias corrections of Adam, in fp64; the kernels round them once.
-
-
-def corrections(group: Group, step: int) -> tuple[float, float]:
-    """Step size lr / (1 - beta1^t) and factor 1 / sqrt(1 - beta2^t) of the square root."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    if not group["bias_correction"]:
-        return lr, 1.0
-    return lr / (1.0 - math.pow(beta1, step)), 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
-
+from deepspeed.ops.update import Group, Tensors, corrections
 
 _DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
 """One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""

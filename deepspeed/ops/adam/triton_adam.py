@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from deepspeed.ops import native
-from deepspeed.ops.adam.multi_tensor_adam import corrections
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, corrections
 
 BLOCK = 4096  # elements per program
 _DTYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}

@@ -99,13 +99,7 @@ def library() -> ctypes.CDLL | None:
         "ds_aio_finish": (int32, (pointer, int64, ctypes.POINTER(int64))),
         "ds_aio_alignment": (int32, (ctypes.c_char_p,)),
     }
-    try:
-        for name, (result, arguments) in signatures.items():
-            function = getattr(lib, name)
-            function.restype, function.argtypes = result, arguments
-    except AttributeError:  # a library from an earlier build
-        return None
-    return lib
+    return None if native.declare(lib, signatures) else lib  # a library from an earlier build lacks some
 
 
 class NativeEngine:

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from deepspeed.ops import native
-from deepspeed.ops.adam.multi_tensor_adam import corrections
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, corrections
 
 WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
 _WORDS = tl.constexpr(WORDS)

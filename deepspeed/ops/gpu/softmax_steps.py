@@ -94,9 +94,9 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def power_of_two(n: int, least: int = 16) -> int:
-    """The smallest power of two that is at least ``n`` (and ``least``, what a product takes)."""
-    return max(least, 1 << max(0, n - 1).bit_length())
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and 16, what a product takes."""
+    return max(16, 1 << max(0, n - 1).bit_length())
 
 
 def takes(dtype: torch.dtype, *sizes: int) -> bool:

@@ -61,17 +61,15 @@ class SequenceChunk:
 
     def get_gpu_chunk(self) -> Tensor:
         """The tensor on the device, for the current stream. RuntimeError: it is not there."""
-        self.check_gpu_chunk()
-        assert self._on_device is not None
-        return self._stream.arrived(self._on_device) if self._away else self._on_device
+        chunk = self._checked()
+        return self._stream.arrived(chunk) if self._away else chunk
 
-    def check_gpu_chunk(self) -> bool:
-        """True. RuntimeError: it is in host memory only."""
+    def _checked(self) -> Tensor:
         if self._on_device is None:
             raise RuntimeError(
                 f"this chunk of shape {list(self.chunk_shape)} is in host memory: call load_to_gpu() first"
             )
-        return True
+        return self._on_device
 
     def offload(self) -> None:
         """Free the copy on the device. What was changed there is lost unless `overwrite_to_cpu` came before."""
@@ -80,10 +78,9 @@ class SequenceChunk:
 
     def overwrite_to_cpu(self) -> None:
         """Copy what is on the device into host memory. RuntimeError: it is not on the device."""
-        self.check_gpu_chunk()
-        assert self._on_device is not None
+        chunk = self._checked()
         if self._away:
-            self._stream.copy(self._on_device, self.cpu_chunk)
+            self._stream.copy(chunk, self.cpu_chunk)
 
 
 class FetchedAhead:

@@ -86,7 +86,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
         yield from (f"  {warning}" for warning in report.warnings)
     if report.errors:
         yield style.bad(_count(len(report.errors), "error"))
-        yield from first_lines(report.errors, "  ")
+        yield from first_lines(report.errors)
     else:
         yield style.good("no errors")
 

@@ -251,7 +251,6 @@ class _Contexts:
     def __init__(self) -> None:
         self.open: list[CheckpointHiddenStatesOffload] = []
         self._plain_call: Any = None
-        self._stays = False
 
     def enter(self, context: CheckpointHiddenStatesOffload) -> None:
         self.open.append(context)
@@ -259,28 +258,25 @@ class _Contexts:
 
     def leave(self, context: CheckpointHiddenStatesOffload) -> None:
         self.open.remove(context)
-        if not self.open and not self._stays and self._plain_call is not None:
+        if not self.open and self._plain_call is not None:
             _layer_class().__call__, self._plain_call = self._plain_call, None
 
-    def patch(self, stays: bool = False) -> bool:
-        """Replace the class where layers of a model have imported it; return whether there are such layers."""
-        self._stays = self._stays or stays
+    def patch(self) -> None:
+        """Replace the call of the class, where layers of a model have imported it."""
         kind = _layer_class()
-        if kind is None:
-            return False
-        if self._plain_call is None:
-            self._plain_call = plain = kind.__call__
+        if kind is None or self._plain_call is not None:
+            return
+        self._plain_call = plain = kind.__call__
 
-            @functools.wraps(plain)
-            def marking(layer: Any, *args: Any, **kwargs: Any) -> Any:
-                if self.open and layer.training and getattr(layer, "gradient_checkpointing", False):
-                    hidden = args[0] if args else kwargs.get("hidden_states")
-                    if isinstance(hidden, Tensor):
-                        self.open[-1].mark(hidden)
-                return plain(layer, *args, **kwargs)
+        @functools.wraps(plain)
+        def marking(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.open and layer.training and getattr(layer, "gradient_checkpointing", False):
+                hidden = args[0] if args else kwargs.get("hidden_states")
+                if isinstance(hidden, Tensor):
+                    self.open[-1].mark(hidden)
+            return plain(layer, *args, **kwargs)
 
-            kind.__call__ = marking
-        return True
+        kind.__call__ = marking
 
 
 _contexts = _Contexts()
@@ -288,13 +284,3 @@ _contexts = _Contexts()
 
 def _layer_class() -> Any:
     return getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
-
-
-def patch_gradient_checkpointing_layer_marker() -> None:
-    """Have layers of Transformers look for an open context from now on, not only inside one. RuntimeError: none was
-    imported."""
-    if not _contexts.patch(stays=True):
-        raise RuntimeError(
-            "patch_gradient_checkpointing_layer_marker() needs the class GradientCheckpointingLayer of transformers: "
-            "import the model first"
-        )

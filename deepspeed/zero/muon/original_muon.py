@@ -192,65 +192,8 @@ class Muon(SingleDeviceMuon):
                 everyone.broadcast(param.data.view(-1), src=owner).wait()
 
 
-def adam_update(
-    grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float
-) -> Tensor:
-    """Advance the averages of Adam (in place) by ``grad``; the update number ``step`` (from 1), without the rate."""
-    buf1.lerp_(grad, 1 - betas[0])
-    buf2.lerp_(grad.square(), 1 - betas[1])
-    return (buf1 / (1 - betas[0] ** step)) / ((buf2 / (1 - betas[1] ** step)).sqrt() + eps)
-
-
 GROUP_DEFAULTS: dict[bool, dict[str, Any]] = {
     True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
     False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
 """Options of a group whose ``use_muon`` is True, for matrices, or False, for embeddings, heads, biases and the like."""
-
-
-class SingleDeviceMuonWithAuxAdam(SingleDeviceMuon):
-    """Muon for groups with ``use_muon`` True and Adam for those with False, all updated on this rank.
-
-    ValueError: a group that does not say which, has an option of the other kind or an unknown ``ns_method``.
-    """
-
-    def __init__(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        torch.optim.Optimizer.__init__(self, [_complete_group(group) for group in param_groups], {})
-
-    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        if group["use_muon"]:
-            super()._update(group, params)
-            return
-        for param in params:
-            self._update_by_adam(group, param)
-
-    def _update_by_adam(self, group: dict[str, Any], param: Tensor) -> None:
-        assert param.grad is not None
-        state = self.state[param]
-        if not state:
-            state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param), step=0)
-        state["step"] += 1
-        update = adam_update(
-            param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group["betas"], group["eps"]
-        )
-        apply_update(param, update, float(group["lr"]), group["weight_decay"])
-
-
-class MuonWithAuxAdam(SingleDeviceMuonWithAuxAdam, Muon):
-    """The same where all ranks hold the matrices whole, with equal gradients: each rank updates its share of those of
-    Muon and broadcasts it. ``step`` is collective."""
-
-
-def _complete_group(group: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(group.get("use_muon"), bool):
-        raise ValueError(
-            "every group of MuonWithAuxAdam needs use_muon: True for the matrices of Muon, False for the rest, by Adam"
-        )
-    defaults = GROUP_DEFAULTS[group["use_muon"]]
-    unknown = sorted(group.keys() - defaults.keys() - {"params", "use_muon"})
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} in a group with use_muon={group['use_muon']}: it has {', '.join(defaults)}"
-        )
-    check_method(group.get("ns_method", METHODS[0]))
-    return {**defaults, **group}

@@ -5,21 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from deepspeed.base.transformers_models import attention_registries, text_config
 from deepspeed.parallel.sequence.hf.masks import mask_function_over, no_mask
 
-if TYPE_CHECKING:
-    from deepspeed.parallel.sequence.hf.attention import UlyssesSPAttentionHF
-
 NAME = "ulysses"
 """Under which the attention is registered with Transformers."""
 
 _SHARDABLE = {"full_attention", "sliding_attention"}
 _HAS_NO_BLOCKS = ("eager", "flex_attention")
+
+
+class CountedAttention(Protocol):
+    calls: int
+    disable_in_eval: bool
+
+    def belong_to(self, model: nn.Module) -> None: ...
+
+    def forward(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,7 @@ def _fetch_kernel(name: str) -> None:
         raise ValueError(f"core_attn_implementation={name!r} could not be loaded: {problem}") from problem
 
 
-def register(attention: UlyssesSPAttentionHF, core: str, target: Target) -> None:
+def register(attention: CountedAttention, core: str, target: Target) -> None:
     """Register ``attention`` over ``core`` with Transformers under NAME, and let the model use it.
 
     A model that is named only, and loaded later, looks for its attention under ``core`` (unless it is loaded with
@@ -169,7 +177,7 @@ def unregister() -> None:
                 registry[name] = _own(registry[name])
 
 
-def _check_first_forward(target: Target, attention: UlyssesSPAttentionHF) -> None:
+def _check_first_forward(target: Target, attention: CountedAttention) -> None:
     """Some models accept any attention and go on computing their own, which would see one shard only. Whether each
     layer has called it is known after the first forward, before any gradient."""
     assert target.model is not None
