@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cells clients install-clients install-dev gpu-kernels torch-releases wheel lint types architecture docs format clean
+.PHONY: help demo test bench cells clients install-clients install-dev gpu-kernels torch-releases wheel lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow and those of gpu-kernels"
 	@echo "make cells N=200 SEED=7  train random combinations of features against plain PyTorch (tests/cells)"
+	@echo "make bench   time everything beside the rivals that are installed, an hour (benchmarks/README.md); BENCH=--quick"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
 	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
@@ -47,10 +48,15 @@ install-clients: $(VENV)/.created
 	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(ASKING)
 
+BENCH ?= --save cpu2
+bench: install-dev
+	$(BIN)/python benchmarks/everything.py $(BENCH)
+
 clients: install-clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
 		tests/clients tests/examples/test_clients.py tests/examples/test_notebooks.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
-		tests/zero/test_init_peak.py
+		tests/zero/test_init_peak.py \
+		"tests/pretended_gpu/test_benchmarks.py::test_a_script_ends_with_its_tables[lightning_strategy]"
 
 # Triton lies in a folder of its own, so that `make test` stays what it is, unless torch has brought it along. What it
 # compiles is kept beside it.

@@ -30,6 +30,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common_arguments("Triton kernels on one CUDA GPU (not yet run).")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.width, arguments.tokens = 512, 256
@@ -100,12 +101,12 @@ def pairs(width: int, tokens: int) -> Iterator[Pair]:
         )
 
 
-def seconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """The median time of a call, after three that compile and warm up."""
-    for _ in range(3):
+def seconds(call: Callable[[], object], rounds: int) -> float:
+    """The median time of a call, after up to three that compile and warm up."""
+    for _ in range(min(3, rounds)):
         call()
     times = []
-    for _ in range(repeats):
+    for _ in range(rounds):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("this benchmark needs a CUDA GPU")
     rows = []
     for name, kernel, plain, nbytes in pairs(arguments.width, arguments.tokens):
-        ours, torchs = seconds(kernel), seconds(plain)
+        ours, torchs = (seconds(call, arguments.rounds) for call in (kernel, plain))
         rows.append([name, f"{ours * 1e6:.0f}", f"{torchs * 1e6:.0f}", f"{nbytes / ours / 1e9:.0f}"])
     report = Report("gpu_kernels", arguments)
     report.table(

@@ -132,6 +132,7 @@ def _answers() -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "device": contextlib.nullcontext,
+        "device_of": contextlib.nullcontext,
         "can_device_access_peer": lambda device, peer: True,
         "get_device_name": lambda device=None: _PROPERTIES.name,
         "get_device_properties": lambda device=None: _PROPERTIES,
