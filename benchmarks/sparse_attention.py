@@ -101,6 +101,43 @@ def measure(arguments: argparse.Namespace, length: int, rounds: int) -> list[dic
     return found
 
 
+def flex_of(layout: Tensor, block: int) -> Attention:
+    """FlexAttention, compiled, over the blocks of ``layout`` [blocks, blocks]."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    exists, length = layout.bool(), layout.shape[0] * block
+    mask = create_block_mask(
+        lambda batch, head, row, column: exists[row // block, column // block],
+        None, None, length, length, device="cpu", BLOCK_SIZE=block,
+    )  # fmt: skip
+    compiled = torch.compile(flex_attention)
+    return lambda query, key, value: compiled(query, key, value, block_mask=mask)
+
+
+@torch.no_grad()
+def against_flex(arguments: argparse.Namespace, length: int, rounds: int) -> list[list[str]]:
+    """A row for each pattern; rounds of both alternate, and the ratio has its range over them."""
+    tensors = [tensor.detach() for tensor in inputs(arguments, length)]
+    rows = []
+    for name, pattern in patterns(arguments.heads, arguments.block).items():
+        ours = SparseSelfAttention(pattern, max_seq_length=length)
+        both = (flex_of(ours.master_layout[0], arguments.block), ours)
+        results = [attention(*tensors) for attention in both]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        times: list[list[float]] = []
+        for _ in range(rounds):
+            times.append([])
+            for attention in both:
+                start = time.perf_counter()
+                attention(*tensors)
+                times[-1].append(time.perf_counter() - start)
+        flex, sparse = (min(each) for each in zip(*times, strict=True))
+        ratios = sorted(of_flex / of_ours for of_flex, of_ours in times)
+        gain = f"{ratios[len(ratios) // 2]:.2f} [{ratios[0]:.2f} .. {ratios[-1]:.2f}]"
+        rows.append([str(length), name, f"{flex:.3f}", f"{sparse:.3f}", gain])
+    return rows
+
+
 def main() -> None:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--length", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens")
@@ -111,10 +148,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--flex", action="store_true", help="against FlexAttention instead of dense attention"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     lengths, rounds = ([2048, 4096], 1) if arguments.quick else (arguments.length, arguments.rounds)
     report = Report("sparse_attention", arguments)
+    if arguments.flex:
+        table = [row for length in lengths for row in against_flex(arguments, length, rounds)]
+        report.data["flex"] = table
+        report.table(
+            f"forward, {arguments.heads} heads of {arguments.size}, blocks of {arguments.block}, {arguments.dtype}, "
+            f"threads: {arguments.threads}",
+            ["tokens", "pattern", "FlexAttention s", "ours s", "x FlexAttention"],
+            table,
+        )
+        report.save()
+        return
     rows = [row for length in lengths for row in measure(arguments, length, rounds)]
     report.data["rows"] = rows
     report.table(

@@ -10,6 +10,7 @@ that needs is in the config below, and a loop that counts with `engine.global_st
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def main() -> None:
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=model, training_data=data(), config=config(args.folder)
     )
+    print(f"rank {engine.global_rank} of {engine.world_size}: PID {os.getpid()}", flush=True)
     batches = iter(RepeatingLoader(loader))
     loss = torch.tensor(0.0)
     while engine.global_steps < args.steps:

@@ -2,9 +2,13 @@ r"""A GPT as Megatron-LM writes it, on ranks of three kinds: stages of a pipelin
 
     torchrun --nproc-per-node 8 train.py --stages 2 --parts 2 --save out/megatron
     torchrun --nproc-per-node 2 train.py --stages 2 --load out/megatron --save out/megatron
+    python -m deepspeed.checkpoint.ds_to_universal --input_folder out/megatron/global_step60 \
+        --output_folder out/megatron/universal
+    torchrun --nproc-per-node 4 train.py --stages 1 --parts 2 --load out/megatron --universal
 
 The layers split their own weights and mark them; `PipeModelDataParallelTopology` says which rank is where, and its
-grid is the `mpu`. The second command goes on from the checkpoint of 2 x 2 x 2 ranks with 2 x 1 x 1.
+grid is the `mpu`. The second command goes on from the checkpoint of 2 x 2 x 2 ranks with 2 x 1 x 1. The last two take
+the way of DeepSpeed 0.19: a universal checkpoint, loaded by 1 x 2 x 2.
 """
 
 from __future__ import annotations
@@ -166,6 +170,7 @@ def make_engine(options: argparse.Namespace) -> deepspeed.PipelineEngine:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "Adam", "params": {"lr": 3e-3}},
         "zero_optimization": {"stage": options.zero},
+        "checkpoint": {"load_universal": options.universal},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config, training_data=Text())
     return engine
@@ -189,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
     parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from, of any arrangement")
+    parser.add_argument("--universal", action="store_true", help="that checkpoint was converted")
     parser.add_argument("--local_rank", type=int, default=-1)
     options = parser.parse_args(argv)
     deepspeed.init_distributed(auto_mpi_discovery=False)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import read_archive
+from deepspeed.checkpoint.foreign.universal_export import convert
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_pipeline_checkpoints import (
     CASES,
@@ -96,6 +97,17 @@ def test_they_resume_over_as_many_stages_and_over_one(case: str, world: int, sta
             assert torch.equal(found["state"][key].view(-1), value.reshape(-1).float()), key
         expected = sum(loss_of(reference, replica) for replica in range(world // stages)) / (world // stages)
         assert found["loss"] == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("case", [case for case in PARTITIONED if CASES[case][0]])
+def test_their_conversion_has_the_parameters_of_all_stages(case: str, tmp_path: Path) -> None:
+    """It keeps a model file of each stage, which names only its own."""
+    convert(PIPELINES / case / "global_step3", tmp_path / "universal")
+    (tmp_path / "latest").write_text("universal")
+    found = run(load_into, 1, folder=str(tmp_path), stages=1, zero=1, precision=CASES[case][1])[0]
+    assert (found["epoch"], found["steps"]) == (3, 3)
+    for key, value in saved(case).items():
+        assert torch.equal(found["state"][key].view(-1), value.reshape(-1).float()), key
 
 
 def loss_of(saved: dict[str, torch.Tensor], replica: int) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed.compression.compress import init_compression, redundancy_clean
@@ -83,7 +85,17 @@ def test_techniques_of_the_config(tmp_path: Path) -> None:
     assert small["head_pruning"]["layer.3.attention.self.value.weight"].shape == (16, 32)
     assert not [name for name in small["layer_reduction"] if name.startswith("layer.2")]
     assert text["weight_quantization"][1] < text["activation_quantization"][1] < size
-    assert small["channel_pruning"]["conv2.weight"].shape == (16, 8, 3, 3)
+    for block in range(2):
+        assert small["channel_pruning"][f"blocks.{block}.conv2.weight"].shape == (16, 8, 3, 3)
+    for name, share in {"sparse_pruning": 0.5, "snip_momentum": 0.4}.items():
+        weights = [
+            each
+            for key, each in small[name].items()
+            if re.fullmatch(r"layer.*\.weight", key) and each.dim() == 2
+        ]
+        assert sum(int(each.count_nonzero()) for each in weights) / sum(
+            each.numel() for each in weights
+        ) == pytest.approx(share, abs=0.05)
     assert pictures["channel_pruning"][0] > 0.7 * pictures["pictures, whole"][0] > 0.4  # of four classes
 
 

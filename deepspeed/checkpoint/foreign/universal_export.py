@@ -180,9 +180,11 @@ class _Conversion:
 
     @property
     def _split(self) -> bool:
-        """True if tensor-parallel ranks saved parts of weights, in a model file each."""
+        """True if tensor-parallel ranks saved parts of weights, in a model file each. Of a pipeline of ours one file is
+        written, since each stage's has other parameters."""
         ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
-        return ranks > 1 and (self.catalog.zero_stage < 3 or not self.own)
+        staged = self.catalog.index.get("stages", 1) > 1
+        return ranks > 1 and not staged and (self.catalog.zero_stage < 3 or not self.own)
 
     def _is_part(self, path: Path) -> bool:
         return self._split and not path.name.startswith("zero_")

@@ -80,7 +80,7 @@ def open_upstream(
     first_file = FileOfSave(models[0], save_of(first))
     read = of_one_save(read, first_file)
     if is_universal(folder):
-        _add_universal(catalog, models, first, read, wanted, first_file)
+        _add_universal(catalog, models, first, read, wanted)
         return catalog
     if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
@@ -192,25 +192,26 @@ def _add_module(
 
 
 def _add_universal(
-    catalog: Catalog,
-    models: list[Path],
-    first: dict[str, Any],
-    read: Read,
-    wanted: Wanted | None,
-    first_file: FileOfSave,
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
 ) -> None:
-    """Trained parameters from their folders; frozen ones and buffers from the model files."""
-    groups: Sequence[Mapping[str, Any]] = first.get("param_shapes") or []
+    """Trained parameters from their folders; frozen ones and buffers from the model files. Each stage of a pipeline
+    names its own parameters, and its weights are in no model file."""
+    contents = [first, *map(read, models[1:])] if parallel_sizes(first)[0] > 1 else [first]
+    of_stages = [content.get("param_shapes") or [] for content in contents]
+    groups = [
+        dict(item for shapes in group for item in shapes.items()) for group in zip(*of_stages, strict=True)
+    ]
     trained = {name for group in groups for name in group}
     if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
         for shards in _stage3_shards(catalog, models, first, read, wanted):
             _add_stage3_weights(catalog, shards)
-    else:
+    elif first["module"] is not None:
         for part in split_parts(catalog, models, first, read, wanted, trained):
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
+    first_file = FileOfSave(models[0], save_of(first))
     common = read_common(catalog.folder, first_file)
     catalog.scalars = _scalars(common.get("loss_scaler"))
     add_universal(catalog, groups, common, wanted, first_file)
