@@ -72,7 +72,7 @@ documents of Transformers: what is behind the point is dropped.
 **"auto".** Trainer and Accelerate fill in these values. A key whose value is still "auto" is treated as absent.
 `initialize` says so if it is an argument of the optimizer, such as the learning rate.
 
-**Optimizer.** The section `optimizer` is not used, whatever it says, if an optimizer is passed to `initialize`.
+**Optimizer.** The section `optimizer` or `scheduler` is not used, whatever it says, if one is passed to `initialize`.
 
 **Batch sizes.** `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks`,
 where only data-parallel ranks count. Any two of the three determine the third; if only one batch size is given,

@@ -8,7 +8,7 @@ hides another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ from deepspeed.config.sections.precision import DeepSpeedFP16Config
 from deepspeed.config.sections.zero import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 OPTIMIZER_SECTION = "optimizer"
+PASSED = {OPTIMIZER_SECTION: "an optimizer", "scheduler": "a scheduler"}
+"""Sections that describe what a client may pass to `initialize` instead."""
 UNFINISHED = frozenset({"compile", "expert_parallel", "graph_harvesting", "nebula", "tensor_parallel"})
 """Top-level keys below which something is refused by name: without them `availability.py` is not asked."""
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
@@ -100,19 +102,19 @@ class Analysis:
 
 
 def analyse(
-    source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False, client_optimizer: bool = False
+    source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False, unused: Collection[str] = ()
 ) -> Analysis:
     """Validate a config for ranks with these axes (None: they are not known, and the batch triangle is skipped).
 
     With `auto_is_open`, batch keys that are "auto" are left for someone else to fill in, so their absence is
-    not an error. With `client_optimizer`, the section `optimizer` is left unused, whatever it says, as in release 0.19.
+    not an error. `unused`: sections that are left alone, whatever they say, as in release 0.19.
     """
     result = Analysis(source)
     with collect_notes() as notes:
         written = source.data
-        if client_optimizer and OPTIMIZER_SECTION in written:
-            written = {key: value for key, value in written.items() if key != OPTIMIZER_SECTION}
-            note(f"config section '{OPTIMIZER_SECTION}' is not used: an optimizer was passed to initialize")
+        for section in set(unused).intersection(written):
+            written = {key: value for key, value in written.items() if key != section}
+            note(f"config section '{section}' is not used: {PASSED[section]} was passed to initialize")
         data = _known_part(written, TrainingConfig, (), result)
         _old_forms(data, written)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]

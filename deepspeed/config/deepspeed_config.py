@@ -15,7 +15,7 @@ from deepspeed.base.dtypes import Dtype, torch_dtype
 from deepspeed.base.environment import ALONE, Identity, default_group, this_process
 from deepspeed.base.logging import logger
 from deepspeed.config import constants
-from deepspeed.config.analysis import analyse
+from deepspeed.config.analysis import PASSED, analyse
 from deepspeed.config.axes import axes_of
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.constants import (
@@ -108,9 +108,9 @@ class DeepSpeedConfig:
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
     parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
     launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`), of which `split_over` is the
-    number of ranks that a model is split over already. With `client_optimizer`, the `optimizer` section is not
-    used. Raises DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
-    allocated.
+    number of ranks that a model is split over already. `clients` are the optimizer and the scheduler that
+    were passed: their sections are not used then. Raises DeepSpeedConfigError listing everything that is wrong. No
+    process group is created and nothing is allocated.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DeepSpeedConfig:
         *,
         mesh_param: Any = None,
         split_over: int | None = None,
-        client_optimizer: bool = False,
+        clients: tuple[Any, Any] = (None, None),
     ) -> None:
         source = load_source(config)
         self.global_rank = global_rank()
@@ -134,7 +134,8 @@ class DeepSpeedConfig:
             split_over=split_over,
         )
         self.world_size = self.axes.data_parallel
-        analysis = analyse(source, self.axes, client_optimizer=client_optimizer)
+        unused = [name for name, given in zip(PASSED, clients, strict=True) if given is not None]
+        analysis = analyse(source, self.axes, unused=unused)
         if analysis.errors or analysis.config is None or analysis.batch is None:
             raise DeepSpeedConfigError.of(analysis.errors, source.name)
         if self.global_rank == 0:
@@ -149,7 +150,7 @@ class DeepSpeedConfig:
         self.batch: BatchSizes = analysis.batch
         self._read_batch(self._schema, self.batch)
         self._read_gradients(self._schema)
-        self._read_optimizer(self._schema, source.data.get("optimizer") if client_optimizer else None)
+        self._read_optimizer(self._schema, source.data.get("optimizer") if "optimizer" in unused else None)
         self._read_precision(self._schema)
         self._read_zero(self._schema)
         self._read_parallelism(self._schema)

@@ -97,7 +97,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         # What the config decides comes first: all that follows reads the plan.
         self.config = config
         self._config = config_class or DeepSpeedConfig(
-            config, mpu, mesh_device, client_optimizer=optimizer is not None
+            config, mpu, mesh_device, clients=(optimizer, lr_scheduler)
         )
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
@@ -113,7 +113,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         modules.require_module(model)
         if model_parameters is not None:
-            model_parameters = list(model_parameters)  # it may be a generator, but is read twice
+            # It may be a generator, but is read twice; torch's own optimizers take named_parameters(), too.
+            model_parameters = [each[1] if isinstance(each, tuple) else each for each in model_parameters]
         # Transforms replace layers and parameters, so they precede whatever looks at these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         modules.check_module(model)

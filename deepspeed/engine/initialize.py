@@ -77,7 +77,7 @@ def initialize(
     if isinstance(model, Staged):
         mpu = _arranged(model, given, mpu)
     parsed = DeepSpeedConfig(
-        given, mpu, mesh_param=mesh_param, split_over=split_over, client_optimizer=optimizer is not None
+        given, mpu, mesh_param=mesh_param, split_over=split_over, clients=(optimizer, lr_scheduler)
     )
     _beside_arguments(parsed, args, optimizer, lr_scheduler)
     # What the engine builds must not be partitioned by a surrounding zero.Init.

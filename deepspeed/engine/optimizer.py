@@ -42,7 +42,9 @@ def resolve_optimizer(
     """
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
         return _unwrapped(client)
-    groups = _groups(model_parameters, module)
+    given = list(module.parameters()) if model_parameters is None else model_parameters
+    # Bare frozen parameters are left out, as nothing updates them.
+    groups = [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
     if not groups and is_idle(module):
         groups = [{PARAMS: []}]
     if client is not None or config.optimizer_name is not None:
@@ -50,9 +52,7 @@ def resolve_optimizer(
     if callable(client):
         return client(groups)
     if client is not None:
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
-        )
+        raise TypeError(f"optimizer must be a torch optimizer or a callable, not {type(client).__name__}")
     if config.optimizer_name is None or not groups:
         return None
     set_optimizer_flags(config, module)
@@ -79,18 +79,12 @@ def _unwrapped(client: Any) -> torch.optim.Optimizer:
     return inner if wraps else client
 
 
-def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:
-    """Parameters or group dicts as a list; bare frozen parameters are left out, as nothing updates them."""
-    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
-    return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
-
-
 def left_out(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
     """Frozen parameters that would be in a group of the configured optimizer if they were trainable: in its only one,
     or in the one of their kind (``kind_of_group``). Muon trains no parts of matrices."""
-    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
+    given = list(module.parameters() if model_parameters is None else model_parameters)
     kinds = [kind_of_group(group) for group in optimizer.param_groups]
     if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
         return []
@@ -104,9 +98,8 @@ def left_out(
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
     if model_parameters == [] and any(param.requires_grad for param in module.parameters()):
         raise ValueError(
-            "model_parameters is empty, although the model has trainable parameters. A generator such as "
-            "model.parameters() can be read once only: pass a new one or a list, or leave the argument out for all of "
-            "the model's."
+            "model_parameters is empty, although the model could train. A generator such as model.parameters() can be "
+            "read once only: pass a new one or a list, or leave the argument out for all of the model's."
         )
 
 

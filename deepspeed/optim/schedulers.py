@@ -22,6 +22,8 @@ def resolve_scheduler(
     """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None.
     ``own``: what the client gave as its optimizer."""
     if client is not None:
+        if not callable(client) and not hasattr(client, "step"):
+            raise TypeError(f"lr_scheduler must be a scheduler or a callable, not {type(client).__name__}")
         _warn_of_another(client, optimizer, own)
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client
     name = config.scheduler_name
@@ -40,17 +42,18 @@ def resolve_scheduler(
         raise DeepSpeedConfigError(
             f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
         )
-    return kind(optimizer, **params)
+    try:
+        return kind(optimizer, **params)
+    except TypeError as error:  # one is missing
+        raise DeepSpeedConfigError(f"scheduler.params does not fit {name}: {error}") from error
 
 
 def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
     """Step ``schedule`` with the caller's keywords. Without any, one whose ``step`` needs an argument, as Megatron-LM's
     does, is told the number of samples of this step: ``train_batch`` of a pipeline takes no keywords for it."""
     method = getattr(type(schedule), "step", None)
-    if not lr_kwargs and method is not None and _needs_argument(method):
-        schedule.step(samples)
-    else:
-        schedule.step(**lr_kwargs)
+    positional = (samples,) if not lr_kwargs and method is not None and _needs_argument(method) else ()
+    schedule.step(*positional, **lr_kwargs)
 
 
 @lru_cache(maxsize=16)

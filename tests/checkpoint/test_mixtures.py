@@ -166,9 +166,10 @@ def damage_moments(path):
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=2)
-def test_a_half_loaded_engine_refuses(tmp_path):
-    engine = make_engine(config(2))
+def test_a_half_loaded_engine_refuses(tmp_path, stage):
+    engine = make_engine(config(stage))
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path, tag="good")
     engine.save_checkpoint(tmp_path, tag="bad")

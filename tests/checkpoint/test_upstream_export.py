@@ -236,7 +236,9 @@ def test_a_failure_leaves_the_former_export(tmp_path, monkeypatch):
 def test_command(tmp_path):
     command = [sys.executable, "-m", upstream_export.__name__, str(FIXTURES / "stage1_bf16"), str(tmp_path)]
     done = subprocess.run(
-        [*command, "--zero_stage", "3", "--world_size", "4"], capture_output=True, text=True
+        [*command, "--zero_stage", "3", "--world_size", "4", "--tag", "global_step3"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "global_step3").glob("bf16_zero_pp_rank_?_mp_rank_00_optim_states.pt"))) == 4

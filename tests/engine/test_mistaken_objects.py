@@ -134,6 +134,34 @@ def test_a_loader_is_not_a_data_set() -> None:
 
 
 @distributed(world_size=1)
+def test_a_generator_is_not_a_data_set() -> None:
+    with pytest.raises(TypeError, match="this is a generator: pass its data set"):
+        deepspeed.initialize(model=make_model(), training_data=(x for x in [1]), config=config_for(0))
+
+
+@pytest.mark.parametrize("given", ["cosine", {"type": "WarmupLR"}])
+@distributed(world_size=1)
+def test_the_name_of_a_schedule_is_no_schedule(given: Any) -> None:
+    with pytest.raises(TypeError, match="lr_scheduler must be a scheduler or a callable, not "):
+        deepspeed.initialize(model=make_model(), lr_scheduler=given, config=config_for(0))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=1)
+def test_named_parameters_train_as_in_torch(stage: int) -> None:
+    found = []
+    for arguments in ({}, {"model_parameters": lambda model: list(model.named_parameters())[1:]}):
+        model = make_model()
+        given = {key: value(model) for key, value in arguments.items()}
+        engine, *_ = deepspeed.initialize(model=model, config=config_for(stage), **given)
+        before = weights(engine)
+        train(engine)
+        found.append([not torch.equal(*pair) for pair in zip(before, weights(engine), strict=True)])
+        engine.destroy()
+    assert found == [[True] * 4, [False, True, True, True]]
+
+
+@distributed(world_size=1)
 def test_zenflow_tells_torchs_sgd_from_ours() -> None:
     model = make_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

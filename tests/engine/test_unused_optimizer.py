@@ -54,6 +54,40 @@ def test_a_section_beside_a_clients_optimizer_is_not_used(name: str, made: str) 
 
 
 @distributed(world_size=1)
+def test_a_section_beside_a_clients_scheduler_is_not_used() -> None:
+    model = nn.Linear(3, 2)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "scheduler": {"type": "MySchedule", "params": {"cleverness": 11}},
+    }
+    with pytest.raises(DeepSpeedConfigError, match="MySchedule"):
+        deepspeed.initialize(model=model, config=config)
+
+    def halved(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    engine, warnings = warned(model=model, config=config, lr_scheduler=halved)
+    assert warnings == ["config section 'scheduler' is not used: a scheduler was passed to initialize"]
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.25]
+
+
+@distributed(world_size=1)
+def test_a_length_that_nobody_fills_in_is_named() -> None:
+    settings: dict[str, Any] = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    with pytest.raises(
+        DeepSpeedConfigError, match="scheduler.params does not fit WarmupDecayLR: .*total_num_steps"
+    ):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=settings)
+
+
+@distributed(world_size=1)
 def test_a_learning_rate_that_nobody_fills_in_is_said() -> None:
     settings: dict[str, Any] = {
         "train_batch_size": 1,

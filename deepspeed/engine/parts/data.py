@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Generator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +60,11 @@ class EngineData:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is a loader itself."""
+        """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is none."""
         from deepspeed.data.loader import DeepSpeedDataLoader  # many scripts bring their own loader
         from deepspeed.data.requests import has_curriculum, varies_batches
 
-        if isinstance(dataset, (DataLoader, DeepSpeedDataLoader)):
+        if isinstance(dataset, (DataLoader, DeepSpeedDataLoader, Generator)):
             raise TypeError(
                 f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
                 "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, picks_positions
+from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, is_plain, picks_positions
 from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments
 from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
@@ -171,12 +171,10 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether an operation with ``value`` treats every element of the logits alike."""
+    """``is_plain``, also for numbers that are tensors."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not isinstance(value, LogitsInParts)
-    return value is None or isinstance(
-        value, (int, float, bool, torch.dtype, torch.device, str, torch.memory_format)
-    )
+    return is_plain(value)
 
 
 _SHAPES: frozenset[Callable[..., Tensor]] = frozenset(

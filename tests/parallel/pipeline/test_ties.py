@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import PipeModelDataParallelTopology
 from deepspeed.parallel.pipeline import PipelineModule, TiedLayerSpec
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.zero.placements import find_placements
 from deepspeed.zero.replica_groups import ReplicaGroups
 from tests.ops.cases import Lamb
 from tests.parallel.pipeline.test_engine import (
+    COUNT,
     VOCABULARY,
     WIDTH,
     Plain,
@@ -95,6 +98,34 @@ def trained_like_one_process(
 @distributed(world_size=2)
 def test_one_rank_for_each_stage(stage: int) -> None:
     trained_like_one_process(TWO_STAGES, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_checkpoint_export_and_evaluation_have_what_the_other_stage_trained(
+    tmp_path: Path, stage: int
+) -> None:
+    def start() -> Any:
+        module = PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of)
+        return make_engine(module, stage, clip=0.1)
+
+    engine, plain, own, everyone = start(), Plain(tied_layers(), lr=0.01, clip=0.1), batches(0), [batches(0)]
+    for _ in range(3):
+        plain.step(everyone)
+        engine.train_batch(own)
+    engine.save_checkpoint(tmp_path)
+    exported = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    for name in ("weight", "shift", "bias"):
+        expected = plain.params[f"tied_modules.e.{name}"].detach()
+        torch.testing.assert_close(exported[f"tied_modules.e.{name}"], expected, rtol=1e-5, atol=1e-6)
+    pairs = [next(own) for _ in range(COUNT)]
+    found = engine.eval_batch(iter(pairs)).item()
+    engine.destroy()
+    torch.manual_seed(99)
+    fresh = start()
+    fresh.load_checkpoint(tmp_path)
+    assert fresh.eval_batch(iter(pairs)).item() == pytest.approx(found, rel=1e-6)
+    fresh.destroy()
 
 
 @pytest.mark.parametrize(

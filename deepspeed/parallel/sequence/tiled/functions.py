@@ -233,11 +233,10 @@ def _weights(
         raise ValueError(f'output_reduction={reduction!r}: it is "mean", "sum" or None')
     if reduction != "mean":
         return [1.0] * len(lengths)
-    counting = None if labels is None else labels != IGNORED
-    if mask is not None:
-        counting = mask != 0 if counting is None else counting & (mask != 0)
+    masks = [each != none for each, none in ((labels, IGNORED), (mask, 0)) if each is not None]
     counts: list[float] = list(lengths)
-    if counting is not None and counting.device.type != "meta":
-        counts = torch.stack([tile.sum() for tile in counting.split(list(lengths), dim)]).tolist()
+    if masks and masks[0].device.type != "meta":
+        tiles = torch.stack(masks).all(0).split(list(lengths), dim)
+        counts = torch.stack([tile.sum() for tile in tiles]).tolist()
     total = math.fsum(counts)
     return [count / total if total else 0.0 for count in counts]

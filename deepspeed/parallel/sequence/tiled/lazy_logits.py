@@ -118,7 +118,7 @@ def _width(logits: LazyLogits) -> int:
 def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without whole logits, or None if it takes them."""
     if func in POINTWISE:
-        if not all(_is_plain(value) for value in (*rest, *kwargs.values())):
+        if not all(is_plain(value) for value in (*rest, *kwargs.values())):
             return None
 
         def step(values: Tensor) -> Tensor:
@@ -137,8 +137,11 @@ def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, bool, torch.dtype, torch.device, str)) or value is None
+def is_plain(value: Any) -> bool:
+    """Return whether an operation with ``value`` treats every element of the logits alike."""
+    return value is None or isinstance(
+        value, (int, float, torch.dtype, torch.device, str, torch.memory_format)
+    )
 
 
 def _flattens(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -64,10 +64,10 @@ class TiledCall:
 
     def tile(self, tensor: Tensor, dim: int | None, index: int) -> Tensor:
         """The part of one input, contiguous, without a graph."""
-        tensor = tensor.detach()
-        if dim is None:
-            return tensor
-        return tensor.narrow(dim, self.starts[index], self.lengths[index]).contiguous()
+        whole = tensor.detach()
+        return (
+            whole if dim is None else whole.narrow(dim, self.starts[index], self.lengths[index]).contiguous()
+        )
 
     def tiles(self, inputs: Sequence[Any], index: int, needed: Sequence[bool]) -> list[Any]:
         """Inputs of one tile; ``needed``: which of them get a gradient."""
