@@ -27,7 +27,7 @@ class Float8Linears:
         self.section = section
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
-        """DeepSpeedConfigError: the device has no such products, or the model no such layers."""
+        """DeepSpeedConfigError: the device has no such products, or the model no such layers. Collective."""
         device = torch.device(get_accelerator().current_device_name())
         is_meta = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine
         has_products = is_meta or has_float8_products(device)
@@ -39,7 +39,12 @@ class Float8Linears:
             )
         linears = {path: each for path, each in module.named_modules() if _is_plain(each)}
         chosen = {path: each for path, each in linears.items() if self._takes(path, each)}
-        if not chosen:
+        found = torch.tensor([len(chosen)], device="cpu" if is_meta else device)
+        if not is_meta:
+            context.mesh.communicator("pp").all_reduce_max(
+                found
+            ).wait()  # a pipeline's stage may have none of them
+        if not found:
             raise DeepSpeedConfigError(
                 f"fp8.enabled: none of the model's {len(linears)} linear layers can use it: their sizes have to be "
                 f"multiples of {ALIGNMENT}, and their names not among fp8.exclude={self.section.exclude}"

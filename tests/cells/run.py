@@ -81,7 +81,7 @@ def layouts(cell: Cell) -> list[Cell]:
         return [cell]
     second = dataclasses.replace(cell, resume="same", **other[cell.resume])
     if cell.resume == "stage":
-        stages = [(cell.stage + 2) % 4, 3, 2, 1]
+        stages = [each for each in ((cell.stage + 2) % 4, 3, 2, 1) if each < 3 or not cell.sends_signs]
         fitting = [each for each in stages if not why_not(dataclasses.replace(second, stage=each))]
         second = dataclasses.replace(second, stage=(fitting or stages)[0])
     return [cell, _usable(second)]

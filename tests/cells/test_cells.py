@@ -61,6 +61,7 @@ FOUND = [
     "ranks=2 axes=pp optimizer=Muon wire=bf16",
     "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
     "token_drop=true",
+    "ranks=2 axes=pp order=zero-bubble-v fp8=true",
 ]
 """Cells that failed once, made small."""
 
