@@ -111,6 +111,7 @@ STATE = {
     "ops/gds/gds.py:why_not()": "of the machine",
     "ops/native.py:library()": "native library",
     "ops/small_product.py:most_rows()": "of the machine",
+    "compression/packed.py:sums_integers_exactly()": "of the machine",
     "config/section.py:_special_fields()": "of a schema",
     "parallel/tensor/layers.py:_joined_class()": "of classes",
     "parallel/tensor/random_numbers.py:_drawing_class()": "of a class",
