@@ -8,11 +8,13 @@ already; then only the number of data-parallel ranks is read here. Errors are pr
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.config.problems import Problem, shown
+from deepspeed.base.environment import ALONE, Identity, default_group, this_process
+from deepspeed.config.problems import DeepSpeedConfigError, Problem, shown
 
 # Named axes of parallelism and the ranks of each group along them: pure arithmetic, no torch.distributed.
 
@@ -284,3 +286,35 @@ def _data_axis(mesh: Any) -> int:
         axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
         return int(mesh[axis].size())
     return int(mesh.size("dp"))
+
+
+# The number of ranks of the job that a config is read for, and the rank of this process.
+
+
+NO_LAUNCHER = "no launcher and no process group found"
+
+
+def global_rank() -> int:
+    """Return this process's rank: in the default process group, else by the launcher's environment, else 0."""
+    group = default_group()
+    return _identity().rank if group is None else group[0]
+
+
+def world_size() -> tuple[int, str]:
+    """Return the number of ranks of the job and where it comes from; a process group need not exist yet."""
+    group = default_group()
+    if group is not None:
+        return group[1], "from torch.distributed"
+    identity = _identity()
+    if identity.source == ALONE:
+        return 1, NO_LAUNCHER
+    return identity.world_size, "from the launcher's environment"
+
+
+def _identity() -> Identity:
+    """Read what `init_distributed` will read, and in the same way."""
+    try:
+        return this_process(os.environ)
+    except ValueError as error:
+        text = f"the ranks of the job are unknown: {error}"
+        raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from deepspeed.base.dtypes import Dtype, torch_dtype
-from deepspeed.base.environment import ALONE, Identity, default_group, this_process
 from deepspeed.base.logging import logger
 from deepspeed.config import constants
 from deepspeed.config.analysis import PASSED, analyse
-from deepspeed.config.axes import axes_of
+from deepspeed.config.axes import axes_of, global_rank, world_size
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.constants import (
     ADAGRAD_OPTIMIZER,
@@ -43,38 +42,6 @@ from deepspeed.config.sections.elasticity import ELASTICITY
 from deepspeed.config.sections.model import HybridEngineConfig
 from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum
-
-# The number of ranks of the job that a config is read for, and the rank of this process.
-
-
-NO_LAUNCHER = "no launcher and no process group found"
-
-
-def global_rank() -> int:
-    """Return this process's rank: in the default process group, else by the launcher's environment, else 0."""
-    group = default_group()
-    return _identity().rank if group is None else group[0]
-
-
-def world_size() -> tuple[int, str]:
-    """Return the number of ranks of the job and where it comes from; a process group need not exist yet."""
-    group = default_group()
-    if group is not None:
-        return group[1], "from torch.distributed"
-    identity = _identity()
-    if identity.source == ALONE:
-        return 1, NO_LAUNCHER
-    return identity.world_size, "from the launcher's environment"
-
-
-def _identity() -> Identity:
-    """Read what `init_distributed` will read, and in the same way."""
-    try:
-        return this_process(os.environ)
-    except ValueError as error:
-        text = f"the ranks of the job are unknown: {error}"
-        raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None
-
 
 __all__ = [
     "ADAGRAD_OPTIMIZER", "ADAMW_OPTIMIZER", "ADAM_OPTIMIZER", "DEEPSPEED_OPTIMIZERS", "LAMB_OPTIMIZER",

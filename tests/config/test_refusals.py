@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             changed(CONTIGUOUS, "activation_checkpointing.partition_activations", True),
         ),
     ),
-    "config/deepspeed_config.py:_identity": ("ranks",),
+    "config/axes.py:_identity": ("ranks",),
     "config/reader.py:load_source": ("machine",),
     "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
     "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (

@@ -14,8 +14,7 @@ from typing import Any
 from deepspeed.config import optimizers
 from deepspeed.config.analysis import Analysis, analyse
 from deepspeed.config.arguments import SCHEDULES
-from deepspeed.config.axes import axes_of, least_ranks
-from deepspeed.config.deepspeed_config import NO_LAUNCHER, world_size
+from deepspeed.config.axes import NO_LAUNCHER, axes_of, least_ranks, world_size
 from deepspeed.config.optimizers import arguments_of, check_optimizer
 from deepspeed.config.problems import FROM_DICT, DeepSpeedConfigError, Problem, Remedy, nearest, shown
 from deepspeed.config.reader import ConfigSource, DuplicateKeys, UnreadableConfig
