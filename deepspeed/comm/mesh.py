@@ -336,10 +336,10 @@ def _mpu_group(mpu: Any, getters: Sequence[str]) -> ProcessGroup | None:
 class Meshes:
     """The meshes of the engines of this process, which ``documented_groups.py`` reports."""
 
-    engines: Newest[ProcessMesh] = field(default_factory=Newest)
+    engines: Newest[ProcessMesh] = field(default_factory=Newest[ProcessMesh])
     by_hand: ProcessMesh | None = None
     # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
-    tensor_parallel: dict[str, int] = field(default_factory=dict)
+    tensor_parallel: dict[str, int] = field(default_factory=dict[str, int])
 
     def follow(self, mesh: ProcessMesh) -> None:
         """Make the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""

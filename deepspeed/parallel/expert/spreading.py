@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,17 @@ from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combin
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import Spread, stacked_experts
 
-if TYPE_CHECKING:
-    from deepspeed.transforms.module_transforms import TransformContext
-
 KEY = "expert_parallel.autoep_size"
+
+
+class Context(Protocol):
+    """The part of a ``TransformContext`` used here; inference has another one."""
+
+    mesh: ProcessMesh
+
+    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
+    def say(self, text: str) -> None: ...
 
 
 class ExpertParallelism:
@@ -43,7 +50,7 @@ class ExpertParallelism:
     def __init__(self, config: AutoEPConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: TransformContext) -> None:
+    def apply(self, module: nn.Module, context: Context) -> None:
         """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
         size, mesh = int(self.config.autoep_size), context.mesh
         layers = _layers_to_spread(module, size, mesh)
@@ -92,7 +99,7 @@ def _layers_to_spread(
     return layers
 
 
-def _keep_own(experts: nn.Module, size: int, number: int, context: TransformContext | None = None) -> None:
+def _keep_own(experts: nn.Module, size: int, number: int, context: Context | None = None) -> None:
     """Keep, of every stacked weight, only the rows of this rank's experts."""
     total = int(experts.num_experts)  # type: ignore[arg-type]
     local = total // size
