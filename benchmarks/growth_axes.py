@@ -308,13 +308,10 @@ class Axis:
 
 QUICK, MANY = (40, 160, 640), (40, 160, 640, 2560, 10240)
 AXES: dict[str, Axis] = {
-    **{
-        f"tensors, stage {stage}": Axis("tensors", MANY if stage == 2 else MANY[:-1], QUICK, tensors(stage))
-        for stage in (0, 2, 3)
-    },
+    **{f"tensors, stage {stage}": Axis("tensors", MANY[:-1], QUICK, tensors(stage)) for stage in (0, 2, 3)},
     **{
         f"parameters, stage {stage}": Axis(
-            "parameters", (1 << 20, 1 << 22, 1 << 24, 1 << 26), (1 << 10, 1 << 12, 1 << 14), elements(stage)
+            "parameters", (1 << 18, 1 << 20, 1 << 22, 1 << 24), (1 << 10, 1 << 12, 1 << 14), elements(stage)
         )
         for stage in (2, 3)
     },

@@ -18,7 +18,7 @@ from tests.pool import ROOT
 
 SCRIPTS = {
     "attention_kernels": (
-        ["--quick", "--lengths", "64", "--contexts", "512"],
+        ["--quick"],
         ["block-sparse attention", "paged attention", "Evoformer attention"],
     ),
     "kernels": (
