@@ -81,7 +81,8 @@ def train(size: int, meter: Meter, stage: int, make: Callable[[], nn.Module], **
         engine = meter.again("initialize", start)
         step()
         step()
-        meter.again("step", step)
+        for _ in range(3):
+            meter.again("step", step)
         meter.again("save", lambda: engine.save_checkpoint(folder, tag="a"))
         meter.again("load", lambda: engine.load_checkpoint(folder, tag="a"))
         files = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -234,7 +235,8 @@ def scheduled(size: int, meter: Meter) -> None:
             return scheduler
 
         scheduler = prepared()
-        meter.again(f"a forward, {name}", lambda scheduler=scheduler: forward(scheduler))
+        for _ in range(3):
+            meter.again(f"a forward, {name}", lambda scheduler=scheduler: forward(scheduler))
         with meter.of(f"a forward, {name}"):
             forward(scheduler)
     both: dict[str, Callable[[Scheduler], Any]] = {
