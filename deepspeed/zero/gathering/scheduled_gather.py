@@ -106,6 +106,7 @@ class ScheduledGather(FetchingGather):
         self.start_sum: Callable[[int], None] = lambda b: None  # the reducer's
         self.longest_patience_s = self.patience_s = PATIENCE_S
         self.in_flight: dict[int, Pending] = {}  # oldest first
+        self._ahead = 0  # elements of these buckets
         self._complete: set[int] = set()  # sums that wait for their turn
         self._evaluation: Evaluation | None = None
         self._last_orders: dict[Hashable, list[int]] = {}
@@ -160,7 +161,7 @@ class ScheduledGather(FetchingGather):
             entry = self.order.coming()
             assert entry is not None
             fits = entry.kind is EntryKind.NEED and (
-                self._ahead() + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
+                self._ahead + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
             )
             self._launch(1, keep=left == 1 or fits)
 
@@ -180,6 +181,7 @@ class ScheduledGather(FetchingGather):
         if bucket.status is Status.SHARDED and keep:
             full = self.transitions.begin(index)
             self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_shard())
+            self._ahead += bucket.layout.padded_numel
             return
         # Already whole here, or not needed: the others still need this rank's shard.
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
@@ -187,7 +189,7 @@ class ScheduledGather(FetchingGather):
 
     def _advance(self) -> None:
         """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
-        ahead = self._ahead()
+        ahead = self._ahead
         while (entry := self.order.coming()) is not None:
             if entry.kind is EntryKind.NEED:
                 bucket = self.buckets[entry.bucket]
@@ -198,12 +200,11 @@ class ScheduledGather(FetchingGather):
                 return
             self._launch(1, keep=True)
 
-    def _ahead(self) -> int:
-        return sum(self.buckets[i].layout.padded_numel for i in self.in_flight)
-
     def _finish(self, index: int) -> None:
+        pending = self.in_flight.pop(index)
+        self._ahead -= self.buckets[index].layout.padded_numel
         try:
-            self.in_flight.pop(index).wait()
+            pending.wait()
         finally:
             self.transitions.arrived(index)
 
@@ -259,7 +260,7 @@ class ScheduledGather(FetchingGather):
         self._launch_gather(evaluation.order[evaluation.cursor - 1], keep=keep)
 
     def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
-        ahead = self._ahead()
+        ahead = self._ahead
         while evaluation.order and evaluation.cursor < len(evaluation.order):
             coming = self.buckets[evaluation.order[evaluation.cursor]]
             ahead += coming.layout.padded_numel
