@@ -16,7 +16,9 @@ FOLDERS = sorted(
 
 
 def test_the_index_has_a_row_for_every_example() -> None:
-    rows = re.findall(r"(?m)^\| \[(\w+)\]\((\w+)/README\.md\) \| .+ \| [\d, ]+ \| \[.+\]\(.+\) \|$", index())
+    rows = re.findall(
+        r"(?m)^\| \[(\w+)\]\((\w+)/README\.md\) \| .+ \| .+ \| [\d, ]+ \| \[.+\]\(.+\) \|$", index()
+    )
     assert rows == [(folder, folder) for folder in FOLDERS]
     assert len(rows) == len(re.findall(r"(?m)^\| \[", index()))
 
