@@ -122,6 +122,7 @@ class Links:
         return [
             "nsenter",
             f"--target={pid}",
+            "--wd=.",  # entering a mount namespace leads to its root
             *self._user,
             *spaces,
             "--",

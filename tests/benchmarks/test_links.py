@@ -96,6 +96,15 @@ def test_a_link_has_its_rate_and_is_removed() -> None:
 
 
 @needs_hosts
+def test_the_command(tmp_path: Path) -> None:
+    """Each rank of each host runs what stands after the two dashes."""
+    show = "import os; open(os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    options = ["--mbits", "20", "--hosts", "4", "--ranks", "2", "--", sys.executable, "-S", "-c", show]
+    subprocess.run([sys.executable, "-S", str(BENCHMARKS / "links.py"), *options], check=True, cwd=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {str(i): "8" for i in range(8)}
+
+
+@needs_hosts
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(how: signal.Signals, tmp_path: Path) -> None:
     note = tmp_path / "spaces"

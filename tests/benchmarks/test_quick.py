@@ -19,11 +19,13 @@ SCRIPTS = {
     "autotuning.py": ["autotuner chose", "the grid"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "codecs.py": ["encode signs", "of the stream"],
+    "comm_shared_memory.py": ["all_reduce, 2 ranks", "shared memory us"],
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
     "compressed_loss.py": ["ZeRO-3, qwZ and qgZ", "difference, mean"],
     "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "expert_products.py": ["dense, one product", "stacked weights, one call"],
+    "going_on.py": ["seconds still", "with replicate_state"],
     "layer_dropping.py": ["layers dropped", "on the way"],
     "live.py": ["with monitor.live", "answers; the record has"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
@@ -36,6 +38,9 @@ SCRIPTS = {
     "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
     "fp_quantizer.py": ["float32, 6 bits", "dequantize"],
     "peer_compression.py": ["OneBitAdam, nccl", "qgZ", "runs"],
+    "offload_budget.py": ["peak of private memory, GiB"],
+    "offload_swap.py": ["raw handle", "in the step"],
+    "save_stall.py": ["one copy", "into memory that is new"],
     "offload_stalls.py": ["SuperOffload", "link bytes", "held out"],
     "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
@@ -69,9 +74,16 @@ def test_quick_form_prints_its_table(script: str) -> None:
         assert text in printed
 
 
+@pytest.mark.slow
+def test_quick_form_on_a_disk(tmp_path: Path) -> None:
+    printed = run("nvme.py", "--quick", "--folder", str(tmp_path))
+    assert re.search(r"^read +ours +\d", printed, flags=re.M)
+
+
 WITH_CLIENTS = {
     "flops_profile.py": ["forward + backward", "ours"],
     "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
+    "random_ltd.py": ["forward and backward of one layer", "of full"],
     "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
     "transformer_layer.py": ["x eager", "ours"],
     "serving.py": ["1 clients, one token per forward", "4 clients, with guesses"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the clients extra is 
 
 from tests.clients.kit import llama  # noqa: E402 - needs the extra
 from tests.clients.test_expert_parallel import loss_of, make  # noqa: E402 - needs the extra
+from tests.clients.test_split_models import split  # noqa: E402 - needs the extra
 
 SECTIONS: dict[str, Any] = {
     "Muon": {"type": "Muon", "params": {"lr": 0.02}},
@@ -75,6 +77,34 @@ def test_what_cannot_be_right_is_refused_at_stage_0(split: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=rf"Adafactor .* such as model\.{part}"):
         deepspeed.initialize(
             model=model, model_parameters=model.parameters(), optimizer=adafactor, config=chosen
+        )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_torchs_muon_is_refused_where_ranks_share_matrices(stage: int) -> None:
+    model = llama()
+    matrices = [param for name, param in model.named_parameters() if "proj" in name]
+    with pytest.raises(DeepSpeedConfigError, match="Muon .* such as model.layers.0.self_attn.q_proj"):
+        deepspeed.initialize(
+            model=model,
+            model_parameters=matrices,
+            optimizer=lambda params: torch.optim.Muon(params, lr=0.01),
+            config={**config(stage, None), **LAYERS},
+        )
+
+
+@distributed(world_size=2)
+def test_an_author_s_plan_splits_tensors_too(tmp_path: Path) -> None:
+    model = split("llama", tmp_path)
+    with pytest.raises(DeepSpeedConfigError, match="Adafactor .* such as model.embed_tokens"):
+        deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            optimizer=lambda params: transformers.Adafactor(
+                params, scale_parameter=True, relative_step=False
+            ),
+            config=config(0, None),
         )
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ def test_the_command_starts_the_ranks(tmp_path: Path) -> None:
         "1",
         "--json",
         str(file),
+        *(["--plot", str(tmp_path / "speed.png")] if find_spec("matplotlib") else []),
     ]
     env = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")

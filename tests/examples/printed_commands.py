@@ -323,6 +323,8 @@ def is_quick(command: Command) -> bool:
         return False
     if program == "ds_check" or words[:1] == ["check"]:
         return True
+    if words[:1] == ["init"]:
+        return "gpt:" in command.text
     return words[:1] == ["plan"] and not SLOW & set(words) and not re.search(r"--model \.", command.text)
 
 
@@ -342,10 +344,12 @@ def report(texts: Sequence[str] = ()) -> None:
     commands = [Command(Path("docs/page.md"), 1, text) for text in texts]
     commands = commands or [command for document in documents() for command in collect(document)]
     wrong: dict[str, str] = {}
+    done: set[str] = set()  # `ds init` overwrites nothing
     for command in commands:
         try:
             check(command)
-            if is_quick(command):
+            if is_quick(command) and command.text not in done:
+                done.add(command.text)
                 run(command)
         except (Exception, SystemExit, Wrong) as error:
             wrong[str(command)] = f"{type(error).__name__}: {error}"

@@ -32,3 +32,14 @@ def test_original_files(tmp_path: Path) -> None:
     pictures, classes = cifar.read(tmp_path, ["test_batch"]).tensors
     assert pictures.shape == (2, 3, 32, 32) and classes.tolist() == [3, 7]
     assert pictures[0, 1, 2, 3].item() == pytest.approx(((1024 + 2 * 32 + 3) % 256) / 127.5 - 1)
+
+
+@distributed(world_size=1)
+def test_it_trains_on_a_folder_of_them(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]:
+        data = random.integers(256, size=(8, 3072), dtype=np.uint8)
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": data, b"labels": [1] * 8}))
+    arguments = ["--data", str(tmp_path), "--epochs", "10", "--batch", "20"]
+    _, after = script("cifar").main([*arguments, "--output", str(tmp_path / "out")])
+    assert after == 1.0  # there is one class

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.tools.launcher.programs import COMMAND, REPOSITORY, environment
 
 for client in ("transformers", "accelerate", "peft", "trl", "lightning"):
@@ -114,7 +115,12 @@ MAKES_ITS_ENGINE = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_short_form(name: str, tmp_path: Path) -> None:
-    launcher, arguments, check = EXAMPLES[name]
+    run_short(name, *EXAMPLES[name], tmp_path)
+
+
+def run_short(
+    name: str, launcher: list[str], arguments: list[str], check: Callable[[str, int], None], tmp_path: Path
+) -> None:
     script = [str(REPOSITORY / "examples" / name / "train.py"), *arguments, "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, *launcher, *script],
@@ -129,7 +135,39 @@ def test_short_form(name: str, tmp_path: Path) -> None:
     levels = set(OUR_LINE.findall(done.stdout + done.stderr))
     # A client shows its own progress. An engine that the script makes itself speaks, and warns of nothing.
     assert levels == ({"INFO"} if name in MAKES_ITS_ENGINE else set())
-    check(done.stdout, 2 if launcher else 1)
+    check(done.stdout, int(launcher[-1]) if launcher else 1)
+
+
+# What else is printed for them.
+MORE: dict[str, tuple[str, list[str], list[str], Callable[[str, int], None]]] = {
+    "sequence": ("parallel_axes", TORCHRUN, ["--sequence", "2", "--epochs", "2"], parts_show),
+    "all axes": (
+        "parallel_axes",
+        [*TORCHRUN[:-1], "4"],
+        ["--tensor", "2", "--sequence", "2", "--stage", "3", "--epochs", "2"],
+        parts_show,
+    ),
+    "long, sharded": (
+        "long_sequence",
+        TORCHRUN,
+        ["--sequence", "2", "--length", "2048", "--steps", "2"],
+        memory_shows,
+    ),
+    "six bits": ("qlora", TORCHRUN, ["--stage", "3", "--bits", "6", "--steps", "20"], few_bits_show),
+    "windows": (
+        "sparse_attention",
+        [],
+        ["--mode", "bslongformer", "--length", "1024", "--steps", "3"],
+        pattern_shows,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", MORE)
+def test_other_forms(form: str, tmp_path: Path) -> None:
+    name, launcher, arguments, check = MORE[form]
+    run_short(name, launcher, arguments, check, tmp_path)
 
 
 def test_generate_text(tmp_path: Path) -> None:
@@ -154,7 +192,7 @@ def test_generate_text(tmp_path: Path) -> None:
         r"one by one (\S+) tokens/s, together (\S+); (\S+) with the same", alone
     )
     assert same == 16 and together > one_by_one
-    split = printed(*OURS, script, "--model", str(tmp_path / "model"), "--tokens", "24")
+    split = printed(*OURS, script, "--model", str(tmp_path / "model"), "--tokens", "24", "--prompt", "Once")
     assert "init_inference on 2 rank(s): the first 24 of 24 tokens" in split
 
 
@@ -172,3 +210,16 @@ def test_zero_inference() -> None:
     found = [(float(whole), float(held)) for whole, held in re.findall(line, done.stdout)]
     assert len(found) == 3 and all(held < 0.6 * whole for whole, held in found)
     assert found[2][0] < 0.3 * found[1][0] < 0.16 * found[0][0]
+
+
+def test_zero_inference_of_a_saved_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    script = str(REPOSITORY / "examples" / "zero_inference" / "generate.py")
+    more = ["--model", str(tmp_path / "model"), "--prompt", "Once", "--path", str(tmp_path), "--tokens", "6"]
+    done = forked.run([script, *more], env=environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("6 of 6 tokens as in memory") == 3

@@ -100,6 +100,16 @@ def test_techniques_of_the_config(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
+def test_some_techniques_of_the_config(tmp_path: Path) -> None:
+    short = ["--hidden", "32", "--batch", "8", "--steps", "2", "--more-steps", "2", "--output", str(tmp_path)]
+    tables = part("from_config").main([*short, "--only", "row_pruning", "channel_pruning"])
+    assert [name for table in tables.values() for name, _, _ in table.rows if "whole" not in name] == [
+        "row_pruning",
+        "channel_pruning",
+    ]
+
+
+@distributed(world_size=1)
 def test_moq() -> None:
     moq = part("moq")
     short = ["--hidden", "32", "--batch", "32", "--lr", "1e-2", "--steps", "24"]

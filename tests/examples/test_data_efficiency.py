@@ -28,7 +28,7 @@ def test_the_short_form(tmp_path: Path) -> None:
     data = sys.modules["data"]
     data.TEXT_LIMIT_BYTES = 1_000_000
     options = [*SMALL, "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
-    options += ["--same_steps", "--runs", "plain", "random-LTD", "both"]
+    options += ["--same_steps", "--seeds", "0", "--runs", "plain", "random-LTD", "both"]
     runs = train.main(options)
     plain, dropping, both = (runs[name][0] for name in ("plain", "random-LTD", "both"))
     assert plain[-1]["validation_loss"] < plain[0]["validation_loss"]
@@ -83,7 +83,8 @@ def test_a_curriculum_by_a_metric(tmp_path: Path) -> None:
     tokens[10_000:] //= 100
     np.savez(tmp_path / "tokens.npz", train=tokens, validation=tokens[5000:15_000])
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    runs = metric.main(["--text", str(tmp_path), "--steps", "20", "--layers", "1", "--context", "16"])
+    small = ["--steps", "20", "--layers", "1", "--context", "16", "--workers", "2"]
+    runs = metric.main(["--text", str(tmp_path), *small])
     (plain, _), (ordered, loss) = runs["plain"], runs["by rarity"]
     assert max(plain) - min(plain) < 1.0
     assert ordered[0] < plain[0] - 1.0 and ordered[0] < ordered[1] <= ordered[-1]

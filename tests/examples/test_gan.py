@@ -45,3 +45,11 @@ def test_engines_train_as_torch_does(tmp_path: Path, stage: int) -> None:
         plain(3), abs=2e-4
     )  # 9e-4 where the discriminator keeps the generator's gradients
     assert (tmp_path / "generator/latest").exists() and (tmp_path / "discriminator/latest").exists()
+
+
+@distributed(world_size=1)
+def test_engines_train_in_sixteen_bits(tmp_path: Path) -> None:
+    gan = script("gan")
+    gan.Rings.__len__ = lambda self: 32
+    options = ["--steps", "3", "--stage", "2", "--precision", "bf16", "--output", str(tmp_path)]
+    assert gan.main(options)[1] == pytest.approx(plain(3), abs=0.05)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.examples.scripts import script
@@ -9,9 +11,11 @@ from tests.pool import distributed
 
 
 @distributed(world_size=1)
-def test_limits_and_cycle() -> None:
-    tuning = script("lr_tuning")
-    runs = tuning.main(["--steps", "80", "--test_steps", "60"])
+def test_limits_and_cycle(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tuning, picture = script("lr_tuning"), tmp_path / "speed.png"
+    runs = tuning.main(["--steps", "80", "--test_steps", "60", "--batch", "64", "--plot", str(picture)])
+    assert picture.stat().st_size > 5000
     test, cycle, warm_up = runs["range test"], runs["1Cycle"], runs["WarmupLR"]
     assert test.rates[0] == pytest.approx(1e-4, rel=1e-3) and test.losses[-1] > min(test.losses)
     rate = tuning.found(test)

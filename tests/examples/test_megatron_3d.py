@@ -10,7 +10,7 @@ from deepspeed.checkpoint.foreign.universal_export import convert
 from tests.examples.scripts import script
 from tests.pool import run
 
-SHORT = "--blocks 2 --batch 4 --steps".split()
+SHORT = "--stages 2 --blocks 2 --batch 4 --steps".split()
 
 
 def trained(arguments: list[str]) -> dict[str, float]:

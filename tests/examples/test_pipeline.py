@@ -11,19 +11,20 @@ import pytest
 
 from tests.tools.launcher.programs import REPOSITORY, environment
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def losses(schedule: str, steps: int, folder: Path) -> tuple[float, float]:
+def losses(schedule: str, steps: int, folder: Path, ranks: int = 2, *more: str) -> tuple[float, float]:
     script = [
         str(REPOSITORY / "examples" / "pipeline" / "train.py"),
         "--schedule",
         schedule,
         "--steps",
         str(steps),
+        *more,
     ]
     done = subprocess.run(
-        [*TORCHRUN, *script, "--output", str(folder / schedule)],
+        [*TORCHRUN, str(ranks), *script, "--output", str(folder / schedule)],
         env=environment() | {"OMP_NUM_THREADS": "1"},
         cwd=folder,
         capture_output=True,
@@ -46,3 +47,9 @@ def test_it_learns_and_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", ["zero-bubble", "interleaved", "zero-bubble-v", "auto"])
 def test_every_schedule_learns_the_same(schedule: str, tmp_path: Path) -> None:
     assert losses(schedule, 6, tmp_path) == pytest.approx(losses("1f1b", 6, tmp_path), abs=2e-4)
+
+
+@pytest.mark.slow
+def test_two_replicas_of_each_stage(tmp_path: Path) -> None:
+    first, last = losses("interleaved", 20, tmp_path, 4, "--stages", "2", "--zero", "2")
+    assert last < 0.7 * first

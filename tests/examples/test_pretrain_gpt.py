@@ -242,7 +242,7 @@ def test_short_demo(tmp_path):
     pytest.importorskip("matplotlib")
     from safetensors.torch import load_file
 
-    command = [sys.executable, str(EXAMPLE / "demo.py"), "--short", "--out", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLE / "demo.py"), "--short", "--minutes", "4", "--out", str(tmp_path)]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "----- sampled -----\ndef " in result.stdout

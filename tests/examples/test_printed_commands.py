@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests import forked
-from tests.tools.launcher.programs import environment
+from tests.examples import command_runs
+from tests.examples.printed_commands import Command, collect, documents
+from tests.tools.launcher.programs import REPOSITORY, environment
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -69,3 +71,41 @@ def test_wrong_commands_are_found(tmp_path: Path) -> None:
     reasons = {command.removeprefix("docs/page.md:1: "): reason for command, reason in found.items()}
     assert list(reasons) == list(WRONG)
     assert [command for command, part in WRONG.items() if part not in reasons[command]] == [], reasons
+
+
+def printed() -> list[Command]:
+    return [each for document in documents() for each in collect(document) if not each.mention]
+
+
+def test_every_printed_command_is_run_by_a_test() -> None:
+    missing = {str(command): why for command in printed() if (why := command_runs.why_not_run(command))}
+    assert missing == {}
+
+
+def test_the_table_of_runs_names_tests_that_exist_and_commands_that_are_printed() -> None:
+    targets = [command_runs.target_of(command) for command in printed()]
+    names = {name for name, _ in targets}
+    assert (command_runs.RUN_BY.keys() | command_runs.NOT_RUN.keys()) <= names
+    assert not command_runs.RUN_BY.keys() & command_runs.NOT_RUN.keys()
+    for place, option in command_runs.OPTIONS_NOT_RUN:
+        assert any(name.startswith(place) and option in given for name, given in targets), (place, option)
+    for target, tests in [*command_runs.RUN_BY.items(), ("plans", [command_runs.PLANS_OF_RECIPES])]:
+        for test in tests:
+            file, _, function = test.partition("::")
+            text = (REPOSITORY / file).read_text(encoding="utf-8")
+            assert f"def {function or 'test_'}" in text, (target, test)
+
+
+NOT_RUN = {
+    "python examples/gan/train.py --speed 3": "no test that runs examples/gan/train.py gives it --speed",
+    "python examples/new/train.py": "'examples/new/train.py'",
+    "ds shine config.json": "no test runs ds shine",
+    "deepspeed --num_gpus 2 --new_way train.py": "no test that runs deepspeed gives it --new_way",
+    "python benchmarks/new.py": "'benchmarks/new.py'",
+    "python -m deepspeed.tools.starter": "no test runs deepspeed.tools.starter",
+}
+
+
+def test_a_command_that_no_test_runs_is_found() -> None:
+    for text, reason in NOT_RUN.items():
+        assert reason in str(command_runs.why_not_run(Command(Path("docs/page.md"), 1, text)))

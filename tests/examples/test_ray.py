@@ -20,7 +20,7 @@ def test_a_worker_is_lost_and_training_goes_on(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "clusters" / "ray" / "train.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [sys.executable, script, "--storage", str(tmp_path), "--lose", "15"],
+        [sys.executable, script, "--workers", "2", "--storage", str(tmp_path), "--lose", "15"],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

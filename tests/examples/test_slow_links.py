@@ -40,7 +40,7 @@ def test_the_short_form_over_a_link(example: ModuleType, tmp_path: Path) -> None
         pytest.skip(f"no network namespaces here: {reason}")
     make_text(tmp_path / "text")
     places = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
-    runs = example.main([*SHORT, *places, "--runs", "0/1 Adam"])
+    runs = example.main([*SHORT, *places, "--runs", "0/1 Adam", "--add"])
     rows = runs["0/1 Adam"]
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert rows[-1]["loss"] < rows[0]["loss"]

@@ -637,8 +637,9 @@ def test_top_once_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "No run" in capsys.readouterr().out
     tmp_path.chmod(0o700)
     jobs.JobEntry({"address": None}).write(job_state())
-    assert top.main([]) == 0  # no terminal: once, too
-    assert "train.py" in capsys.readouterr().out
+    for arguments in ([], ["--ranks"]):  # no terminal: once, too
+        assert top.main(arguments) == 0
+        assert "train.py" in capsys.readouterr().out
     with (
         mock.patch.dict(sys.modules, {"rich.console": None}),
         mock.patch.object(top, "_is_terminal", return_value=True),

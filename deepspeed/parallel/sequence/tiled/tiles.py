@@ -59,8 +59,8 @@ class TiledCall:
         self.losses: TileLosses | None = None
         if self.reduction is not None:
             self.join_dim = -1
-            weights, starts = ([each[i] for i in self.order] for each in (self.weights, self.starts))
-            self.losses = TileLosses(self.reduction, weights, starts)
+            weights = [self.weights[i] for i in self.order]
+            self.losses = TileLosses(self.reduction, weights, [self.starts[i] for i in self.order])
 
     def tile(self, tensor: Tensor, dim: int | None, index: int) -> Tensor:
         """The part of one input, contiguous, without a graph."""
