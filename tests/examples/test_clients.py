@@ -172,3 +172,20 @@ def test_zero_inference() -> None:
     found = [(float(whole), float(held)) for whole, held in re.findall(line, done.stdout)]
     assert len(found) == 3 and all(held < 0.6 * whole for whole, held in found)
     assert found[2][0] < 0.3 * found[1][0] < 0.16 * found[0][0]
+
+
+def test_the_tiny_model_of_the_page_on_serving_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r'```python title="tiny.py"\n(.*?)```', page, flags=re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "tiny.py", "exec"), {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained("my-model")
+    model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+    made = model.generate(
+        **tokenizer("the model reads", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4
+    )
+    assert tokenizer.decode(made[0]).startswith("the model reads ")
