@@ -39,13 +39,14 @@ cells: $(VENV)/.installed-dev
 # In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
 CLIENTS := $(VENV)/clients
 ALONE := mup==1.0.0 deepspeed-mii==0.3.3  # without the libraries for pictures and for GPUs that they ask for
-# They ask our server; an S3 server and its client; GGUF files.
-ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5 gguf==0.19.0
+# They ask our server; an S3 server and its client; GGUF files; schemas of Kubernetes and Kubeflow.
+ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5 gguf==0.19.0 \
+	kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0
 install-clients: $(VENV)/.created
 	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
 	@$(CLIENTS)/bin/python -c "import mup, importlib.metadata as m; m.version('deepspeed-mii')" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE)
-	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf" 2>/dev/null \
+	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf, kubernetes_validate, kubeflow_trainer_api" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(ASKING)
 
 BENCH ?= --save cpu2
@@ -54,7 +55,7 @@ bench: install-dev
 
 clients: install-clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
-		tests/clients tests/examples/test_clients.py tests/examples/test_notebooks.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
+		tests/clients tests/examples/test_clients.py tests/examples/test_notebooks.py tests/examples/test_clusters.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
 		tests/zero/test_init_peak.py \
 		"tests/pretended_gpu/test_benchmarks.py::test_a_script_ends_with_its_tables[lightning_strategy]"
 
@@ -72,9 +73,11 @@ torch-releases: $(VENV)/.installed-dev
 wheel: $(VENV)/.build
 	$(BIN)/python tools/wheel.py dist
 
+SPELLED := $(wildcard *.md) docs examples deepspeed csrc tools benchmarks docker
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell $(SPELLED)
 	$(BIN)/python tools/check_commits.py
 	$(BIN)/python tools/house.py --check
 

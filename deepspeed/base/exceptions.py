@@ -1,17 +1,32 @@
-"""Errors of interfaces, kept for their names."""
+"""The base of errors that the pages explain, and errors of interfaces, kept for their names."""
+
+from __future__ import annotations
+
+from functools import cached_property
 
 
-class NoOptimizerError(RuntimeError, AssertionError):
+class ExplainedError(Exception):
+    """An error whose class has a row in docs/troubleshooting.md, which its first note names.
+
+    Python 3.11 and newer print notes under a traceback, `ends_quietly` under the line of a tool.
+    """
+
+    @cached_property
+    def __notes__(self) -> list[str]:
+        return [f"explained in docs/troubleshooting.md#{type(self).__name__.lower()}"]
+
+
+class NoOptimizerError(ExplainedError, RuntimeError, AssertionError):
     """An engine without an optimizer cannot train. An AssertionError, too, as release 0.19 raises it."""
 
 
-class UnusedParametersError(RuntimeError, AssertionError):
+class UnusedParametersError(ExplainedError, RuntimeError, AssertionError):
     """Parameters did not contribute to the loss, which the config forbids. Documented as an AssertionError."""
 
 
-class SplitError(ValueError, RuntimeError):
+class SplitError(ExplainedError, ValueError, RuntimeError):
     """Sizes or inputs that do not fit the number of splits. Documented as a RuntimeError."""
 
 
-class DeprecatedException(Exception):
+class DeprecatedException(ExplainedError):
     """A documented entry that has been replaced by another."""

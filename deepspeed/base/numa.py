@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 
 NODES = Path("/sys/devices/system/node")
@@ -107,7 +108,7 @@ def check_for_numactl_pkg() -> bool:
     return False
 
 
-class NumactlError(ValueError, RuntimeError):
+class NumactlError(ExplainedError, ValueError, RuntimeError):
     """``numactl`` is missing, or takes the cores or the node of the command for wrong. Scripts expect the one or the
     other type.
     """

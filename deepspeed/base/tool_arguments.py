@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from deepspeed.base.exceptions import ExplainedError
+
 INTERRUPTED = 130
 """The exit code of what Ctrl-C has ended, as shells have it."""
 
@@ -66,27 +68,33 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def ends_quietly(main: Callable[P, R]) -> Callable[P, R]:
+def ends_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R | int]]:
     """Around the ``main`` of a tool: Ctrl-C, and a reader such as `head` that has seen enough, end it without a
-    traceback."""
+    traceback. An error of ours, or one of ``refusals``, ends it with its message, the place that explains it, and 2."""
 
-    @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            result = main(*args, **kwargs)
-            sys.stdout.flush()
-            return result
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
-        except BrokenPipeError:
-            if not _reader_is_gone():
-                raise
-            # What is still buffered goes nowhere.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(0) from None
+    def around(main: Callable[P, R]) -> Callable[P, R | int]:
+        @functools.wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R | int:
+            try:
+                result = main(*args, **kwargs)
+                sys.stdout.flush()
+                return result
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                raise SystemExit(INTERRUPTED) from None
+            except BrokenPipeError:
+                if not _reader_is_gone():
+                    raise
+                # What is still buffered goes nowhere.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise SystemExit(0) from None
+            except (ExplainedError, *refusals) as error:
+                print(f"{tool}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+                return 2
 
-    return run
+        return run
+
+    return around
 
 
 def _reader_is_gone() -> bool:

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(ExplainedError, ValueError):
     """A checkpoint cannot be written, read, or fitted to the model; the message says which file and why."""
 
 

@@ -21,6 +21,7 @@ from deepspeed.base import environment
 from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.base.environment import Identity
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.comm.collectives import Network, histories, process_network, use_shared_memory
 from deepspeed.comm.logging import PROCESS_LOG, configure, set_newest_log
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 5.0  # after this long, torch's pauses between two attempts are short in comparison
 
 
-class NotInitializedError(ValueError, AssertionError):
+class NotInitializedError(ExplainedError, ValueError, AssertionError):
     """torch.distributed must be initialised first."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from deepspeed.base.constants import RANK_ENDED
+from deepspeed.base.exceptions import ExplainedError
 
 _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
@@ -29,7 +30,7 @@ class _Explanation:
 explanation = _Explanation()
 
 
-class CommunicationError(RuntimeError):
+class CommunicationError(ExplainedError, RuntimeError):
     """A collective failed: names the operation, the ranks of the group and, where known, the silent rank. If it hung
     before, the report about that follows."""
 

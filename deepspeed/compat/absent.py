@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from deepspeed.base.exceptions import ExplainedError
+
 # Path prefix -> what to use. The longest match is quoted.
 INSTEAD = {
     "deepspeed.autotuning": "deepspeed --autotuning tune makes, names and prunes its configs itself.",
@@ -56,7 +58,7 @@ INSTEAD = {
 }
 
 
-class FeatureNotAvailableError(NotImplementedError):
+class FeatureNotAvailableError(ExplainedError, NotImplementedError):
     """A documented feature was called that this release does not have."""
 
 

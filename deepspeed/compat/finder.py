@@ -84,6 +84,8 @@ def lookup(module: str, name: str) -> Any:
 
 def _instead(module: str, name: str) -> str:
     """Return what to use instead of a name that `module` lacks, to be added to an error; empty if nothing is known."""
+    if name.startswith("__"):  # Python itself asks, while `absent` is imported too
+        return ""
     from deepspeed.compat.absent import instead
 
     found = (

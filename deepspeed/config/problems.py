@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
+from deepspeed.base.exceptions import ExplainedError
+
 FROM_DICT, FROM_BASE64, FROM_INFERENCE = "config", "base64 config", "config of init_inference"
 WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
 """Names of configs that come from no file."""
@@ -69,7 +71,7 @@ class Problem:
         return f"{cut(self.key)}{place}: {cut(self.message, MAX_MESSAGE)}"
 
 
-class DeepSpeedConfigError(ValueError, AssertionError):
+class DeepSpeedConfigError(ExplainedError, ValueError, AssertionError):
     """A config that cannot be used. `problems` lists everything that is wrong with it."""
 
     def __init__(self, *args: Any, problems: Iterable[Problem] = ()) -> None:

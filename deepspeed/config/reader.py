@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.config.problems import (
     FROM_BASE64,
     FROM_DICT,
@@ -29,7 +30,7 @@ from deepspeed.config.section import dict_raise_error_on_duplicate_keys
 Path = tuple[str | int, ...]
 
 
-class UnreadableConfig(ValueError):
+class UnreadableConfig(ExplainedError, ValueError):
     """The config is not a file, dict or base64 text, or its text cannot be parsed."""
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.config.plan import LossScalePlan
 
 
-class LossScaleError(RuntimeError):
+class LossScaleError(ExplainedError, RuntimeError):
     """The scale cannot fall further, or too many steps in a row were skipped."""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.base.sharded import full_numel
 from deepspeed.planning.machine import neighbours, total_capacity
@@ -18,7 +19,7 @@ MAX_BYTES_PER_PARAMETER = 64
 """More than any plan takes: below half of what is available, no plan is needed."""
 
 
-class MemoryPlanError(ValueError):
+class MemoryPlanError(ExplainedError, ValueError):
     """Model states do not fit the device, the host or the disk; the message holds the plan and what to change."""
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
 from deepspeed.tools.launcher import runner
-from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.shim import USAGE_ERROR
 
 RANKS_MODULE = "deepspeed.tools.bench_ranks"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
@@ -61,7 +59,7 @@ def _only(operation: str) -> dict[str, Any]:
     return takes(about, action="append_const", dest="operations", const=operation)
 
 
-@ends_quietly
+@ends_quietly("ds_bench")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     made = parser()
@@ -79,11 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = json.dumps(vars(options))
     if "RANK" in os.environ:
         return subprocess.call([sys.executable, "-m", RANKS_MODULE, what])
-    try:
-        runner.main([*of_launcher, "--no_local_rank", "--module", RANKS_MODULE, what])
-    except LaunchError as error:
-        print(f"ds_bench: {error}", file=sys.stderr)
-        return USAGE_ERROR
+    runner.main([*of_launcher, "--no_local_rank", "--module", RANKS_MODULE, what])
     return 0
 
 

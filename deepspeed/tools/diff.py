@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
 from deepspeed.observe.audit.compare import Comparison, Difference, compare, step_name
-from deepspeed.observe.audit.records import Run, UnreadableRecord, read_run
+from deepspeed.observe.audit.records import Run, read_run
 
-SAME, DIFFERENT, ERROR = 0, 1, 2
+SAME, DIFFERENT = 0, 1
 COLUMNS = ("step", "phase", "tensor", "module", "by how much")
 
 
-@ends_quietly
+@ends_quietly("ds diff", ValueError, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds diff",
@@ -38,12 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     add_options(parser, options)
     args = parser.parse_args(argv)
-    try:
-        a, b = read_run(args.run_a), read_run(args.run_b)
-        found = compare(a, b, args.tolerance)
-    except (UnreadableRecord, ValueError, OSError) as error:
-        print(f"ds diff: {error}", file=sys.stderr)
-        return ERROR
+    a, b = read_run(args.run_a), read_run(args.run_b)
+    found = compare(a, b, args.tolerance)
     if args.json:
         print(json.dumps(asdict(found)))
     else:

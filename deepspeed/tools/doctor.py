@@ -32,7 +32,6 @@ from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
 from deepspeed.tools.launcher.hosts.pairs import SLOW, Pair, measure, slow
 from deepspeed.tools.launcher.ports import is_free
-from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.ssh_all import ssh_command
 from deepspeed.version import __version__
 
@@ -346,18 +345,14 @@ def parser() -> ArgumentParser:
     return made
 
 
-@ends_quietly
+@ends_quietly("ds doctor")
 def main(argv: Sequence[str] | None = None) -> int:
     """1 if anything is bad."""
     options = parser().parse_args(argv)
     if options.facts:
         print(json.dumps(collect(**json.loads(options.facts))))
         return 0
-    try:
-        findings = list(examine(options))
-    except LaunchError as error:
-        print(f"ds doctor: {error}", file=sys.stderr)
-        return USAGE_ERROR
+    findings = list(examine(options))
     print("\n".join(table(findings)))
     return int(any(finding.state == BAD for finding in findings))
 

@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
     """Runs a tool with these arguments, or those of the command line; returns its exit code."""
 
-    @ends_quietly
+    @ends_quietly(f"ds {name}")
     def run() -> int | None:  # importing torch takes seconds, in which Ctrl-C may come too
         tool = TOOLS[name]
         if tool.parser is not None:

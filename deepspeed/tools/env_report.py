@@ -270,7 +270,7 @@ def main(
     debug_report(verbose=not hide_errors_and_warnings)
 
 
-@ends_quietly
+@ends_quietly("ds_report")
 def cli_main(args: list[str] | None = None) -> None:
     arguments = parse_arguments(args)
     main(

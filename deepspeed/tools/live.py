@@ -33,7 +33,7 @@ class Follower:
         self.history.tell(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
 
 
-@ends_quietly
+@ends_quietly("ds live", OSError, ValueError, OverflowError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",
@@ -53,15 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     path = args.folder / NAME if args.folder.is_dir() else args.folder
     follower = Follower(path)
-    try:
-        follower.look()
-        server = PageServer(follower.history, args.host, args.port, token_for(args.host, path.parent))
-    except FileNotFoundError:
-        print(f"ds live: {path} does not exist; a run with monitor.live writes it", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, OverflowError) as error:
-        print(f"ds live: {error}", file=sys.stderr)
-        return 2
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; a run with monitor.live writes it")
+    follower.look()
+    server = PageServer(follower.history, args.host, args.port, token_for(args.host, path.parent))
     print(f"{path}: {server.address}   (Ctrl-C stops)", flush=True)
     try:
         follow(follower, threading.Event())

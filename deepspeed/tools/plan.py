@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.extras import install_hint
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.base.transformers_models import why_not_loaded
@@ -34,7 +34,6 @@ from deepspeed.planning.machine import Capacity, free_now
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer, config_of
 from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import options as time_options
-from deepspeed.planning.step_time.calibration import CalibrationError
 from deepspeed.planning.step_time.shapes import build_shape, is_shape
 from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
 from deepspeed.planning.variants import put
@@ -47,24 +46,20 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@ends_quietly
+@ends_quietly("ds plan")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsers.plan().parse_args(argv)
-    try:
-        time_options.check(args)
-        if args.calibrate is not None:
-            from deepspeed.tools.plan_time import run_calibration
+    time_options.check(args)
+    if args.calibrate is not None:
+        from deepspeed.tools.plan_time import run_calibration
 
-            print(*run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n")
-            return 0
-        request = make_request(args)
-        found = answer(request)
-        # With --choices the table says what would fit, of more than can be advised.
-        advice = advise(found) if found.lacking() and not args.choices else None
-        parts = dict(_times(args, found))
-    except (DeepSpeedConfigError, ModelError, time_options.TimeError, CalibrationError) as error:
-        print(f"ds plan: {error}", file=sys.stderr)
-        return 2
+        print(*run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n")
+        return 0
+    request = make_request(args)
+    found = answer(request)
+    # With --choices the table says what would fit, of more than can be advised.
+    advice = advise(found) if found.lacking() and not args.choices else None
+    parts = dict(_times(args, found))
     if args.json:
         more = {name: part.as_json() for name, part in parts.items()}
         print(json.dumps({**report.as_json(found, advice), **more}, indent=2))
@@ -112,7 +107,7 @@ def _link_times(args: argparse.Namespace, found: PlanAnswer) -> LinkTimes | None
     return link_times(found, args.compute_seconds, args.link_mbits * 1e6 / 8)
 
 
-class ModelError(ValueError):
+class ModelError(ExplainedError, ValueError):
     """The model that --model names cannot be built."""
 
 

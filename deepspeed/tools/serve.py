@@ -42,7 +42,7 @@ from deepspeed.observe.live.access import check_token, is_local
 from deepspeed.tools import serve_options
 
 
-@ends_quietly
+@ends_quietly("ds serve")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
     args = serve_options.parser().parse_args(argv)

@@ -10,12 +10,11 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
 from deepspeed.tools.launcher.devices import DLTS_HOSTFILE
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
 from deepspeed.tools.launcher.hosts.ssh import OPTIONS
-from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
 
 
 def parser() -> ArgumentParser:
@@ -37,24 +36,19 @@ def parser() -> ArgumentParser:
     return made
 
 
+@ends_quietly("ds_ssh")
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the largest exit code of all machines."""
     args = parser().parse_args(argv)
-    try:
-        hosts = fetch_hostfile(args.hostfile)
-        if hosts is None:
-            raise LaunchError(
-                f"--hostfile={args.hostfile}: no such file; name one with lines 'HOST slots=N' (-f FILE)"
-            )
-        if not args.command:
-            raise LaunchError("which command? ds_ssh [options] COMMAND [ARGUMENT ...]")
-        names = [checked_host(host) for host in parse_inclusion_exclusion(hosts, args.include, args.exclude)]
-        return run(names, " ".join(args.command), ssh_command(args))
-    except LaunchError as error:
-        print(f"ds_ssh: {error}", file=sys.stderr)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    hosts = fetch_hostfile(args.hostfile)
+    if hosts is None:
+        raise LaunchError(
+            f"--hostfile={args.hostfile}: no such file; name one with lines 'HOST slots=N' (-f FILE)"
+        )
+    if not args.command:
+        raise LaunchError("which command? ds_ssh [options] COMMAND [ARGUMENT ...]")
+    names = [checked_host(host) for host in parse_inclusion_exclusion(hosts, args.include, args.exclude)]
+    return run(names, " ".join(args.command), ssh_command(args))
 
 
 def ssh_command(args: argparse.Namespace) -> list[str]:

@@ -25,7 +25,7 @@ CALLS = 5
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
 
 
-@ends_quietly
+@ends_quietly("ds stacks")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds stacks",

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
 from deepspeed.observe.timeline.analysis import late_ranks, longest_waits, steps_of
-from deepspeed.observe.timeline.files import RankTrace, UnreadableTrace, join, read_traces
+from deepspeed.observe.timeline.files import RankTrace, join, read_traces
 
 Rows = list[tuple[str, ...]]
 
 
-@ends_quietly
+@ends_quietly("ds trace", OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds trace",
@@ -28,13 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     add_options(parser, options)
     args = parser.parse_args(argv)
-    try:
-        traces = read_traces(args.path)
-        if args.output is not None:
-            args.output.write_text(json.dumps(join(traces)), encoding="utf-8")
-    except (UnreadableTrace, OSError) as error:
-        print(f"ds trace: {error}", file=sys.stderr)
-        return 2
+    traces = read_traces(args.path)
+    if args.output is not None:
+        args.output.write_text(json.dumps(join(traces)), encoding="utf-8")
     print("\n".join(summary(traces, args.show)))
     if args.output is not None:
         print(f"\nall ranks: {args.output}; open it with chrome://tracing or ui.perfetto.dev")

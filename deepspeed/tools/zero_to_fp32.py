@@ -227,13 +227,14 @@ def run_command(
 ) -> None:
     """``convert`` with what the command line says; its errors without a traceback, unless that is asked for."""
     given = vars(parser.parse_args(args))
-    debug = given.pop("debug")
+    debug, folder, output = (given.pop(key) for key in ("debug", "checkpoint_dir", "output_dir"))
     try:
-        convert(given.pop("checkpoint_dir"), given.pop("output_dir"), **given)
+        convert(folder, output, **given)
     except ValueError as error:
         if debug:
             raise
         parser.exit(1, f"{name}: {error}\n")
+    print(f"wrote the weights of {folder} to {output}")
 
 
 def main(args: Sequence[str] | None = None) -> None:

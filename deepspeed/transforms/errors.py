@@ -1,7 +1,9 @@
 """The error of transforms."""
 
+from deepspeed.base.exceptions import ExplainedError
 
-class TransformError(RuntimeError):
+
+class TransformError(ExplainedError, RuntimeError):
     """A transform failed, came too late, or conflicts with another one; the message names it."""
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import log_dist
 from deepspeed.base.sharded import full_numel, full_shape, is_zero_param
 
@@ -38,7 +39,7 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3
 
 
-class ZeRORuntimeException(RuntimeError):
+class ZeRORuntimeException(ExplainedError, RuntimeError):
     """Documented error for operations on partitioned parameters."""
 
 

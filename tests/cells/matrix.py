@@ -146,6 +146,7 @@ def page(results: Results) -> str:
         "",
         "<!-- written by python -m tests.cells.matrix from tests/cells/results -->",
         "",
+        "For whoever asks whether features work together. "
         f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks, "
         f"{len(results.families)} families of Transformers): "
         "combinations of features, drawn so that every pair has its turn, each trained for "

@@ -42,7 +42,14 @@ OF_A_SHELL = ("", "sh", "bash", "console", "text")
 # What follows a command: a comment, or its explanation in a column of its own.
 REMARK = re.compile(r"\s+#\s.*|\s{3,}[^-\s].*")
 # Files and folders of the reader, and what a command writes. Anything else that looks like a path has to exist.
-READERS_SCRIPTS = ("train.py", "write.py", "script.py", "my_script.py", "checkpoints/zero_to_fp32.py")
+READERS_SCRIPTS = (
+    "train.py",
+    "write.py",
+    "curves.py",
+    "script.py",
+    "my_script.py",
+    "checkpoints/zero_to_fp32.py",
+)
 READERS = re.compile(
     r"(ds|config|ds_config|accelerate|all|here|file|serve)\.(json|yaml)|speed\.png|\S*[A-Z]{2,}\S*|\.\./.*"
     r"|\./(Llama-3\.1-8B|my-model)|(out|ckpt|checkpoints|exported|audit|dist|gpt2)/.*|/(local_nvme|some/disk)"

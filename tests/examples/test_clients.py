@@ -223,3 +223,20 @@ def test_zero_inference_of_a_saved_model(tmp_path: Path) -> None:
     done = forked.run([script, *more], env=environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("6 of 6 tokens as in memory") == 3
+
+
+def test_the_tiny_model_of_the_page_on_serving_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    page = (REPOSITORY / "docs" / "serving.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r'```python title="tiny.py"\n(.*?)```', page, flags=re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "tiny.py", "exec"), {})
+    tokenizer = transformers.AutoTokenizer.from_pretrained("my-model")
+    model = transformers.AutoModelForCausalLM.from_pretrained("my-model")
+    made = model.generate(
+        **tokenizer("the model reads", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4
+    )
+    assert tokenizer.decode(made[0]).startswith("the model reads ")

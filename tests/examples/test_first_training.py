@@ -49,10 +49,20 @@ def test_the_tutorial(tmp_path: Path) -> None:
         said = seen[command] = run(command.removeprefix("$ "), tmp_path)
         for line in promised:
             assert re.search("^" + as_pattern(line), said, flags=re.M), (command, line, said)
-    assert {"train.py", "ds_config.json", "write.py", "weights"} <= {path.name for path in tmp_path.iterdir()}
-    assert len(seen) == 6
+    assert {"train.py", "ds_config.json", "write.py", "weights", "curves"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert len(seen) == 7
     losses = [float(loss) for said in seen.values() for loss in re.findall(r"loss (\d+\.\d+)", said)]
-    assert len(losses) == 5 and max(losses) < 3.5  # 4.85 is the loss of a model that knows nothing
+    unseen = [float(loss) for said in seen.values() for loss in re.findall(r"held-out text (\d+\.\d+)", said)]
+    assert len(losses) == len(unseen) == 5
+    assert max(losses + unseen) < 3.5  # 4.85 is the loss of a model that knows nothing
+    assert [line.split(":")[0] for line in seen["$ python curves.py"].splitlines()] == [
+        "Train_Samples_train_loss",
+        "Train_Samples_lr",
+        "Validation_loss",
+    ]
+    assert seen["$ python curves.py"].count(" 300 points") == 2, "the resumed run continues the curves"
 
 
 @pytest.mark.slow

@@ -13,8 +13,11 @@ import torch
 from tests.pool import distributed
 from tests.tools.launcher.programs import REPOSITORY
 
-DOCUMENTS = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/*/*.md")]
-DOCUMENTS.append(REPOSITORY / "benchmarks" / "README.md")
+FOLDERS = ("docs", "examples", "benchmarks")
+DOCUMENTS = [
+    *REPOSITORY.glob("*.md"),
+    *(file for name in FOLDERS for file in REPOSITORY.glob(f"{name}/**/*.md")),
+]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
@@ -22,6 +25,19 @@ def test_links_lead_somewhere(document):
     text = document.read_text(encoding="utf-8")
     links = {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link}
     assert [link for link in sorted(links) if not (document.parent / link).exists()] == []
+    for link, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
+        target = document.parent / link if link else document
+        assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+
+
+def anchors(page: str) -> set[str]:
+    """Return the places of a page that a link can name: those of its headings, and those that it sets itself."""
+    without_code = re.sub(r"^```.*?^```", "", page, flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.+)$", without_code, flags=re.M)
+    plain = [
+        re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", heading)).strip().lower() for heading in headings
+    ]
+    return {re.sub(r"[-\s]+", "-", each) for each in plain} | set(re.findall(r'<a id="([^"]+)">', page))
 
 
 def test_installed_commands_are_functions():

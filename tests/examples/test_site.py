@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import reduce
 
 import pytest
 
+import deepspeed
 from tests.tools.launcher.programs import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -30,6 +33,42 @@ def test_what_the_reference_lists_exists_and_is_documented(page):
         module, found = _split(name)
         value = reduce(getattr, found, module)
         assert (value.__doc__ or "").strip(), name
+
+
+OF_OLD_SCRIPTS = set(
+    "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable default_inference_config dist is_compile_supported logger "
+    "replace_transformer_layer revert_transformer_layer set_autotp_mode".split()
+)
+"""Public, but nothing to write new scripts with; their docstrings say what they do."""
+
+
+def test_the_reference_has_every_public_function_and_class():
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("api/*.md"))
+    listed = re.findall(r"^ +heading: deepspeed\.(\w+)$", pages, flags=re.M)
+    public = {name for name in deepspeed.__all__ if callable(getattr(deepspeed, name))}
+    assert sorted(public - OF_OLD_SCRIPTS - set(listed)) == []
+    assert set(deepspeed.__all__) >= OF_OLD_SCRIPTS
+
+
+def test_a_page_says_first_whom_it_is_for():
+    for page in LISTED:
+        text = re.sub(r"<!--.*?-->\n", "", (DOCS / page).read_text(encoding="utf-8"))
+        first = re.split(r"\n{2,}", text.strip())[1]
+        assert re.match(r"For (whoever|those who) ", first), page
+
+
+def test_links_of_pages_stay_within_the_site():
+    """As mkdocs asks for with `--strict`; other files of the repository are named in code."""
+    for page in LISTED:
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (DOCS / page).read_text(encoding="utf-8"))
+        inside = [
+            DOCS in (DOCS / page).parent.joinpath(link).resolve().parents for link in links if ":" not in link
+        ]
+        assert all(inside), page
+
+
+def test_the_site_names_its_release():
+    assert f"\ncopyright: Documentation of release {deepspeed.__version__}\n" in SITE
 
 
 def _split(name: str):
@@ -59,3 +98,38 @@ def test_installation_tells_every_extra():
     )
     page = (DOCS / "installation.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", page, flags=re.M)) == sorted(extras)
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+def test_the_search_works_from_files(tmp_path):
+    """On a site of two pages with the settings of ours, without a server and with no address but its own."""
+    pytest.importorskip("material")
+    settings = SITE.split("\nextra:")[1].split("\n\n")[0]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# One\n\nShards of weights.\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n\nMoments of gradients.\n")
+    shutil.copytree(DOCS / "javascripts", tmp_path / "docs" / "javascripts")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"site_name: two\ntheme: {{name: material, font: false}}\nextra:{settings}\nplugins: [search, offline]\n"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet"],
+        cwd=tmp_path,
+        check=True,
+        timeout=120,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    page = tmp_path / "site" / "index.html"
+    assert re.findall(r'<(?:script|link)[^>]+(?:src|href)="https?:', page.read_text()) == []
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
+    url = f"{page.as_uri()}?q=gradients"
+    shown = subprocess.run(
+        [BROWSER, *flags, "--virtual-time-budget=8000", f"--user-data-dir={tmp_path}/profile", url],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    ).stdout
+    assert "1 matching document" in shown and '/other.html" class="md-search-result__link"' in shown

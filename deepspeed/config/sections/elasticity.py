@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated, key
 
@@ -16,7 +17,7 @@ ELASTICITY = "elasticity"
 """The section's name."""
 
 
-class ElasticityError(Exception):
+class ElasticityError(ExplainedError):
     """Elastic training is asked for, but cannot be."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.parallel.tensor.layers import TensorParallelLayer
 from deepspeed.parallel.tensor.same_inputs import differing_inputs
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 DOCUMENTED = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
 
 
-class DifferentInputs(ValueError, AssertionError):
+class DifferentInputs(ExplainedError, ValueError, AssertionError):
     """Its text is the documented one, which scripts compare; what differs is in its notes and in the log."""
 
     def __init__(self, details: str) -> None:

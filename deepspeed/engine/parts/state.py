@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.engine.observers.progress.start_report import reporter
 from deepspeed.zero.offload.state_moves import HasMovableStates
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class Checkpoints:
             custom_load_fn=custom_load_fn,
         )
         self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
+        if result[0] is not None:
+            reporter(self._engine)(f"loaded {result[0]}; the run is at step {self._engine.global_steps}")
         return result
 
     def _fetch(self, mirror: Mirror, tag: str | None) -> None:

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from deepspeed.base.exceptions import ExplainedError
+
 ROOT = 0
 """The key of an empty prefix."""
 
@@ -20,7 +22,7 @@ _SPANS = 2**16
 """More than any model has."""
 
 
-class OutOfBlocksError(RuntimeError):
+class OutOfBlocksError(ExplainedError, RuntimeError):
     """More blocks were asked for than nobody uses."""
 
 

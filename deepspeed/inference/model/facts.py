@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.base.exceptions import ExplainedError
+
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
-class LayoutError(ValueError):
+class LayoutError(ExplainedError, ValueError):
     """A model cannot be run in a layout, or not at all."""
 
 

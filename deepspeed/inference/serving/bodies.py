@@ -8,6 +8,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from deepspeed.base.exceptions import ExplainedError
+
 MAX_PARTS = 2**16
 """Texts, lists and objects of a request. Each takes up to 250 bytes of memory for 3 bytes of JSON."""
 
@@ -37,7 +39,7 @@ _parsing = threading.Lock()
 then waits for one such thread at a time."""
 
 
-class RequestError(ValueError):
+class RequestError(ExplainedError, ValueError):
     """A request that cannot be served. ``field``: which part of it, if one."""
 
     def __init__(self, message: str, field: str | None = None) -> None:

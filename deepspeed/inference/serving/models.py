@@ -9,13 +9,15 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from deepspeed.base.exceptions import ExplainedError
+
 _MAX_TOLD = 8
 
 _MAX_ADAPTERS = 64
 """Each keeps memory until it is removed."""
 
 
-class ModelError(ValueError):
+class ModelError(ExplainedError, ValueError):
     """A request names a model that is not there."""
 
 

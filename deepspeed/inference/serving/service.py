@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
 from deepspeed.inference.serving.commands import Alone, Announcer, Commands
@@ -19,7 +20,7 @@ _PULSE_S = 10.0
 """How often ranks hear of an idle server, far below the timeout of a collective."""
 
 
-class BusyError(RuntimeError):
+class BusyError(ExplainedError, RuntimeError):
     """More requests than the server takes: try again later."""
 
 
@@ -27,7 +28,7 @@ RETRY_AFTER_S = 5
 """For ``Retry-After``, while a server loads or drains: another one, or its successor, may take the request then."""
 
 
-class ClosedError(RuntimeError):
+class ClosedError(ExplainedError, RuntimeError):
     """The server ends, or has failed; the text says which. ``retry_after``: seconds; None: it has failed."""
 
     def __init__(self, why: str, retry_after: int | None = None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from deepspeed.base.exceptions import ExplainedError
+
 
 class SchedulingResult(Enum):
     """Success, or the first limit that stands in the way."""
@@ -21,7 +23,7 @@ class SchedulingResult(Enum):
     """A sequence longer than is possible."""
 
 
-class SchedulingError(RuntimeError):
+class SchedulingError(ExplainedError, RuntimeError):
     """A batch was put that cannot be run; ``result`` says why."""
 
     def __init__(self, result: SchedulingResult) -> None:

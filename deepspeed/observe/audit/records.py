@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
+
 GRADIENT, MASTER, WEIGHT = "gradients", "master", "weights"
 
 
-class UnreadableRecord(ValueError):
+class UnreadableRecord(ExplainedError, ValueError):
     """A folder that does not hold the record of a run."""
 
 

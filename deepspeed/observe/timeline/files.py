@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
+
 CATEGORY = "deepspeed"
 
 
-class UnreadableTrace(ValueError):
+class UnreadableTrace(ExplainedError, ValueError):
     """A file or folder without a timeline of this package."""
 
 

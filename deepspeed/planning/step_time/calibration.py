@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
+
 VERSION = 1
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "fetch")
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ExplainedError, ValueError):
     """A file is not a calibration, or not one that this release reads."""
 
 

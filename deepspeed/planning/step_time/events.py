@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from deepspeed.base.exceptions import ExplainedError
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -118,7 +120,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-class CircularTasks(ValueError):
+class CircularTasks(ExplainedError, ValueError):
     """Tasks wait for each other in a circle."""
 
 

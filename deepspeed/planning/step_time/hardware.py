@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed.base.exceptions import ExplainedError
+
 ETHERNET_SHARE = 1448 / 1538
 """Payload of a full frame: 1,448 bytes with TCP's time stamps, of 1,538 with headers, preamble and gap."""
 
 
-class HardwareError(ValueError):
+class HardwareError(ExplainedError, ValueError):
     """A name that is not known, or a file that does not describe what it should."""
 
 

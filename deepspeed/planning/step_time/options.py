@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.tool_arguments import takes
 
 
-class TimeError(ValueError):
+class TimeError(ExplainedError, ValueError):
     """The options do not say where the job runs."""
 
 
@@ -44,11 +45,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def device_memory(args: argparse.Namespace) -> int | None:
-    """Return the memory in bytes of the device that --on names, or None without it. TimeError: there is no such
+    """Return the memory in bytes of the device that --on names, or None without it. HardwareError: there is no such
     device."""
-    from deepspeed.planning.step_time.hardware import HardwareError, device
+    from deepspeed.planning.step_time.hardware import device
 
-    try:
-        return None if args.on is None else device(args.on).memory
-    except HardwareError as error:
-        raise TimeError(str(error)) from None
+    return None if args.on is None else device(args.on).memory

@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.planning.variants import changed
 from deepspeed.tools.autotuning.arguments import given_config, section_of, value_of
@@ -47,7 +48,7 @@ MEASURED = 3
 """Runs beyond the two that calibrate, unless `tuner_num_trials` says otherwise."""
 
 
-class AutotuningError(ValueError):
+class AutotuningError(ExplainedError, ValueError):
     """Nothing can be tuned as it was asked for; the message says why and what to do."""
 
 

@@ -38,7 +38,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
     return report
 
 
-@ends_quietly
+@ends_quietly("ds_check --fix")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parsers.check()
     args = parser.parse_args(argv)
@@ -46,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--output goes with --fix")
     report = check_config(args.config, args.gpus)
     if args.fix:
-        try:
-            report = fix_file(args.config, args.gpus, output=args.output)
-        except CannotFix as error:
-            print(f"ds_check --fix: {error}", file=sys.stderr)
-            return 2
+        report = fix_file(args.config, args.gpus, output=args.output)
     colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
     print("\n".join(report_lines(report, Style(colors))))
     return 0 if report.ok else 1

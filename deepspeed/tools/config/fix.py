@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.config.analysis import OLD_TOP_LEVEL
 from deepspeed.config.keys import documented_name, is_deprecated, keys_of
 from deepspeed.config.problems import Problem
@@ -31,7 +32,7 @@ ROUNDS = 100
 mistake."""
 
 
-class CannotFix(ValueError):
+class CannotFix(ExplainedError, ValueError):
     """A file that cannot be corrected at all, and why."""
 
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.config.elastic_batch import ELASTICITY, compute_elastic_config
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import load_source
-from deepspeed.config.sections.elasticity import ElasticityError
 from deepspeed.tools import parsers
 from deepspeed.version import __version__
 
 RULE = "-" * 42
 
 
-@ends_quietly
+@ends_quietly("ds_elastic")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsers.elastic().parse_args(argv)
-    try:
-        config = load_source(args.config).data
-        answer = compute_elastic_config(config, __version__, world_size=args.world_size)
-    except (ElasticityError, DeepSpeedConfigError) as error:
-        print(f"ds_elastic: {error}", file=sys.stderr)
-        return 1
+    config = load_source(args.config).data
+    answer = compute_elastic_config(config, __version__, world_size=args.world_size)
     _print_under("Elasticity config:", json.dumps(config[ELASTICITY], indent=4, sort_keys=True))
     names = ("final_batch_size", "valid_gpus", "micro_batch_size")
     rows = [f"{name + ' ':.<20} {value}" for name, value in zip(names, answer, strict=False)]

@@ -262,7 +262,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         sys.exit(run(parsed))
     except LaunchError as error:
-        logger.error("error: %s", error)
+        logger.error("error: %s", "\n".join([str(error), *error.__notes__]))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt:  # before the ranks ran: afterwards the agent turns it into its own exception
         sys.exit(shim.INTERRUPTED)

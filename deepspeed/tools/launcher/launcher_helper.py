@@ -133,7 +133,7 @@ def main(args: Sequence[str] | None = None) -> None:
         try:
             bind(os.environ, parsed.bind_core_list)
         except LaunchError as error:
-            print(f"[deepspeed] error: {error}", file=sys.stderr)
+            print(f"[deepspeed] error: {error}", *error.__notes__, sep="\n", file=sys.stderr)
             sys.exit(shim.USAGE_ERROR)
     if parsed.no_python:
         shim.run_program(parsed.user_script, parsed.user_args)

@@ -219,7 +219,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except LaunchError as error:
         if args is not None:
             raise
-        logger.error("error: %s", error)
+        logger.error("error: %s", "\n".join([str(error), *error.__notes__]))
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -64,16 +64,12 @@ def _devices(text: str) -> list[tuple[str, int]]:
     return [(folder, int(part)) for part in devices.split(",")]
 
 
-@ends_quietly
+@ends_quietly("ds_io", OSError, ValueError, NotImplementedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsers.io().parse_args(arguments)
-    try:
-        check_devices(args.gpu)
-        to_do = plans(args)
-        values = speeds(to_do, args.include_warmup_time, progress=True)
-    except (OSError, ValueError, NotImplementedError) as error:
-        print(f"ds_io: {error}", file=sys.stderr)
-        return 1
+    check_devices(args.gpu)
+    to_do = plans(args)
+    values = speeds(to_do, args.include_warmup_time, progress=True)
     print(f"{args.engine} {'read' if args.read else 'write'} of {args.io_size} bytes: {summary(values)}")
     if args.engine in HANDLES:
         print(json.dumps(aio_section(dataclasses.asdict(to_do[0].transfer)), indent=3))

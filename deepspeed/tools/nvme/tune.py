@@ -105,14 +105,11 @@ def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
 
 
-@ends_quietly
+@ends_quietly("ds_nvme_tune", OSError, ValueError, NotImplementedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsers.nvme_tune().parse_args(arguments)
     try:
         return _tune(args)
-    except (OSError, ValueError, NotImplementedError) as error:
-        print(f"ds_nvme_tune: {error}", file=sys.stderr)
-        return 1
     finally:
         for folder in args.nvme_dir:
             if os.path.isdir(folder):

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.tool_arguments import ends_quietly
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.step_time.shapes import is_shape
-from deepspeed.tools.plan import ModelError
 from deepspeed.tools.starter import arguments, choices, files, serving
 
 
-class RefusedInit(ValueError):
+class RefusedInit(ExplainedError, ValueError):
     """The arguments contradict each other, or a file exists."""
 
 
-@ends_quietly
+@ends_quietly("ds init")
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = arguments.parse(argv)
-        _check(args)
-        if args.goal == "serve":
-            written, reasons = serving.files(args)
-        else:
-            decision = choices.decide(args)
-            written, reasons = files.files(args, decision), decision.reasons
-        _write(args.folder, written, args.force)
-    except (DeepSpeedConfigError, ModelError, RefusedInit) as error:
-        print(f"ds init: {error}", file=sys.stderr)
-        return 2
     except EOFError:
-        print("\nds init: no answer; nothing was written", file=sys.stderr)
-        return 2
+        raise RefusedInit("no answer; nothing was written") from None
+    _check(args)
+    if args.goal == "serve":
+        written, reasons = serving.files(args)
+    else:
+        decision = choices.decide(args)
+        written, reasons = files.files(args, decision), decision.reasons
+    _write(args.folder, written, args.force)
     print(*reasons, sep="\n")
     print(f"\nwritten in {args.folder}: {', '.join(written)}")
     if "hostfile" in written:

@@ -48,6 +48,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
@@ -115,7 +116,7 @@ class UseTrace:
         self._last, self._now, self._cursor = [], [], 0
 
 
-class TransitionError(RuntimeError):
+class TransitionError(ExplainedError, RuntimeError):
     """A bucket was asked for a transition that its state does not allow: a mistake in this package."""
 
 

@@ -267,6 +267,6 @@ def test_the_command(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "for world size 64" in printed
     assert "micro_batch_size ... 17" in printed
-    assert ds_elastic(["-c", str(path), "-w", "128"]) == 1
+    assert ds_elastic(["-c", str(path), "-w", "128"]) == 2
     assert "128 data-parallel ranks cannot share" in capsys.readouterr().err
-    assert ds_elastic(["-c", str(tmp_path / "none.json")]) == 1
+    assert ds_elastic(["-c", str(tmp_path / "none.json")]) == 2

@@ -62,7 +62,7 @@ def test_wrong_files_are_named(
 
 
 def test_ctrl_c_ends_a_tool_without_a_traceback(capsys: Any) -> None:
-    @ends_quietly
+    @ends_quietly("a tool")
     def main() -> int:
         raise KeyboardInterrupt
 
@@ -75,7 +75,7 @@ PRINTS = """
 import os
 from deepspeed.base.tool_arguments import ends_quietly
 
-@ends_quietly
+@ends_quietly("a tool")
 def main(own):
     if own:
         ends = os.pipe()

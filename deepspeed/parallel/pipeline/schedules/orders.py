@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from deepspeed.base.exceptions import ExplainedError
+
 
 class Kind(Enum):
     FORWARD = "F"
@@ -150,7 +152,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-class DeadlockError(ValueError):
+class DeadlockError(ExplainedError, ValueError):
     """Stages wait for each other in a circle."""
 
 

@@ -9,12 +9,13 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.parallel.tensor.cuts import Cut
 
 Kind = Literal["column", "row", "sliced"]
 
 
-class PlanError(ValueError):
+class PlanError(ExplainedError, ValueError):
     """The plan contradicts itself, the model, or what was asked for."""
 
 

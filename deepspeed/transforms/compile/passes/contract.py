@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.base.exceptions import ExplainedError
+
 CAP_Z3_GATHER_RELEASE = "z3_gather_release"
 """What ``zero3_compile`` provides: parameters are gathered and released around the compiled blocks."""
 
 
-class PassContractError(ValueError):
+class PassContractError(ExplainedError, ValueError):
     """A schedule puts a pass where its contract does not allow it."""
 
 
