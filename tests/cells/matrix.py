@@ -19,6 +19,8 @@ from tests.cells.oracle import LOSSY, TOLERANCES
 from tests.cells.run import WITHIN_NOISE
 
 PAGE = Path(__file__).parents[2] / "docs" / "composability.md"
+FEW = 10
+"""Features that a square of a table names; more are counted."""
 IMAGE = PAGE.parent / "images" / "composability.svg"
 MATRIX: dict[str, tuple[Any, ...]] = {
     name: tuple(value for value in values[1:] if value not in FAMILIES) for name, values in CHOICES.items()
@@ -168,8 +170,8 @@ def page(results: Results) -> str:
         "refused, for these two features or for a third; violet: all were. Grey: no config says both. White: not "
         "drawn. A square of the image says its numbers where the mouse rests on it.",
         "",
-        "| feature | equal | refused | always refused with | possible, and not drawn with |",
-        "|---|---|---|---|---|",
+        "| feature | equal | refused | drawn with, of those possible | not yet with | refused twice, never equal |",
+        "|---|---|---|---|---|---|",
         *_features(labels, results),
         "",
         "## Refusals",
@@ -203,12 +205,12 @@ def _features(labels: list[str], results: Results) -> Iterator[str]:
             for other in labels
         }
         squares = {other: results.squares[pair] for other, pair in pairs.items() if pair in can}
-        refused = [other for other, square in squares.items() if square.refused and not square.equal]
-        absent = [
-            other for other, square in squares.items() if not square.equal + square.refused + square.faults
-        ]
+        refused = [other for other, square in squares.items() if square.refused > 1 and not square.equal]
+        absent = [other for other, square in squares.items() if str(square) == "not drawn"]
+        said = ", ".join(absent) if len(absent) <= FEW else f"{len(absent)} others"
         own = results.features[name]
-        yield f"| {name} | {own.equal} | {own.refused} | {', '.join(refused)} | {', '.join(absent)} |"
+        drawn = f"{len(squares) - len(absent)} of {len(squares)}"
+        yield f"| {name} | {own.equal} | {own.refused} | {drawn} | {said} | {', '.join(refused)} |"
 
 
 def image(labels: list[str], results: Results) -> str:
