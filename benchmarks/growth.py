@@ -50,7 +50,7 @@ class Cost:
     """Of one operation at one size."""
 
     calls: int = 0
-    seconds: float = math.inf
+    seconds: float = math.inf  # not measured
     counted: dict[str, float] = field(default_factory=dict)
     """What the operation counts itself: bytes, files, messages."""
 
@@ -142,7 +142,7 @@ def rows_of(axis: str, sizes: Sequence[int], found: Sequence[dict[str, Cost]]) -
         }
         columns |= {what: [cost.counted[what] for cost in costs] for what in costs[0].counted}
         for what, values in columns.items():
-            if what == "CPU ms" and values[-1] < CPU_SHOWS * 1e3:
+            if what == "CPU ms" and not CPU_SHOWS * 1e3 <= values[-1] < math.inf:
                 continue
             power = exponent(sizes, values)
             cells = [f"{value:,.0f}" if what != "CPU ms" else f"{value:,.1f}" for value in values]
