@@ -41,6 +41,19 @@ LONGEST_ANSWER = 20  # tokens
 class SparseLayer(nn.Module):
     """A layer of the kernels whose tokens attend to blocks: their own window, and one block of each other window."""
 
+    attn_qkvw: nn.Parameter
+    attn_qkvb: nn.Parameter
+    attn_ow: nn.Parameter
+    attn_ob: nn.Parameter
+    attn_nw: nn.Parameter
+    attn_nb: nn.Parameter
+    inter_w: nn.Parameter
+    inter_b: nn.Parameter
+    output_w: nn.Parameter
+    output_b: nn.Parameter
+    norm_w: nn.Parameter
+    norm_b: nn.Parameter
+
     def __init__(self, given: DeepSpeedTransformerLayer, longest: int) -> None:
         super().__init__()
         self.config = given.config
