@@ -22,7 +22,7 @@ ANCHORS = re.findall(r'<a id="(\w+)"></a>`(\w+)`', (ROOT / "docs" / "troubleshoo
 
 CAUGHT = set(
     "AioFailure BatchError BudgetTooSmall CannotCount InUse NoSuchFunction NotFiniteError NotInChunks NotPerToken "
-    "TraceError".split()
+    "PackedWeightsError TraceError".split()
 )
 """Classes between two of our own functions: the caller makes an answer or another error of each."""
 
