@@ -44,12 +44,13 @@ def classes_of(module: str) -> set[str]:
     }
 
 
-def arguments_of(module: str, name: str) -> list[str]:
-    """Return the names of what the constructor of a class of `classes_of(module)` takes, in order."""
+def arguments_of(module: str, name: str) -> dict[str, bool]:
+    """Return what the constructor of a class of `classes_of(module)` takes, in order, and what has to be given."""
     found = _constructor(module, name) if _loaded(module) is None else None
     if found is not None:
         return found
-    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    return {each.name: each.default is each.empty for each in parameters.values()}
 
 
 def _loaded(module: str) -> ModuleType | None:
@@ -93,13 +94,13 @@ def _public_classes(module: str) -> set[str]:
     return {name for name in own | taken if name[0].isupper()}
 
 
-def _constructor(module: str, name: str) -> list[str] | None:
-    """Find the arguments of a class in the source, after `self`; None if it is not there."""
+def _constructor(module: str, name: str) -> dict[str, bool] | None:
+    """Find the arguments of a class in the source, after `self`, as `arguments_of` does; None if it is not there."""
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    return [argument.arg for argument in _in_order(item.args)][1:]
+                    return dict(list(_in_order(item.args))[1:])
             inherited = (_constructor(module, base.id) for base in node.bases if isinstance(base, ast.Name))
             return next(inherited, None)
     for here, source, there in _imports(module):
@@ -108,9 +109,12 @@ def _constructor(module: str, name: str) -> list[str] | None:
     return None
 
 
-def _in_order(of: ast.arguments) -> Iterator[ast.arg]:
-    yield from (*of.posonlyargs, *of.args)
-    yield from filter(None, (of.vararg, *of.kwonlyargs, of.kwarg))
+def _in_order(of: ast.arguments) -> Iterator[tuple[str, bool]]:
+    positional = [*of.posonlyargs, *of.args]
+    for place, each in enumerate(positional):
+        yield each.arg, place < len(positional) - len(of.defaults)
+    for each, default in zip(of.kwonlyargs, of.kw_defaults, strict=True):
+        yield each.arg, default is None
 
 
 COMPACT_KEYS = ("state_bits", "stochastic_rounding")
@@ -239,7 +243,7 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
         OF_TORCH.get(key, "AdamW" if settings.get("torch_adam") else None) if allowed else torch_name(name)
     )
     if of_torch is not None:
-        allowed |= set(arguments_of(OPTIMIZERS, of_torch)[1:])
+        allowed |= set(list(arguments_of(OPTIMIZERS, of_torch))[1:])
     problems = []
     for key in settings:
         if len(problems) == MAX_LISTED:

@@ -116,7 +116,7 @@ BAD_SCHEDULES: list[tuple[str, str, Any, str]] = [
     ("LRRangeTest", "lr_range_test_min_lr", "small", "a number from 0"),
     ("LRRangeTest", "lr_range_test_staircase", 1, "true or false"),
     ("LRRangeTest", "last_batch_iteration", -2, "a whole number >= -1"),
-    ("StepLR", "gamma", NAN, "finite numbers"),
+    ("ExponentialLR", "gamma", NAN, "finite numbers"),
 ]
 
 

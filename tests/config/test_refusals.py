@@ -287,6 +287,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "optim/schedulers.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
     "optim/schedulers.py:resolve_scheduler": (
         ("scheduler.params.no_argument", {"scheduler": {"type": "WarmupLR", "params": {"no_argument": 1}}}),
+        ("scheduler.params.step_size", {"scheduler": {"type": "StepLR", "params": {}}}),
     ),
     "parallel/sequence/hf/attention.py:UlyssesSPAttentionHF._check": ("data",),
     "parallel/sequence/hf/attention.py:UlyssesSPAttentionHF.register_with_transformers": ("call",),

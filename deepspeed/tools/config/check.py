@@ -133,12 +133,17 @@ def _argument_problem(key: str, text: str, source: ConfigSource) -> Problem:
 
 
 def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    known = list(SCHEDULES[name]) if name in SCHEDULES else arguments_of(optimizers.SCHEDULES, name)[1:]
-    for key in params:
-        if key not in known:
-            hint = nearest(key, known)
-            meant = f"; did you mean '{hint}'?" if hint else ""
-            yield (
-                key,
-                f"unknown argument of {name}{meant} (value: {shown(params[key])}). Known: {', '.join(known)}",
-            )
+    known = (
+        dict.fromkeys(SCHEDULES[name], False)
+        if name in SCHEDULES
+        else arguments_of(optimizers.SCHEDULES, name)
+    )
+    known.pop("optimizer", None)
+    hints = {key: nearest(key, list(known)) for key in params if key not in known}
+    for key, hint in hints.items():
+        meant = f"; did you mean '{hint}'?" if hint else ""
+        text = f"unknown argument of {name}{meant} (value: {shown(params[key])}). Known: {', '.join(known)}"
+        yield key, text
+    for key, needed in known.items():
+        if needed and key not in params and key not in hints.values():
+            yield key, f"is missing: {name} needs it"
