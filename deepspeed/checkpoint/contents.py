@@ -36,8 +36,8 @@ from deepspeed.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """This rank's place: the numbers in its files' names, and what it writes.
+class RankPosition:
+    """This rank's position among all: the numbers in its files' names, and what it writes.
 
     ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
     """
@@ -53,8 +53,8 @@ class Place:
     """Of a pipeline: they have other parameters."""
 
     @classmethod
-    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> Place:
-        """The place of this rank, which is its position on the mesh."""
+    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> RankPosition:
+        """Return the position of this rank, which is that on the mesh."""
         dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
         mp_size = mesh.size("pp") * tp_size
         return cls(
@@ -70,7 +70,7 @@ class Place:
 
     @property
     def number(self) -> int:
-        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        """Return the number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
         return self.mp_rank * self.dp_size + self.dp_rank
 
 
@@ -101,7 +101,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """A rank's report on its files to the others: what they hold, by key of the directory, and hashes of its
     buffers."""
 
@@ -109,7 +109,7 @@ class Report:
     buffer_hashes: list[int]
 
 
-class Files:
+class CheckpointFiles:
     """The content of one rank's files, and what ranks have to know of each other to write them.
 
     ``values`` is all that training changes; the rest (names, shapes, places) is as it was when this object was made.
@@ -117,7 +117,12 @@ class Files:
     """
 
     def __init__(
-        self, training: Training, place: Place, *, exclude_frozen: bool = False, node_local: bool = False
+        self,
+        training: Training,
+        place: RankPosition,
+        *,
+        exclude_frozen: bool = False,
+        node_local: bool = False,
     ) -> None:
         self.place = place
         self.node_local = node_local
@@ -260,10 +265,10 @@ class Files:
 
     # Among ranks --------------------------------------------------------------------------------------------
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """Return what this rank tells the others."""
         hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
-        return Report({} if self.node_local else self._held(), hashes)
+        return RankReport({} if self.node_local else self._held(), hashes)
 
     def _held(self) -> dict[str, directory.Contents]:
         """Return what this rank's files hold of each parameter, by key of the directory."""
@@ -285,7 +290,7 @@ class Files:
         known = [cuts.get(name) for name in shapes]
         return directory.Contents(list(shapes), list(shapes.values()), known, held, self.place.number)
 
-    def meet(self, ranks: Ranks, report: Report) -> None:
+    def merge_reports(self, ranks: Ranks, report: RankReport) -> None:
         """Agree on what must be in the first file, and find out which buffers differ from rank to rank. Collective.
 
         What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
@@ -295,7 +300,7 @@ class Files:
         self.save = save_entry(number, self.moment[0])
         buffers = list(self.values["buffers"])
         if self.place.stages > 1:
-            self._meet_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
+            self._merge_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
         elif ranks.agree(buffers):
             alike = ranks.agree_each(report.buffer_hashes)
             self.differing = [name for name, same in zip(buffers, alike, strict=True) if not same]
@@ -334,7 +339,7 @@ class Files:
         self.trained = list(dict.fromkeys(name for _, names, _ in ordered for name in names))
         self.frozen_elsewhere = list(dict.fromkeys(name for _, _, names in ordered for name in names))
 
-    def _meet_stages(self, ranks: Ranks, own: dict[str, int]) -> None:
+    def _merge_stages(self, ranks: Ranks, own: dict[str, int]) -> None:
         """Find out which buffers differ among the ranks of one stage, and the names that the first file lists for all
         stages."""
         facts = {"trained": self.trained, "aliases": self.aliases, "excluded": self.excluded, "cut": self.cut}
@@ -350,7 +355,7 @@ class Files:
     # In files -----------------------------------------------------------------------------------------------
 
     def contents(self, rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Name -> content of this rank's files."""
+        """Return the content of each of this rank's files by name, made when it is called."""
         place, values = self.place, self.values
         contents: dict[str, Callable[[], dict[str, Any]]] = {}
         if self.optimizer_files:

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import Files, Place, Report, Training
+from deepspeed.checkpoint.contents import CheckpointFiles, RankPosition, RankReport, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
@@ -31,7 +31,7 @@ class _Request:
 
     save_dir: Path
     tag: str
-    place: Place
+    place: RankPosition
     save_latest: bool
     exclude_frozen: bool
     on_tag_mismatch: str
@@ -43,7 +43,7 @@ def save(
     training: Training,
     save_dir: Path,
     tag: str,
-    place: Place,
+    place: RankPosition,
     ranks: Ranks,
     *,
     save_latest: bool = True,
@@ -55,9 +55,13 @@ def save(
 ) -> None:
     """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
 
+    ``training``: what this rank saves; ``place``: which files are its own; ``ranks``: who saves.
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
     ``background``: return when the state is copied; it does the rest. ``keep_last``: how many checkpoints stay in the
     folder. ``on_commit``: called on every rank, with the final folder, the tag and the ranks, when it is in place.
+
+    CheckpointTagError: ``tag`` cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
+    key of ours. CheckpointError: ranks differ in what they save, or it could not be written, here or elsewhere.
     """
     check_client_state(training.client_state)
     request = _Request(
@@ -75,10 +79,10 @@ def save(
         return
     wait_for_flushes()
     with ranks.together("writing the checkpoint"):
-        files = Files(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
+        files = CheckpointFiles(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
         report = files.report()
     request = _agree((tag, place.stage, files.signature), request, ranks)
-    folder = _prepared(request, ranks)
+    folder = _prepare_folder(request, ranks)
     replaces = keep_last == 1  # the only checkpoint that would survive a power cut
     with _abandoned_on_errors(folder, ranks):
         written = _write(files, report, folder, ranks, flushed=replaces)
@@ -98,36 +102,36 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     sees the same outcome at its next save: nothing here is collective, unless there are files of layers."""
     check_tag(request.tag)
     background.wait()
-    folder = number = None
+    folder: StagedFolder | None = None
+    save_id: int | None = None
     if training.write_layers is not None:
-        folder, request, number = _with_layers(training, request, ranks)
-    copied: Files | Exception
+        folder, request, save_id = _with_layers(training, request, ranks)
+    copied: CheckpointFiles | Exception
     try:
-        copied = Files(
+        copied = CheckpointFiles(
             training, request.place, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
         )
         copied.values = background.copy(copied.values)
-        if number is not None:
-            copied.save_number = number
+        if save_id is not None:
+            copied.save_number = save_id
     except Exception as error:  # the other ranks have to hear of it
         copied = error
     background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
 def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
-    """Write the files of layers. Returns the folder, the request with the tag that all ranks use, and the number of the
-    save. Collective."""
+    """Write the files of layers. Returns the folder, the request with the agreed tag, and the save's id. Collective."""
     assert training.write_layers is not None
     request = _agree((request.tag, request.place.stage), request, ranks)
-    (number,) = ranks.largest([new_id()])
-    folder = _prepared(request, ranks)
+    (save_id,) = ranks.largest([new_id()])
+    folder = _prepare_folder(request, ranks)
     with _abandoned_on_errors(folder, ranks), ranks.together("writing the files of layers"):
-        training.write_layers(folder.staging, save_entry(number, training.header.get("global_steps")))
-    return folder, request, number
+        training.write_layers(folder.staging, save_entry(save_id, training.header.get("global_steps")))
+    return folder, request, save_id
 
 
 def _save_copied(
-    copied: Files | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
+    copied: CheckpointFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
     """Save a copy of the values in a thread, as ``save`` does; each file is flushed when it is written. Collective
     among the threads."""
@@ -135,10 +139,10 @@ def _save_copied(
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
                 raise copied
-        assert isinstance(copied, Files)
+        assert isinstance(copied, CheckpointFiles)
         _check_moment(copied.moment, ranks)
         request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
-        folder = folder or _prepared(request, ranks)
+        folder = folder or _prepare_folder(request, ranks)
         with ranks.together("writing the checkpoint"):
             report = copied.report()
         _write(copied, report, folder, ranks, flushed=True)
@@ -155,7 +159,8 @@ def _save_copied(
 
 
 def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
-    """Saves that do not wait for each other could meet where a rank has left one out."""
+    """Raise CheckpointError unless all ranks save the same step: background saves are paired by count, and a rank
+    that skipped one would pair its next with that of another step. Collective."""
     if not ranks.agree(moment):
         found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks.gather(moment)))
         raise CheckpointError(
@@ -164,33 +169,33 @@ def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
         )
 
 
-def _prepared(request: _Request, ranks: Ranks) -> StagedFolder:
-    """An empty folder to write into. Collective."""
+def _prepare_folder(request: _Request, ranks: Ranks) -> StagedFolder:
+    """Make and return an empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
     with _abandoned_on_errors(folder, ranks):
         with ranks.together("preparing the checkpoint folder"):
             if ranks.keeps_folder:
                 folder.prepare()
         if ranks.shares_folder and not ranks.agree(folder.identity()):
-            _prepare_apart(folder, ranks)
+            _prepare_separate_folders(folder, ranks)
     return folder
 
 
-def _prepare_apart(folder: StagedFolder, ranks: Ranks) -> None:
+def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
     """Prepare the folders that other ranks gave, such as the temporary one of each worker of Ray Train, or that are on
     a disk of their machine. Each gets the files of its ranks. Collective.
 
     Ranks that do not find their folder prepare it: the first of those with its path, where machines share it; then the
     first on each machine; then each, as machines may be containers of one name."""
     path = os.path.realpath(folder.staging)
-    for name in (path, f"{socket.gethostname()}:{path}", str(ranks.rank)):
-        found = ranks.gather((folder.identity(), name, folder.is_owned))
-        prepared = {identity for identity, _, owned in found if owned}
-        names = [each if identity not in prepared else "" for identity, each, _ in found]
-        if not any(names):
+    for scope in (path, f"{socket.gethostname()}:{path}", str(ranks.rank)):
+        reports = ranks.gather((folder.identity(), scope, folder.is_owned))
+        prepared = {identity for identity, _, owned in reports if owned}
+        unprepared = [other if identity not in prepared else "" for identity, other, _ in reports]
+        if not any(unprepared):
             break
         with ranks.together("preparing the checkpoint folder"):
-            if names[ranks.rank] and names.index(name) == ranks.rank:
+            if unprepared[ranks.rank] and unprepared.index(scope) == ranks.rank:  # the first of its scope
                 folder.prepare()
     owners = sum(ranks.gather(folder.is_owned))
     if ranks.rank == 0:
@@ -203,7 +208,7 @@ def _prepare_apart(folder: StagedFolder, ranks: Ranks) -> None:
 
 @contextmanager
 def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
-    """An error leaves the former checkpoint and nothing else. Collective then."""
+    """Discard the staging folder if the block raises: the former checkpoint is left. Collective in that case."""
     try:
         yield
     except CommunicationError:
@@ -216,10 +221,10 @@ def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
 
 
 def _write(
-    files: Files, report: Report, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
+    files: CheckpointFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
 ) -> list[str]:
     """Write this rank's files and return their names. Collective."""
-    files.meet(ranks, report)
+    files.merge_reports(ranks, report)
     contents = files.contents(ranks.rank)
     with ranks.together("writing the checkpoint"):
         for name, content in contents.items():
@@ -239,7 +244,7 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
             folder.discard()  # this machine's ranks have no files
         if folder.is_owned:
             folder.commit()
-            _put_scripts(request.save_dir)
+            _write_conversion_scripts(request.save_dir)
             if request.save_latest:
                 write_latest(request.save_dir, request.tag)
             if flushed:
@@ -251,8 +256,8 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
 
 
 def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
-    """The request with the tag that all ranks use. ``own``: this rank's tag, its stage, and the signature of what it
-    trains; these are exchanged only if they differ, or if stages have other parameters. Collective."""
+    """Return the request with the tag that all ranks use. ``own``: this rank's tag, its stage, and the signature of
+    what it trains; these are exchanged only if they differ, or if stages have other parameters. Collective."""
     if ranks.agree(own):
         return request
     reports = ranks.gather(own)
@@ -271,7 +276,7 @@ def _written_at(folder: Path) -> int | None:
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:
-    """KeyError if the caller's own entries would overwrite those of the checkpoint."""
+    """Raise KeyError if the caller's own entries would overwrite those of the checkpoint."""
     taken = sorted(names.RESERVED_KEYS.intersection(client_state))
     if taken:
         raise KeyError(
@@ -281,7 +286,7 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 
 
 def agreed_tag(tags: list[str], on_mismatch: str) -> str:
-    """Rank 0's tag; the others must have given the same one."""
+    """Return rank 0's tag. CheckpointTagError with ``on_mismatch`` "FAIL" if another rank gave another one."""
     differing = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if differing and on_mismatch != "IGNORE":
         rank, tag = next(iter(differing.items()))
@@ -297,7 +302,8 @@ def agreed_tag(tags: list[str], on_mismatch: str) -> str:
 
 
 def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
-    """The model must be the same on all ranks of a model-parallel position."""
+    """Raise CheckpointError unless all ranks train the same number of parameters. A signature: that and the number of
+    their elements; None for a rank that trains none."""
     counts = [signature[0] if signature is not None else 0 for signature in signatures]
     if len(set(counts)) > 1:
         rank = next(i for i, count in enumerate(counts) if count != counts[0])
@@ -307,8 +313,8 @@ def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
         )
 
 
-def _put_scripts(save_dir: Path) -> None:
-    """Executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints, for a shell."""
+def _write_conversion_scripts(save_dir: Path) -> None:
+    """Put executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints, for a shell."""
     for name in names.SCRIPTS:
         content = resources.files("deepspeed.tools").joinpath(name).read_bytes()
         path = save_dir / name

@@ -18,7 +18,7 @@ from deepspeed.base.tracing import inside_transform
 from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.init import get_local_rank, network_of
 from deepspeed.comm.mesh import meshes
-from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
+from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - clients import it from here
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.engine import module as modules
@@ -29,7 +29,7 @@ from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import no_training, require_optimizer
 from deepspeed.engine.parts.accumulation import (
-    MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - documented here too
+    MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - clients import it from here
     Accumulation,
     SparseSums,
     ZeroGrads,
@@ -51,7 +51,7 @@ from deepspeed.zero.gradients.backward import (
     at_least_fp32,
     check_graph,
     check_scalar,
-    correction,
+    loss_scale_correction,
     scaled_loss,
 )
 from deepspeed.zero.params import make_whole
@@ -68,13 +68,14 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
-    Attribute access falls through to the wrapped module. ``engine/surface.py`` lists the documented methods that its
-    parts answer; the path of gradients is described in ``docs/life_of_a_step.md``.
+    ``config_class``: a parsed config, in place of ``config``; ``mesh_device``: a torch DeviceMesh of the ranks;
+    ``dont_change_device``: leave the module where it is. Attribute access falls through to the module. Other methods
+    are in ``engine/surface.py``; the path of gradients in ``docs/life_of_a_step.md``.
     """
 
     module: nn.Module
     torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler also serves autocast
-    experts_of_stages: frozenset[str] = frozenset()  # `kinds_of_experts` of all stages of a pipeline
+    experts_of_stages: frozenset[str] = frozenset()  # names of the expert groups on all pipeline stages
     _destroyed = False
 
     def __init__(
@@ -104,11 +105,11 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         # Then the ranks: the module is changed and sharded by this rank's place among them.
         dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
-        self._find_place(args, mesh_device)
+        self._init_mesh_and_ranks(args, mesh_device)
         self.device = modules.choose_device(model, self.local_rank, keep=dont_change_device)
         # Clock, events and counters exist before all that is given them or subscribes to them.
-        self._begin_counting()
-        self._own_parts()
+        self._init_counters()
+        self._create_parts()
         # Mistaken arguments are refused before the module is touched.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         modules.require_module(model)
@@ -123,21 +124,21 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         # The memory is counted while nothing of it is taken on the device.
         self._check_memory(model, optimizer, model_parameters)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
-        self._take_module(model, None if dont_change_device else self.device)
-        self._take_training(optimizer, model_parameters)
+        self._prepare_module(model, None if dont_change_device else self.device)
+        self._build_training(optimizer, model_parameters)
         # The schedule sets rates in the optimizer's groups, and a loader of varying batches wraps the schedule.
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
         self.collate_fn = collate_fn
-        self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
+        self.training_dataloader = self._make_dataloader(training_data) if training_data is not None else None
         self.background_writer = self.checkpoints.new_writer()
         # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
         warn_of_patches(self)
         log_start(self)
 
-    def _find_place(self, args: Any, mesh_device: Any) -> None:
-        """Find which rank this is, and among whom."""
+    def _init_mesh_and_ranks(self, args: Any, mesh_device: Any) -> None:
+        """Set the mesh, this rank's numbers and how many ranks each axis has."""
         self._network = network_of(self._config)
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
@@ -153,7 +154,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
 
-    def _begin_counting(self) -> None:
+    def _init_counters(self) -> None:
         """Start the clock and the counters: nothing has happened yet."""
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
@@ -162,12 +163,13 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
+        # Documented attributes:
         self.losses: Tensor | float = 0.0
         self.warn_unscaled_loss = True
         self.enable_backward_allreduce = True
         self.pipeline_parallelism = False
 
-    def _own_parts(self) -> None:
+    def _create_parts(self) -> None:
         """Create the parts, which find the rest of the engine when they are asked."""
         self.facts = Facts(self)
         self.accumulation = Accumulation(self)
@@ -178,7 +180,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.sparse_sums = SparseSums(self)
         self.half_loaded = HalfLoaded(self.events)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
-        self.parts: dict[str, Any] = {}
+        self.checkpointed_observers: dict[str, Any] = {}
         """Observers whose ``state_dict`` of plain numbers goes into checkpoints."""
 
     def _transform_module(
@@ -192,10 +194,10 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
             self.module_transforms = transform_module(model, self.plan, self._config, self.mesh, asked)
         else:
-            self.module_transforms.ran_nothing()
+            self.module_transforms.record_no_op()
         self.data = EngineData(self, self.module_transforms.inputs)
-        self.module_transforms.successors.in_optimizer(optimizer)
-        return self.module_transforms.successors.in_parameters(model_parameters)
+        self.module_transforms.successors.replace_in_optimizer(optimizer)
+        return self.module_transforms.successors.replace_in_parameters(model_parameters)
 
     def _check_memory(self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None) -> None:
         """Raise MemoryPlanError if the model states cannot fit; tell the autotuner what each stage would need."""
@@ -210,22 +212,22 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         write_model_info_if_tuning(run)
         check_fits(run)
 
-    def _take_module(self, model: nn.Module, device: torch.device | None) -> None:
+    def _prepare_module(self, model: nn.Module, device: torch.device | None) -> None:
         """Put the module on ``device`` (None: it stays), in the plan's dtypes, and make it the same on every rank."""
-        self.num_experts, self.has_moe_layers = modules.take_module(model, self.plan, self.mesh, device)
+        self.num_experts, self.has_moe_layers = modules.prepare_module(model, self.plan, self.mesh, device)
         self.module = model
         self._checkpointing.keep_layers(model)
         mics_shard_size = int(self._config.zero_config.mics_shard_size)
         self.replica_groups = modules.find_replica_groups(model, self.plan, self.mesh, mics_shard_size)
         check_ranks_agree(model, self.replica_groups.everyone)
         self._broadcast_model()
-        self.zero_grads.answer_for_module()
+        self.zero_grads.patch_module()
 
     def _broadcast_model(self) -> None:
         """Make the weights the same on every rank; trainers replace it whose weights are already."""
         broadcast_weights(self.module, self.replica_groups)
 
-    def _take_training(self, optimizer: Any, params: list[Any] | None) -> None:
+    def _build_training(self, optimizer: Any, params: list[Any] | None) -> None:
         """Build what trains the module: the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
         self.basic_optimizer, self.optimizer, self.core, self.sharded = build_training(
@@ -239,7 +241,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             self.backward,
         )
         if self.core is not None:
-            self.zero_grads.answer_for_optimizer()
+            self.zero_grads.patch_optimizer()
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
@@ -250,7 +252,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
                 "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
                 "at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
             )
-        self._take_training(client_optimizer, None if model_parameters is None else list(model_parameters))
+        self._build_training(client_optimizer, None if model_parameters is None else list(model_parameters))
         self.lr_scheduler = resolve_scheduler(
             self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
         )
@@ -258,7 +260,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
+        """Run ``module(*inputs, **kwargs)`` in the configured precision. A plain ``loss.backward()`` on what it returns
         divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
         self._recover()
         precision = self.plan.precision
@@ -271,22 +273,22 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             if precision.cast_kwargs:
                 kwargs = cast_inputs(kwargs, precision.param)
         module, sharded = self.module, self.sharded
-        recorded = torch.is_grad_enabled()
+        grad_enabled = torch.is_grad_enabled()
         if sharded is not None:
             sharded.coordinator.begin_forward(training=module.training)
-        before = recompute_scope.begin_forward(self._checkpointing)
+        previous_scope = recompute_scope.begin_forward(self._checkpointing)
         try:
             with autocast_context(precision, self.device.type):
                 outputs = module(*inputs, **kwargs)
         except BaseException as error:
-            if recorded:  # an evaluation is not part of a batch
+            if grad_enabled:  # an evaluation is not part of a batch
                 self.abandon_update(error)
             raise
         finally:
-            recompute_scope.end_forward(before)
+            recompute_scope.end_forward(previous_scope)
             if sharded is not None:
                 sharded.coordinator.end_forward()
-        if recorded and self.core is not None and not inside_transform():
+        if grad_enabled and self.core is not None and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs
@@ -295,7 +297,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
 
         The loss is divided by the accumulation steps, and weighted if batches vary in size, unless ``scale_wrt_gas`` is
-        False, and multiplied by the loss scale; the returned loss is divided but not multiplied. One of 16 bits is
+        False, and multiplied by the loss scale; the returned loss is divided but not multiplied. A 16-bit loss is
         divided in fp32. May be called several times per step.
         """
         core, plain = self._require_core("backward"), self._plain_backward
@@ -328,21 +330,21 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     def _begin_plain_backward(self) -> None:
         core = self._require_core("backward")
         self._recover()
-        share = 1.0 / self.clock.steps if self.clock.managed else 1.0
+        factor = 1.0 / self.clock.steps if self.clock.managed else 1.0
         if not self._plain_backward.scaled:
-            share *= correction(core.scaler.scale, active=core.scaler.plan.active)
+            factor *= loss_scale_correction(core.scaler.scale, active=core.scaler.plan.active)
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
-        core.reducer.before_backward(share=share)
-        core.reducer.foresee()
+        core.reducer.before_backward(grad_factor=factor)
+        core.reducer.agree_on_reached_params()
 
     def _end_plain_backward(self) -> None:
         self._end_backward()
         self.events.emit("after_backward", loss=None, share=None)
 
     def _backward_epilogue(self) -> None:
-        """Notice a backward that failed on its way to this engine: the gradients of a loss of several engines, after
-        whose ``loss.backward()`` this is called, are already reduced when autograd returns."""
+        """Documented name, called after the ``loss.backward()`` of several engines: only notices a backward that failed
+        on its way to this one. Gradients are already reduced when autograd returns."""
         self._require_core("backward")
         self._recover()
 
@@ -353,7 +355,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.core.reducer.flush()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
+        """Multiply ``loss`` by the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
         ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
         core = self._require_core("scale")
         self._recover()
@@ -428,7 +430,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.core.reducer.abandon()
         if self.sharded is not None:
             self.sharded.abandon()
-            self.core.reducer.abandon()  # sums whose turn came among the remaining gathers
+            self.core.reducer.abandon()  # the gathers that it completes may launch sums: drop these too
         self.clock.rewind()
 
     # Modes, and the end ---------------------------------------------------------------------------------------
@@ -436,7 +438,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
         if self.sharded is not None:
-            self.sharded.coordinator.trains_in_eval_mode = False  # what it announces counts from here on
+            self.sharded.coordinator.trains_in_eval_mode = False  # the announced mode is trusted again
         return self
 
     def destroy(self) -> None:
@@ -473,7 +475,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             return getattr(module, name)
 
     def _require_core(self, what: str) -> TrainingCore:
-        """Return the core. RuntimeError, which names the method ``what``: this engine does not train."""
+        """Return the training core. RuntimeError that names the method ``what`` if this engine does not train."""
         if self.core is None:
             raise no_training(
                 what, destroyed=self._destroyed, configured=self._config.optimizer_name is not None
@@ -492,6 +494,6 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         """Access to weights, gradients and optimizer state by parameter (``zero/states/access.py``), or None."""
         return self.core.access if self.core is not None else None
 
-    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+    def _make_dataloader(self, dataset: Any) -> DeepSpeedDataLoader:
         """Make the loader of ``training_data``."""
         return self.deepspeed_io(dataset)

@@ -13,7 +13,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import note
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.parts.accumulation import MethodStandIn
+from deepspeed.engine.parts.accumulation import PatchedMethod
 from deepspeed.inference.adapters import FusedAdapters
 from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.generation.joined_prompts import JoinedPrompts
@@ -53,7 +53,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         # Scripts ask whether an engine has it, and call it for what the model does by itself.
         own: Any = type(model)
         self._generate = types.MethodType(own.generate, model)
-        MethodStandIn(model, "generate", self.generate)
+        PatchedMethod(model, "generate", self.generate)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:
         """Those that share them in generation but not in training."""

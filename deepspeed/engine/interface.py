@@ -74,7 +74,7 @@ class Engine(Protocol):
     skipped_steps: int
     losses: Tensor | float
 
-    parts: dict[str, Any]
+    checkpointed_observers: dict[str, Any]
     timers: Any
     tput_timer: Any
     monitor: Any

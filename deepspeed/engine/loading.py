@@ -16,7 +16,7 @@ from deepspeed.base.logging import log_dist, logger
 from deepspeed.base.stateful import Loads
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.contents import Place
+from deepspeed.checkpoint.contents import RankPosition
 from deepspeed.checkpoint.errors import CheckpointError, laid_out
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
@@ -234,7 +234,7 @@ def _fetch(
         catalog, engine.module, engine.state_access, masters=what.masters, optimizer=what.optimizer
     )
     everything = everything or restorer.rewrites_names or bool(restorer.nested)
-    catalog.files.fetch(None if everything else needed, prefer=Place.on(engine.mesh, ranks).number)
+    catalog.files.fetch(None if everything else needed, prefer=RankPosition.on(engine.mesh, ranks).number)
 
 
 def _restore(
@@ -336,8 +336,8 @@ def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
     if what.optimizer:
         for name, state in catalog.index.get(PARTS, {}).items():
-            if name in engine.parts:
-                engine.parts[name].load_state_dict(state)
+            if name in engine.checkpointed_observers:
+                engine.checkpointed_observers[name].load_state_dict(state)
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
@@ -397,7 +397,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
-    number = Place.on(engine.mesh, ranks).number
+    number = RankPosition.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)
     if saved is None:
         return

@@ -89,7 +89,7 @@ def choose_device(model: nn.Module, local_rank: int, *, keep: bool) -> torch.dev
     return torch.device(get_accelerator().device_name(take_device_of_rank(local_rank)))
 
 
-def take_module(
+def prepare_module(
     model: nn.Module, plan: Plan, mesh: ProcessMesh, device: torch.device | None
 ) -> tuple[list[int], bool]:
     """Put ``model`` on ``device`` (None: it stays), in the plan's dtypes, and keep this rank's experts.

@@ -1,4 +1,4 @@
-"""Causal models of Transformers from folders of the hub, also with weights in few bits, or from a GGUF file."""
+"""Load causal language models with Transformers: from a folder or the hub, quantized or not, or from a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: 
     import transformers
     from transformers import AutoModelForCausalLM
 
-    place = _place(name)
+    arguments = _from_pretrained_arguments(name)
     if can_unpack(_quantization_of(name)):
         source = HuggingFaceCheckpointEngine(name)
         return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model("cpu")
-    if "gguf_file" not in place and int(transformers.__version__.split(".")[0]) < 5:
-        place["torch_dtype"] = "auto"  # later releases do so by themselves
-    return AutoModelForCausalLM.from_pretrained(**place)
+    if "gguf_file" not in arguments and int(transformers.__version__.split(".")[0]) < 5:
+        arguments["torch_dtype"] = "auto"  # later releases do so by themselves
+    return AutoModelForCausalLM.from_pretrained(**arguments)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -41,10 +41,10 @@ def load_tokenizer(name: str) -> Any:
     own. OSError, ValueError: there is none."""
     from transformers import AutoTokenizer
 
-    place = _place(name)
-    if "gguf_file" in place and (Path(name).parent / "tokenizer_config.json").is_file():
-        del place["gguf_file"]
-    return AutoTokenizer.from_pretrained(**place)
+    arguments = _from_pretrained_arguments(name)
+    if "gguf_file" in arguments and (Path(name).parent / "tokenizer_config.json").is_file():
+        del arguments["gguf_file"]
+    return AutoTokenizer.from_pretrained(**arguments)
 
 
 def check_quantization(name: str, method: str) -> None:
@@ -61,12 +61,12 @@ def check_quantization(name: str, method: str) -> None:
 def _quantization_of(name: str) -> Any:
     from transformers import AutoConfig
 
-    if "gguf_file" in _place(name):
+    if "gguf_file" in _from_pretrained_arguments(name):
         return None
     return getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
 
 
-def _place(name: str) -> dict[str, str]:
+def _from_pretrained_arguments(name: str) -> dict[str, str]:
     path = Path(name)
     if path.suffix != ".gguf":
         return {"pretrained_model_name_or_path": name}

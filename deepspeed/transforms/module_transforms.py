@@ -134,7 +134,7 @@ def transform_module(
         others=[*record.names, *INPUT_ORDER],
     )
     if not coming:
-        return record.ran_nothing()
+        return record.record_no_op()
     if _is_taken(module):
         raise TransformError(
             f"transform {coming[0].name!r} comes too late: another engine holds the module's weights"

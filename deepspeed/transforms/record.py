@@ -54,7 +54,7 @@ class Successors:
             current = list({id(param): param for param in following}.values())
         return current
 
-    def in_parameters(self, given: Sequence[Any] | None) -> list[Any] | None:
+    def replace_in_parameters(self, given: Sequence[Any] | None) -> list[Any] | None:
         """The argument ``model_parameters`` (parameters or group dicts) as it must be for the transformed module."""
         if given is None or not self._steps:
             return list(given) if given is not None else None
@@ -69,7 +69,7 @@ class Successors:
         _check_apart([group[PARAMS] for group in groups])
         return groups
 
-    def in_optimizer(self, optimizer: Any) -> None:
+    def replace_in_optimizer(self, optimizer: Any) -> None:
         """Let the groups of a client's optimizer hold the parameters of the transformed module, in place.
 
         ValueError: it has state for a parameter that is no longer there, or one new parameter is in two groups.
@@ -142,7 +142,7 @@ class Transforms:
         """Those that ran."""
         return [report.name for report in self.reports]
 
-    def ran_nothing(self) -> Transforms:
+    def record_no_op(self) -> Transforms:
         """Note a start that changes nothing; returns the record itself."""
         self.requested.clear()
         self.successors = Successors()

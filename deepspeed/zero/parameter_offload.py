@@ -148,7 +148,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
                     for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
                         if tensor.requires_grad:
                             coordinator.watch_input(tensor)
-            phase = this_thread.told
+            phase = this_thread.announced_phase
             if phase is None:  # not by ``engine.forward``
                 phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
@@ -194,7 +194,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
             if not torch.compiler.is_compiling() and this_thread.frames:
                 b = index.get(id(param))
                 if b is not None and b not in this_thread.frames[-1].held:
-                    call_outside_transforms(coordinator.touch, b)
+                    call_outside_transforms(coordinator.use_outside_bucket, b)
 
         for module in self.module.modules():
             if any(id(param) in index for param in module._parameters.values()):

@@ -155,4 +155,4 @@ def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
     gradients between micro-batches: then each is communicated only once per step."""
     if coordinator is None:
         return plan.zero.cadence
-    return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
+    return Cadence.AT_BOUNDARY if coordinator.fits_budget else Cadence.EVERY_MICRO_BATCH

@@ -169,7 +169,7 @@ def test_guesses_in_vain_become_rare() -> None:
         plan.complete(plan.schedule(), {0: 1 if given.tokens[-1] != 1 else 1000 + len(given.tokens)})
     assert given.generated.count(1) == 50 and 3 < plan.counts.drafts < 15 and plan.counts.accepted_tokens == 0
     plan, given = scheduler(speculation=NgramProposer(4, 1, 1)), asked(0, [1] * 3, 100)
-    given.rejected = given.resting = 9
+    given.rejected_drafts = given.draft_backoff = 9
     assert finish(plan, [given], lambda tokens: 1) < 35
 
 

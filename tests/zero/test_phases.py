@@ -147,13 +147,13 @@ def reentrant_checkpointing_of_blocks_called_by_themselves(engine: Any, step: in
     learn(engine, x.square().mean())
 
 
-@reports("BY_HAND")
+@reports("MANUAL")
 def gathered_by_hand(engine: Any, step: int) -> None:
     with deepspeed.zero.GatheredParameters(list(engine.parameters())):
         pass
 
 
-@reports("BY_HAND", FORWARD, BACKWARD)
+@reports("MANUAL", FORWARD, BACKWARD)
 def a_forward_among_what_is_gathered_by_hand(engine: Any, step: int) -> None:
     with deepspeed.zero.GatheredParameters(list(engine.module.blocks[2].parameters())):
         loss = engine(inputs(step)).square().mean()
@@ -265,7 +265,7 @@ def test_a_thread_beside_the_training_fetches() -> None:
         thread.start()
         thread.join()
 
-    assert reported(engine, aside) == {"APART"}
+    assert reported(engine, aside) == {"OTHER_THREAD"}
     counts = counted(engine, aside)
     assert (counts.fetches, counts.collectives) == (BLOCKS, 0)
     engine.destroy()

@@ -148,7 +148,7 @@ def test_the_budget_keeps_what_is_used_again_soon(live: int, kept: list[int]) ->
 
 def test_with_room_for_everything_nothing_is_resharded_but_what_is_stale() -> None:
     transitions, transport = make(live=3 * NUMEL, reuse=3 * NUMEL)
-    assert transitions.keeps_all
+    assert transitions.fits_budget
     transitions.take([0, 1], Phase.FORWARD)
     transitions.release([0, 1])
     transitions.hold(2)
@@ -165,7 +165,7 @@ def test_with_room_for_everything_nothing_is_resharded_but_what_is_stale() -> No
 
 def test_a_step_begins_without_what_an_evaluation_left() -> None:
     transitions, _ = make(live=10**9, reuse=0)
-    transitions.take([0], Phase.BY_HAND)
+    transitions.take([0], Phase.MANUAL)
     transitions.release([0])
     transitions.begin_pass(Phase.EVALUATION, 0)
     transitions.begin_pass(Phase.FORWARD, 0)  # for example on another thread than the evaluation
@@ -252,14 +252,14 @@ def test_new_weights_wait_for_forwards_on_other_threads() -> None:
 
     def forward() -> None:
         with transitions.lock:
-            transitions.begin_pass(Phase.APART, 0)
-            transitions.take([0], Phase.APART)
+            transitions.begin_pass(Phase.OTHER_THREAD, 0)
+            transitions.take([0], Phase.OTHER_THREAD)
         inside.set()
         go.wait()
         with transitions.lock:
             log.append("forward")
             transitions.release([0])
-            transitions.end_pass(Phase.APART)
+            transitions.end_pass(Phase.OTHER_THREAD)
 
     thread = threading.Thread(target=forward)
     thread.start()

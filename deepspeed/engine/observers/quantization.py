@@ -158,7 +158,7 @@ class QuantizedUpdates:
             param.target_bits = section.quantize_bits.target_bits
             param.q_period = section.quantize_schedule.quantize_period
         self.step = engine.global_steps
-        engine.parts["quantizer"] = self
+        engine.checkpointed_observers["quantizer"] = self
         engine.events.on("after_step", self.after_step)
 
     def after_step(self) -> None:

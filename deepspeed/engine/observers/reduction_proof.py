@@ -16,7 +16,7 @@ from deepspeed.base.logging import logger
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Cadence
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.layout import NOBODY
+from deepspeed.zero.layout import UNUSED_SLOT
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -131,7 +131,7 @@ class ReductionProof:
 
 
 def _trained(bucket: GradBucket) -> list[int]:
-    return [slot.param for slot in bucket.layout.slots if slot.param != NOBODY and slot.numel]
+    return [slot.param for slot in bucket.layout.slots if slot.param != UNUSED_SLOT and slot.numel]
 
 
 def _applies(engine: Engine) -> bool:

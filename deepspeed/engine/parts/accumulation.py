@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 # Methods of a module or an optimizer that its engine answers, for scripts that call them beside the engine.
 
 
-class MethodStandIn:
-    """Stands in for ``owner.name``: ``answer``, a method of the engine, is called instead. The engine is not kept
+class PatchedMethod:
+    """Replaces ``owner.name``: ``answer``, a method of the engine, is called instead. The engine is not kept
     alive; once it is gone, the owner's own method is called.
 
-    [Note: copies] The stand-in is an attribute of this one object. Copies and pickles of it have the method of their
+    [Note: copies] The patch is an attribute of this one object. Copies and pickles of it have the method of their
     class in its place: it reduces to that.
     """
 
@@ -136,20 +136,20 @@ class ZeroGrads:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._stand_ins: list[MethodStandIn] = []
+        self._patches: list[PatchedMethod] = []
 
-    def answer_for_module(self) -> None:
-        """Answer ``module.zero_grad()`` from now on."""
-        self._stand_ins.append(MethodStandIn(self._engine.module, "zero_grad", self._zero_module))
+    def patch_module(self) -> None:
+        """Let the engine answer ``module.zero_grad()`` from now on."""
+        self._patches.append(PatchedMethod(self._engine.module, "zero_grad", self._zero_module))
 
-    def answer_for_optimizer(self) -> None:
-        """Answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps from now on."""
-        self._stand_ins.append(MethodStandIn(self._engine.basic_optimizer, "zero_grad", self._zero_optimizer))
+    def patch_optimizer(self) -> None:
+        """Let the engine answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps from now on."""
+        self._patches.append(PatchedMethod(self._engine.basic_optimizer, "zero_grad", self._zero_optimizer))
 
     def remove(self) -> None:
         """Give module and optimizer their own methods back."""
-        for stand_in in self._stand_ins:
-            stand_in.remove()
+        for patch in self._patches:
+            patch.remove()
 
     def zero_grad(self) -> None:
         """Drop every gradient, including those already reduced; do nothing between the micro-batches of an update."""

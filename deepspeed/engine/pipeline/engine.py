@@ -18,7 +18,7 @@ from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLo
 from deepspeed.engine.pipeline.instructions import ByInstructions
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages import p2p
-from deepspeed.parallel.pipeline.messages.channel import Inlet, Outlet
+from deepspeed.parallel.pipeline.messages.channel import ReceiveLink, SendLink
 from deepspeed.parallel.pipeline.messages.values import mean_of
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.parallel.pipeline.schedules import orders
@@ -53,7 +53,7 @@ class PipelineEngine(ByInstructions):
         self._choice = OrderChoice(
             self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
         )
-        self._most_held = 0
+        self._peak_held = 0
         kinds = _of_stages(module, kinds_of_experts(module.parameters()))
         self.experts_of_stages = frozenset().union(*kinds)
         self._prepare_training()
@@ -88,10 +88,10 @@ class PipelineEngine(ByInstructions):
     ) -> list[Any] | None:
         found = super()._transform_module(model, optimizer, model_parameters)
         if isinstance(model, PipelineModule):
-            model.find_layers()
+            model.rebind_layers()
         return found
 
-    def pipe_channels(self) -> Iterator[tuple[str, Inlet | Outlet]]:
+    def pipe_channels(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
         """Iterate over the channels to and from neighbours: what each carries, and the channel."""
         return self._connections.named()
 
@@ -133,7 +133,7 @@ class PipelineEngine(ByInstructions):
             )
             self._run = run
             losses = run.run(order.actions[self.stage_id])
-            self._most_held = run.most_held
+            self._peak_held = run.peak_held
             core.reducer.resume_sums()
             core.reducer.finish()  # while the stages before this one are still at their last backwards
         except BaseException as error:
@@ -246,9 +246,9 @@ class PipelineEngine(ByInstructions):
 
     # Data -----------------------------------------------------------------------------------------------------
 
-    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+    def _make_dataloader(self, dataset: Any) -> DeepSpeedDataLoader:
         """In the order of the data set: as documented, a pipeline leaves shuffling to its data."""
-        loader = super()._own_loader(dataset)
+        loader = super()._make_dataloader(dataset)
         if isinstance(loader.data_sampler, EpochSampler):
             loader.data_sampler.shuffle = False
         return loader

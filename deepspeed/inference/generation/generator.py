@@ -19,7 +19,7 @@ from deepspeed.inference.generation.logits import MatcherFactory
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
-from deepspeed.inference.scheduling.scheduler import Counts, Scheduler
+from deepspeed.inference.scheduling.scheduler import Scheduler, SchedulerCounts
 from deepspeed.inference.scheduling.speculation import Proposer
 
 _DEFAULT_LENGTH = 2048
@@ -103,7 +103,7 @@ class Generator:
         self._next_id = 0
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SchedulerCounts:
         """Return the counts of all forwards so far."""
         return self.scheduler.counts
 
@@ -144,7 +144,7 @@ class Generator:
     def step(self, unchanged: bool = False) -> list[Request]:
         """One forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module was not
         touched since the last one."""
-        scheduled = self.scheduler.schedule(self._most_proposed())
+        scheduled = self.scheduler.schedule(self._max_tokens_with_drafts())
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
         if pooled:
@@ -154,7 +154,7 @@ class Generator:
             self.sampler.forget(request)
         return requests
 
-    def _most_proposed(self) -> int | None:
+    def _max_tokens_with_drafts(self) -> int | None:
         """A forward is not to be computed by other kernels, with other roundings, for its proposed tokens."""
         return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 

@@ -172,8 +172,8 @@ class Request:
     computed: int = 0
     shared: int = 0  # tokens whose keys and values were found in the cache, in the last admission
     preemptions: int = 0
-    rejected: int = 0  # proposals in a row of which no token was accepted
-    resting: int = 0  # forwards without a proposal from now on
+    rejected_drafts: int = 0  # proposals in a row of which no token was accepted
+    draft_backoff: int = 0  # forwards without a proposal from now on
     state: State = State.WAITING
     reason: str | None = None
 

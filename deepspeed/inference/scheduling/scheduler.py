@@ -42,18 +42,18 @@ _MUCH_SHORTER = 4
 what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
 help neither."""
 
-_MAX_REST = 16
+_MAX_DRAFT_BACKOFF = 15
 """After proposals in vain a request goes without for 1, 3, 7 and at most 15 forwards: where little repeats, what is
 rejected then costs little."""
 
 
 @dataclass(slots=True)
-class Counts:
+class SchedulerCounts:
     """Counts of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer
-    although requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: of sequences
-    when they began, of which ``shared_tokens`` were in the cache. ``overtaking_tokens``: of short prompts, before the
-    turn that their arrival gave them. ``drafts``: of one or more of the ``proposed_tokens``, of which
-    ``accepted_tokens`` were kept."""
+    although requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: those that
+    sequences had when they were started, of which the prefix cache had ``shared_tokens``. ``overtaking_tokens``: of
+    short prompts, before the turn that their arrival gave them. ``drafts``: of one or more of the
+    ``proposed_tokens``, of which ``accepted_tokens`` were kept."""
 
     forwards: int = 0
     tokens: int = 0
@@ -69,7 +69,8 @@ class Counts:
 
 
 class Scheduler:
-    """
+    """Chooses the tokens of each forward, and reserves their blocks.
+
     Args:
         blocks: of the cache; the scheduler alone changes the tables of its requests.
         token_budget: tokens of one forward.
@@ -111,9 +112,9 @@ class Scheduler:
         self.short_share = short_share
         self.max_sequences = max_sequences
         self.max_length = min(blocks.capacity, max_length or blocks.capacity)
-        self.counts = Counts()
+        self.counts = SchedulerCounts()
         self._credit = float(token_budget) if short_share else 0.0  # tokens in the bucket
-        self._running: list[Request] = []  # by rank
+        self._running: list[Request] = []  # in scheduling order
         self._waiting: list[Request] = []  # likewise
         self._last_id = -1
 
@@ -130,7 +131,7 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def check(self, request: Request) -> None:
-        """ValueError: it would become longer than is possible."""
+        """Raise ValueError if ``request`` could become longer than is possible."""
         if request.limit > self.max_length:
             raise ValueError(
                 f"request {request.id}: {len(request.prompt)} tokens and up to {request.params.max_new_tokens} new "
@@ -138,22 +139,22 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """ValueError: it would become longer than is possible, or ids do not ascend."""
+        """Let ``request`` wait. ValueError: it could become longer than is possible, or ids do not ascend."""
         self.check(request)
         if request.id <= self._last_id:
             raise ValueError(f"request {request.id} after request {self._last_id}: ids ascend")
         self._last_id = request.id
-        insort(self._waiting, request, key=self._rank)
+        insort(self._waiting, request, key=self._sort_key)
 
     def cancel(self, request: Request) -> None:
-        """It gets no further tokens. Nothing happens if it is finished."""
+        """Give ``request`` no further tokens; does nothing if it is finished. ValueError: it was never added."""
         if request.state is not State.FINISHED:
             self._finish(request, "cancelled")
 
-    def schedule(self, most_proposed: int | None = None) -> list[Chunk]:
+    def schedule(self, max_tokens_with_drafts: int | None = None) -> list[Chunk]:
         """Return the chunks of the next forward, at most ``token_budget`` tokens, and reserve their blocks; empty only
-        without work. ``complete`` has to follow before the next call. ``most_proposed``: tokens of the longest forward
-        to which proposed ones are added."""
+        without work. ``complete`` has to follow before the next call. ``max_tokens_with_drafts``: a forward is
+        filled up with draft tokens only to this many; None: to the budget."""
         self._restart_grown()
         chunks = list(self._decode_chunks())
         budget = self.token_budget - len(chunks)
@@ -163,15 +164,19 @@ class Scheduler:
             self._preempt(self._running[-1])
             chunks = self._prefill_chunks(budget)
         if self.speculation is not None:
-            most = self.token_budget if most_proposed is None else min(most_proposed, self.token_budget)
+            most = (
+                self.token_budget
+                if max_tokens_with_drafts is None
+                else min(max_tokens_with_drafts, self.token_budget)
+            )
             self._propose(self.speculation, chunks, most)
         used = sum(chunk.size for chunk in chunks)
         self._count(chunks, used)
         return chunks
 
     def complete(self, chunks: Sequence[Chunk], tokens: Mapping[int, int]) -> list[Request]:
-        """The forward of ``chunks`` is done; ``tokens``: for each request (by id) of a last chunk, the next one, behind
-        those that the chunk accepted. Returns those that are finished."""
+        """Record that the forward of ``chunks`` is done. ``tokens``: by id of each request with its last chunk in it,
+        the next token, after those that the chunk accepted. Returns the requests that are finished."""
         finished = []
         for chunk in chunks:
             request = chunk.request
@@ -181,14 +186,14 @@ class Scheduler:
             request.computed = chunk.start + chunk.count + chunk.accepted
             if chunk.proposed:
                 self.counts.accepted_tokens += chunk.accepted
-                request.rejected = 0 if chunk.accepted else request.rejected + 1
-                request.resting = min(2**request.rejected, _MAX_REST) - 1
+                request.rejected_drafts = 0 if chunk.accepted else request.rejected_drafts + 1
+                request.draft_backoff = min(2**request.rejected_drafts - 1, _MAX_DRAFT_BACKOFF)
             self.blocks.publish(request.table, request.tokens, request.computed)
             self.blocks.trim(request.table, len(request.tokens))
             if last:
                 if request.id in tokens:
                     request.tokens.append(tokens[request.id])
-                reason = _reason(request)
+                reason = _finish_reason(request)
                 if reason is not None:
                     self._finish(request, reason)
                     finished.append(request)
@@ -197,13 +202,13 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- parts of schedule
 
     def _restart_grown(self) -> None:
-        """Requests whose tokens are rotated otherwise, now that there are more of them, are computed anew."""
+        """Compute requests again whose RoPE frequencies change at their new length (dynamic and long-rope scaling)."""
         for request in self.running:
             if self.blocks.span(len(request.tokens)) != request.table.span:
                 self._restart(request)
 
     def _decode_chunks(self) -> Iterator[Chunk]:
-        """One token each. Those that are preempted for it come later in the order, and are not scheduled yet."""
+        """Yield one token for each that generates. Those preempted for it come later: they are not scheduled yet."""
         for request in self.running:
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
                 yield Chunk(request, request.computed, 1)
@@ -215,8 +220,8 @@ class Scheduler:
             request, known = chunk.request, len(chunk.request.tokens)
             if not chunk.is_last or request.computes_prompt:
                 continue
-            if request.resting:
-                request.resting -= 1
+            if request.draft_backoff:
+                request.draft_backoff -= 1
                 continue
             room = min(request.limit - known - 1, self.blocks.room(request.table) - known)
             if room > 0:
@@ -232,7 +237,7 @@ class Scheduler:
         request, known = chunk.request, len(chunk.request.tokens)
         room = self.blocks.room(request.table) - known  # others have taken blocks meanwhile
         tokens = tokens[: max(0, room)]
-        # Behind a length where rotations change, they would be computed otherwise than they are chosen.
+        # Past a length where rotations change, they would be computed otherwise than they are chosen.
         if not tokens or self.blocks.span(known + len(tokens)) != request.table.span:
             return
         self.blocks.reserve(request.table, known + len(tokens))
@@ -241,7 +246,7 @@ class Scheduler:
         self.counts.proposed_tokens += len(tokens)
 
     def _make_room(self, request: Request) -> bool:
-        """For one token, by preemption where needed. False: it was preempted itself."""
+        """Reserve room for one more token, by preemption where needed. Returns False if ``request`` was preempted."""
         while not self.blocks.reserve(request.table, request.computed + 1):
             victim = self._running[-1]
             self._preempt(victim)
@@ -250,20 +255,21 @@ class Scheduler:
         return True
 
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
-        """By rank; before each, those that overtake it."""
+        """Schedule prompts in their order, and before each those that overtake it. One chunk per request: a longer one
+        replaces it where its own turn adds to what it overtook with."""
         prompts = [request for request in self._running if request.pending > 1]
         if len(self._running) < self.max_sequences:  # else none of those that wait can begin
             prompts += self._waiting
-        prompts.sort(key=self._rank)
-        shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by level
+        prompts.sort(key=self._sort_key)
+        shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by priority
         for request in sorted(prompts, key=_length):
-            shortest[self._level(request)].append(request)
+            shortest[self._priority(request)].append(request)
         chunks: dict[int, Chunk] = {}
-        blocked = False  # one has to wait for blocks: those behind it leave it what becomes free
+        blocked = False  # one has to wait for blocks: those after it leave it what becomes free
         for request in prompts:
             if request.id in chunks and chunks[request.id].is_last:
                 continue
-            budget -= self._overtaking(request, shortest[self._level(request)], budget, chunks)
+            budget -= self._overtaking(request, shortest[self._priority(request)], budget, chunks)
             if not budget:
                 break
             if blocked and request.state is State.WAITING:
@@ -276,7 +282,7 @@ class Scheduler:
         self, request: Request, shortest: deque[Request], budget: int, chunks: dict[int, Chunk]
     ) -> int:
         """Schedule prompts that overtake ``request``, the shortest first, and return their tokens. ``shortest``:
-        those of its level that have not been looked at."""
+        those of its priority that have not been looked at."""
         taken = 0
         while shortest and shortest[0].pending * _MUCH_SHORTER <= request.pending:
             allowed = min(budget - taken, int(self._credit))
@@ -294,7 +300,8 @@ class Scheduler:
         return taken
 
     def _serve(self, request: Request, budget: int, chunks: dict[int, Chunk]) -> int:
-        """Up to ``budget`` tokens more in this forward, if it is begun or can be. Returns how many."""
+        """Add up to ``budget`` tokens to this forward, in place of the request's chunk so far, if it is started or can
+        be. Returns how many."""
         if request.state is State.WAITING and not self._admit(request):
             return 0
         before = chunks[request.id].count if request.id in chunks else 0
@@ -312,9 +319,9 @@ class Scheduler:
         return Chunk(request, start, count)
 
     def _admit(self, request: Request) -> bool:
-        """If all its known tokens have room now, beside all those of the ones that are begun, and everyone who runs has
-        room for one block more: what is begun shall neither stop half-way nor be preempted at once. Who is not the
-        first of those that wait leaves room for it too."""
+        """Start ``request`` if the pool can hold all of its tokens, all tokens of the running requests, and one more
+        block for each of these: otherwise one would be preempted at once. A request that overtakes also leaves room
+        for the first waiting one. Returns whether it was started."""
         coming = [request]
         if self._waiting[0] is not request:
             coming.append(self._waiting[0])
@@ -332,11 +339,11 @@ class Scheduler:
         self.counts.looked_up_tokens += len(request.tokens)
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
-        insort(self._running, request, key=self._rank)
+        insort(self._running, request, key=self._sort_key)
         return True
 
     def _needed(self, request: Request) -> int:
-        """Blocks that it takes from those that nobody uses when it begins."""
+        """Return how many free blocks starting ``request`` would take."""
         shared = (
             0 if request.computes_prompt else self.blocks.found_in_use(request.tokens, request.table.adapter)
         )
@@ -351,7 +358,7 @@ class Scheduler:
         self._leave(request)
         request.computed = 0
         request.state = State.WAITING
-        insort(self._waiting, request, key=self._rank)
+        insort(self._waiting, request, key=self._sort_key)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.state is State.RUNNING:
@@ -366,12 +373,12 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.forget(request)
 
-    def _level(self, request: Request) -> int:
+    def _priority(self, request: Request) -> int:
         return request.params.priority if self.policy == "priority" else 0
 
-    def _rank(self, request: Request) -> tuple[int, int]:
-        """Sort key: level, then order of arrival."""
-        return self._level(request), request.id
+    def _sort_key(self, request: Request) -> tuple[int, int]:
+        """Return the sort key: priority, then order of arrival."""
+        return self._priority(request), request.id
 
     def _count(self, chunks: Sequence[Chunk], used: int) -> None:
         if not chunks:
@@ -386,11 +393,11 @@ class Scheduler:
 
 
 def _length(request: Request) -> tuple[int, int]:
-    """Sort key: tokens left to compute, then order of arrival."""
+    """Return the sort key: tokens left to compute, then order of arrival."""
     return request.pending, request.id
 
 
-def _reason(request: Request) -> str | None:
+def _finish_reason(request: Request) -> str | None:
     """Return why the request ends with its last token; None: it does not."""
     params, generated = request.params, len(request.tokens) - len(request.prompt)
     if generated and request.tokens[-1] in params.stop_token_ids:

@@ -212,7 +212,7 @@ class CutModel(PipelineModule):
             _replace(model, name, self._stand_ins[name])
         own = self._anatomy.block_list()
         for number in range(len(blocks)):
-            if number not in self._numbers:
+            if number not in self._layer_indices:
                 own[number] = _OtherBlock(blocks[number], self._anatomy.in_tuples)
         self._views = [self._view(chunk) for chunk in range(self.chunks)]
         del self._blocks
@@ -265,12 +265,12 @@ class CutModel(PipelineModule):
             view.append(other)
         return view
 
-    def find_layers(self) -> None:
+    def rebind_layers(self) -> None:
         own = self._anatomy.block_list()
         for chunk, view in enumerate(self._views):
             for number in self._layers_of(chunk):
                 view[number] = own[number]
-        self.forward_funcs = [own[number] for number in self._numbers]
+        self.forward_funcs = [own[number] for number in self._layer_indices]
         self.tied_stages = self._find_ties()
 
     def whole_meta(self) -> nn.Module:
@@ -327,7 +327,7 @@ class CutModel(PipelineModule):
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
         """``forward_input``: of the first piece what the model takes, else (hidden states, the same). Returns this
         pair, or the logits [batch, length, vocabulary]."""
-        piece, boundary = self.piece(chunk), self._boundary
+        piece, boundary = self.position_on_chain(chunk), self._boundary
         boundary.incoming, inputs = (None, forward_input) if piece == 0 else forward_input
         inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
         with self._as_piece(chunk):
@@ -338,7 +338,7 @@ class CutModel(PipelineModule):
     @contextmanager
     def _as_piece(self, chunk: int) -> Iterator[None]:
         """Put this chunk's view of the blocks, and stand-ins for what other pieces call, into the model."""
-        anatomy, piece = self._anatomy, self.piece(chunk)
+        anatomy, piece = self._anatomy, self.position_on_chain(chunk)
         elsewhere: list[str] = []
         if piece > 0:
             elsewhere += anatomy.before

@@ -104,7 +104,7 @@ class PipelineModule(Partitioned, nn.Module):
         self.chunks = chunks
         self.zigzag = zigzag
         init_distributed()
-        self._arranged = topology is not None
+        self._topology_given = topology is not None
         """Whether the caller has said where each rank is."""
         self._grid = PipelineParallelGrid(_topology(num_stages, topology))
         self._topo = self._grid.topology()
@@ -119,49 +119,49 @@ class PipelineModule(Partitioned, nn.Module):
         del self._profile_input  # a batch
         check_bounds(self.parts, self._num_layers, self.num_stages * chunks)
         runs = [self._layers_of(chunk) for chunk in range(chunks)]
-        self._numbers = [number for run in runs for number in run]
-        """Numbers of this stage's layers in the whole model."""
+        self._layer_indices = [number for run in runs for number in run]
+        """Indices of this stage's layers in the whole model."""
         self._ends = [sum(len(run) for run in runs[:chunk]) for chunk in range(chunks + 1)]
         """Bounds of the chunks among them."""
         self._calls = [0] * chunks
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        """Of this stage's layers, in the order of ``_numbers``."""
+        """Of this stage's layers, in the order of ``_layer_indices``."""
         self.tied_modules = nn.ModuleDict()
-        self._owners: dict[int, str] = {}
+        self._registered_as: dict[int, str] = {}
         """Number of a layer -> under which name its module is registered."""
         self._build()
-        self.find_layers()
+        self.rebind_layers()
 
     # Building -------------------------------------------------------------------------------------------------
 
-    def piece(self, chunk: int) -> int:
-        """The number of a chunk of this stage on the way of a micro-batch through the model."""
+    def position_on_chain(self, chunk: int) -> int:
+        """Return where a chunk of this stage is on the way of a micro-batch through the model."""
         return place_on_chain(chunk, self.stage_id, self.num_stages, self.zigzag)
 
     def _layers_of(self, chunk: int) -> range:
-        piece = self.piece(chunk)
-        return range(self.parts[piece], self.parts[piece + 1])
+        position = self.position_on_chain(chunk)
+        return range(self.parts[position], self.parts[position + 1])
 
     def _build(self) -> None:
-        for index in self._numbers:
+        for index in self._layer_indices:
             layer = self._layer_specs[index]
             if self.seed_layers:
                 self._seed(self.base_seed + index)
             if isinstance(layer, TiedLayerSpec):  # later layers of a tie on this stage are the first one
                 if layer.key not in self.tied_modules:
                     self.tied_modules[layer.key] = layer.build()
-                    self._owners[index] = f"tied_modules.{layer.key}"
+                    self._registered_as[index] = f"tied_modules.{layer.key}"
                 continue
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             if isinstance(module, nn.Module):
-                self._owners[index] = str(index)
+                self._registered_as[index] = str(index)
                 self.add_module(str(index), module)
         ties = sorted(self.tied_modules.items())  # stages sum the gradients of their ties in one order
         self.tied_modules = nn.ModuleDict(dict(ties))
 
-    def find_layers(self) -> None:
+    def rebind_layers(self) -> None:
         """Look again which modules the layers are, and which weights are tied: something may have replaced them."""
-        self.forward_funcs = [self._function(index) for index in self._numbers]
+        self.forward_funcs = [self._function(index) for index in self._layer_indices]
         self.tied_stages = self._find_ties()
 
     def _function(self, index: int) -> Callable[[Any], Any]:
@@ -169,7 +169,7 @@ class PipelineModule(Partitioned, nn.Module):
         if isinstance(layer, TiedLayerSpec):
             module = self.tied_modules[layer.key]
             return module if layer.forward_fn is None else partial(layer.forward_fn, module)
-        return self.get_submodule(str(index)) if index in self._owners else layer  # type: ignore[return-value]
+        return self.get_submodule(str(index)) if index in self._registered_as else layer  # type: ignore[return-value]
 
     def _find_ties(self) -> dict[str, list[int]]:
         """Tie -> its stages, and marks on the parameters of those that several stages share: the first of them counts
@@ -190,8 +190,8 @@ class PipelineModule(Partitioned, nn.Module):
         return found
 
     def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
-        """The weights of a tie that has a module on this stage: those that it names, and the others too where all its
-        layers are of one class, as they have one name wherever they are."""
+        """Return the weights of a tie with a module on this stage: those that it names, and the others too where all
+        its layers are of one class, as they have one name wherever they are. ValueError: it names another thing."""
         specs = [
             layer for layer in self._layer_specs if isinstance(layer, TiedLayerSpec) and layer.key == key
         ]
@@ -236,14 +236,14 @@ class PipelineModule(Partitioned, nn.Module):
         return self._run(start, stop, offset, inputs[0] if len(inputs) == 1 else inputs)
 
     def _run(self, start: int, stop: int, offset: int, inputs: Any) -> Any:
-        for number in range(start, stop):
+        for local in range(start, stop):
             if self.seed_layers:
-                self._seed(self.base_seed * offset + self._numbers[number])
+                self._seed(self.base_seed * offset + self._layer_indices[local])
             try:
-                inputs = self.forward_funcs[number](inputs)
+                inputs = self.forward_funcs[local](inputs)
             except Exception as error:
-                layer = self._numbers[number]
-                # Recomputation ends early by an error of that module.
+                layer = self._layer_indices[local]
+                # torch.utils.checkpoint raises an internal exception to end recomputation early: not a failure.
                 if type(error).__module__ != torch.utils.checkpoint.__name__:
                     logger.error(
                         f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
@@ -303,7 +303,7 @@ class PipelineModule(Partitioned, nn.Module):
         given, replicas = self._grid.model_parallel_size, len(self._grid.dp_group)
         if parts in (1, given):
             return
-        if self._arranged or given > 1:
+        if self._topology_given or given > 1:
             raise DeepSpeedConfigError(
                 f"tensor_parallel.autotp_size={parts}, but the topology of the PipelineModule has {given} ranks along "
                 f"its axis 'model': give PipeModelDataParallelTopology(num_pp, num_mp={parts}, num_dp), or num_stages "
@@ -368,22 +368,22 @@ class PipelineModule(Partitioned, nn.Module):
         return os.path.join(checkpoints_path, str(tag), place)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """The file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
-        return self._layer_file(ckpt_dir, self._numbers[local_layer_idx])
+        """Return the file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
+        return self._layer_file(ckpt_dir, self._layer_indices[local_layer_idx])
 
-    def _layer_file(self, folder: str, number: int) -> str:
+    def _layer_file(self, folder: str, layer: int) -> str:
         place = self._topo.get_rank_repr(rank=self._grid.global_rank)
-        return os.path.join(folder, f"layer_{number:02d}{f'-{place}' if place else ''}-model_states.pt")
+        return os.path.join(folder, f"layer_{layer:02d}{f'-{place}' if place else ''}-model_states.pt")
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The files of a layer, of all parts into which tensor parallelism splits it, in the order of the ranks."""
-        number = self._numbers[local_layer_idx]
-        return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
+        """Return the files of a layer, of all parts that tensor parallelism makes of it, in the order of the ranks."""
+        layer = self._layer_indices[local_layer_idx]
+        return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{layer:02d}-*model_states.pt"))
 
     def _stored(self) -> dict[int, nn.Module]:
         """Number of a layer -> module with a file. A tie is stored by the first stage that has it."""
         found = {}
-        for index, name in self._owners.items():
+        for index, name in self._registered_as.items():
             key = name.removeprefix("tied_modules.")
             if key == name or self.tied_stages[key][0] == self.stage_id:
                 found[index] = self.get_submodule(name)
@@ -422,7 +422,7 @@ class PipelineModule(Partitioned, nn.Module):
         FileNotFoundError: there is none. CheckpointError: one is of another save than the folder's model file.
         Collective over replicas."""
         read = partial(self._read_layer, checkpoint_engine, first_file_of(Path(load_dir)))
-        for index, name in self._owners.items():
+        for index, name in self._registered_as.items():
             layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
             number = index if key == name else self._first_of_tie(key)
             path = Path(self._layer_file(str(load_dir), number))

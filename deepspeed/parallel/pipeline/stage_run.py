@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import logger
-from deepspeed.parallel.pipeline.messages.channel import Inlet, Outlet
+from deepspeed.parallel.pipeline.messages.channel import ReceiveLink, SendLink
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
 from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
 
@@ -24,19 +24,19 @@ class StageWork(Protocol):
         ...
 
     def load(self) -> tuple[Any, Any]:
-        """Inputs and labels of the next micro-batch."""
+        """Return inputs and labels of the next micro-batch."""
         ...
 
     def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
-        """The outputs; of the last chunk the loss."""
+        """Return the outputs; of the last chunk the loss."""
         ...
 
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
-        """``gradients``: of the output tensors that require one; for the last chunk none is given."""
+        """Back-propagate ``gradients`` of the output tensors that require one; the last chunk is given none."""
         ...
 
     def weights_stage(self, action: Action) -> None:
-        """The gradients that a split backward has left."""
+        """Compute the weight gradients that a split backward has left."""
         ...
 
     def synchronize(self) -> None:
@@ -45,20 +45,20 @@ class StageWork(Protocol):
 
 
 @dataclass(slots=True)
-class Links:
+class ChunkLinks:
     """The channels of one chunk to the chunks before and after it; None at the ends of the pipeline."""
 
-    inputs: Inlet | None = None
-    outputs: Outlet | None = None
-    output_gradients: Inlet | None = None
-    input_gradients: Outlet | None = None
+    inputs: ReceiveLink | None = None
+    outputs: SendLink | None = None
+    output_gradients: ReceiveLink | None = None
+    input_gradients: SendLink | None = None
 
-    def expect(self, forwards: int, backwards: int) -> None:
+    def post_receives(self, forwards: int, backwards: int) -> None:
         """Post the first receives."""
         if self.inputs is not None:
-            self.inputs.expect(forwards)
+            self.inputs.post_receives(forwards)
         if self.output_gradients is not None:
-            self.output_gradients.expect(backwards)
+            self.output_gradients.post_receives(backwards)
 
     def flush(self) -> None:
         """Wait until the neighbours have received everything."""
@@ -68,19 +68,21 @@ class Links:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldActivations:
     inputs: Any
     outputs: Any
 
 
 @dataclass(slots=True)
 class StageRun:
-    """``links``: by chunk. ``on_backward()`` is called after all of a micro-batch's backward on this stage; ``split``:
-    its actions of kind WEIGHTS come later. ``timed``: measure ``seconds``, by kind, of every action without its
-    communication. ``most_held`` counts the micro-batches x chunks whose activations lived at a time."""
+    """Runs one batch on this stage: an object per batch, as its results add up.
+
+    ``links``: by chunk. ``on_backward()`` is called after all of a micro-batch's backward on this stage; ``split``: its
+    actions of kind WEIGHTS come later. ``timed``: measure ``seconds``, by kind, of every action without its
+    communication. ``peak_held``: the most (micro-batch, chunk) activations held at a time."""
 
     work: StageWork
-    links: Sequence[Links]
+    links: Sequence[ChunkLinks]
     stage: int
     training: bool
     split: bool = False
@@ -88,9 +90,9 @@ class StageRun:
     on_backward: Callable[[], None] = lambda: None
     results: list[Any] = field(default_factory=list)
     """Where the last chunk is: what ``forward_stage`` returned for it, by micro-batch."""
-    most_held: int = 0
+    peak_held: int = 0
     seconds: dict[Kind, list[float]] = field(default_factory=dict)
-    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _held: dict[tuple[int, int], _HeldActivations] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
     _alive: int = 0
     _done: dict[int, int] = field(default_factory=dict)
@@ -98,17 +100,19 @@ class StageRun:
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
         """Do all of ``actions``. The log says at which one an exception was raised."""
-        left: dict[tuple[Kind, int], int] = {}
+        remaining: dict[tuple[Kind, int], int] = {}
         for action in actions:
-            left[action.kind, action.chunk] = left.get((action.kind, action.chunk), 0) + 1
+            remaining[action.kind, action.chunk] = remaining.get((action.kind, action.chunk), 0) + 1
         for chunk, links in enumerate(self.links):
-            links.expect(left.get((Kind.FORWARD, chunk), 0), left.get((Kind.BACKWARD, chunk), 0))
+            links.post_receives(
+                remaining.get((Kind.FORWARD, chunk), 0), remaining.get((Kind.BACKWARD, chunk), 0)
+            )
         steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         for action in actions:
-            left[action.kind, action.chunk] -= 1
+            remaining[action.kind, action.chunk] -= 1
             self.work.begin(action)
             try:
-                steps[action.kind](action, left[action.kind, action.chunk])
+                steps[action.kind](action, remaining[action.kind, action.chunk])
             except Exception as error:
                 logger.error(
                     f"stage {self.stage} failed at micro-batch {action.micro_batch} ({action}): {error!r}"
@@ -130,11 +134,12 @@ class StageRun:
             found["labels"][micro_batch] = labels
         return found
 
-    def _forward(self, action: Action, left: int) -> None:
+    def _forward(self, action: Action, remaining: int) -> None:
         links = self.links[action.chunk]
         inputs, labels = self._data(action)
         if links.inputs is not None:
-            inputs = links.inputs.receive(left)
+            inputs = links.inputs.receive(remaining)
+        # Layers may change their inputs in place, which autograd forbids for leaves.
         given = writable(inputs) if self.training else inputs
         outputs = self._measured(action, lambda: self.work.forward_stage(action, given, labels))
         if links.outputs is not None:
@@ -142,12 +147,12 @@ class StageRun:
         else:
             self.results.append(without_graph(outputs))
         if self.training:
-            self._held[action.micro_batch, action.chunk] = _Held(inputs, outputs)
+            self._held[action.micro_batch, action.chunk] = _HeldActivations(inputs, outputs)
             self._alive += 1
-            self.most_held = max(self.most_held, self._alive)
+            self.peak_held = max(self.peak_held, self._alive)
 
     def _data(self, action: Action) -> tuple[Any, Any]:
-        """Inputs for the first chunk and labels for the last: where one stage has both, they are read once."""
+        """Return inputs for the first chunk and labels for the last: where one stage has both, they are read once."""
         links = self.links[action.chunk]
         first, last = links.inputs is None, links.outputs is None
         if not (first or last):
@@ -159,20 +164,20 @@ class StageRun:
             self._labels[action.micro_batch] = labels
         return inputs, labels
 
-    def _backward(self, action: Action, left: int) -> None:
+    def _backward(self, action: Action, remaining: int) -> None:
         links, held = self.links[action.chunk], self._held.pop((action.micro_batch, action.chunk))
-        gradients = links.output_gradients.receive(left) if links.output_gradients is not None else ()
+        gradients = links.output_gradients.receive(remaining) if links.output_gradients is not None else ()
         self._measured(action, lambda: self.work.backward_stage(action, held.outputs, gradients))
         if links.input_gradients is not None:
             links.input_gradients.send(tuple(t.grad for t in tensors_in(held.inputs) if t.requires_grad))
         if not self.split:
-            self._end(action)
+            self._finish_backward(action)
 
-    def _weights(self, action: Action, left: int) -> None:
+    def _weights(self, action: Action, remaining: int) -> None:
         self._measured(action, lambda: self.work.weights_stage(action))
-        self._end(action)
+        self._finish_backward(action)
 
-    def _end(self, action: Action) -> None:
+    def _finish_backward(self, action: Action) -> None:
         self._alive -= 1
         done = self._done.get(action.micro_batch, 0) + 1
         self._done[action.micro_batch] = done

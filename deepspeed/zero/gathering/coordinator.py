@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 @dataclass(slots=True)
 class Frame:
-    """One call of one hooked module: what it holds, and when it began and ended on the coordinator's clock.
+    """One call of one hooked module: the buckets it holds, by index, and when it began and ended on the coordinator's
+    clock.
 
     ``needs`` belongs to the module and holds for its next call too; ``entered_in`` is the graph task around the call,
     ``graph_task`` the one that runs its nodes now.
@@ -61,8 +62,8 @@ class Frame:
     enter: int
     phase: Phase = Phase.FORWARD
     entered_in: int = _OUTSIDE
-    exit: int = -1
-    graph_task: int = field(default=_OUTSIDE)
+    exit: int = -1  # still open
+    graph_task: int = _OUTSIDE
 
 
 class Backward:
@@ -83,7 +84,7 @@ class _ThisThread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         """The open calls, outermost first."""
-        self.told: Phase | None = None
+        self.announced_phase: Phase | None = None
         """What ``engine.forward`` is about to run; None for modules that are called by themselves."""
 
 
@@ -95,14 +96,14 @@ class ParamCoordinator:
         self.buckets = list(buckets)
         self.gatherer = gatherer
         self.transitions = Transitions(buckets, gatherer, budget)
-        self.keeps_all = self.transitions.keeps_all
+        self.fits_budget = self.transitions.fits_budget
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
         self.trains_in_eval_mode = (
             False  # a backward went through what eval mode had announced as an evaluation
         )
         self._lock = self.transitions.lock
-        self._trainer = threading.get_ident()
+        self._step_thread = threading.get_ident()
         self._clock = 0
         self._backwards: dict[int, Backward] = {}
         self._watched = WeakIdKeyDictionary()  # input tensors that have a hook
@@ -115,14 +116,15 @@ class ParamCoordinator:
         if training:
             self.trains_in_eval_mode = False
         trains = recording() and (training or self.trains_in_eval_mode)
-        self.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
+        self.this_thread.announced_phase = Phase.FORWARD if trains else Phase.EVALUATION
 
     def end_forward(self) -> None:
         """Note that modules are called by themselves from now on."""
-        self.this_thread.told = None
+        self.this_thread.announced_phase = None
 
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
-        """A call begins. ``phase`` and ``root`` apply to outermost calls, except to those inside a backward."""
+        """Begin a call that ``needs`` these buckets. ``phase`` and ``root``, the module by which orders of evaluations
+        are recorded, apply to outermost calls that are not inside a backward."""
         frames = self.this_thread.frames
         with self._lock:
             task = _graph_task()
@@ -131,8 +133,8 @@ class ParamCoordinator:
             elif task != _OUTSIDE:
                 inside = frames[-1].phase if frames else Phase.FORWARD  # a backward begun inside that call
                 phase = Phase.RECOMPUTATION if inside.trains else inside
-            elif self._trainer != threading.get_ident():
-                phase = Phase.APART
+            elif self._step_thread != threading.get_ident():
+                phase = Phase.OTHER_THREAD
             self._clock += 1
             frame = Frame(needs, list(needs), self._clock, phase, task)
             frames.append(frame)
@@ -144,6 +146,7 @@ class ParamCoordinator:
                 self.transitions.take(needs, phase)
 
     def leave(self) -> Frame:
+        """End the innermost open call of this thread. Returns its frame, to which hooks on its outputs refer."""
         with self._lock:
             self._clock += 1
             frames = self.this_thread.frames
@@ -155,9 +158,9 @@ class ParamCoordinator:
                 self.transitions.end_pass(frame.phase)
             return frame
 
-    def touch(self, b: int) -> None:
-        """A module reads another module's parameter in bucket ``b``, which the open call does not hold: from now on it
-        needs that bucket."""
+    def use_outside_bucket(self, b: int) -> None:
+        """Hold bucket ``b`` too, a parameter of which the open call reads though another module owns it. It joins the
+        list of the module, so that its next calls, also of other frames, gather it with the rest."""
         with self._lock:
             frame = self.this_thread.frames[-1]
             if b not in frame.needs:
@@ -168,25 +171,25 @@ class ParamCoordinator:
     # Backward -----------------------------------------------------------------------------------------------
 
     def backward(self, frame: Frame, grad: Tensor | None = None) -> None:
-        """Autograd reached an output of this call (Note: use in backward), with this gradient."""
+        """Gather what this call needs: autograd reached an output of it with ``grad`` (Note: use in backward)."""
         with self._lock:
             backward = self._running()
             task = backward.task.id
-            self._finish(task, frame.exit)
+            self._release_calls(task, frame.exit)
             phase = Phase.BACKWARD
             if frame.phase is Phase.EVALUATION:
                 if self.transitions.evaluating:
-                    phase = Phase.EVALUATION  # inside it: forces
+                    phase = Phase.EVALUATION  # a backward inside an evaluation, such as forces = -dE/dx
                 else:
                     self.trains_in_eval_mode = True
             self._activate(frame, task, phase)
             if recording():  # this backward itself (create_graph)
-                self._foresee_another(backward, frame.held)
-                self.differentiated(grad)
+                self._watch_for_second_backward(backward, frame.held)
+                self.on_differentiable_grad(grad)
 
     def _activate(self, frame: Frame, task: int, phase: Phase) -> None:
         if frame.graph_task == task:
-            self.transitions.need(frame.held, phase)
+            self.transitions.need(frame.held, phase)  # this task is a holder already
             return
         frame.graph_task = task
         self.active.append(frame)
@@ -206,7 +209,7 @@ class ParamCoordinator:
 
     def _forget(self, task: int, *, failed: bool) -> None:
         self._backwards.pop(task).over()
-        self._finish(task)
+        self._release_calls(task)
         self.transitions.end_backward(failed=failed)
 
     def _forget_failed(self) -> None:
@@ -217,8 +220,8 @@ class ParamCoordinator:
         for task in failed:
             self._forget(task, failed=True)
 
-    def _finish(self, task: int, after: int = _BEFORE_ALL) -> None:
-        """The calls of this task that were entered after ``after`` are done."""
+    def _release_calls(self, task: int, after: int = _BEFORE_ALL) -> None:
+        """Release the calls of this task that were entered after ``after`` on the clock: they are done."""
         done = [frame for frame in self.active if frame.graph_task == task and frame.enter > after]
         if not done:
             return
@@ -229,51 +232,51 @@ class ParamCoordinator:
 
     # Backward of a backward ---------------------------------------------------------------------------------
 
-    def _foresee_another(self, backward: Backward, needed: Iterable[int]) -> None:
-        """The nodes of this backward will be differentiated: watch the gradients of the parameters it uses."""
+    def _watch_for_second_backward(self, backward: Backward, needed: Iterable[int]) -> None:
+        """Watch the gradients of the parameters that this backward uses: its nodes will be differentiated."""
         for b in needed:
             if b in backward.needed:
                 continue
             backward.needed[b] = None
             for param in self.buckets[b].params:
                 if param.requires_grad:
-                    backward.handles.append(param.register_hook(self.differentiated))
+                    backward.handles.append(param.register_hook(self.on_differentiable_grad))
 
     def watch_input(self, tensor: Tensor) -> None:
-        """A gradient with respect to an input of the model, which requires one, may be differentiated again."""
+        """Watch an input that requires a gradient: that gradient may be differentiated again."""
         with self._lock:
             if tensor not in self._watched:
                 self._watched[tensor] = True
-                tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
+                tensor.register_hook(unserializable_hook(lambda grad: self.on_differentiable_grad(grad)))
 
-    def differentiated(self, grad: Tensor | None) -> None:
-        """``grad`` was produced by the running backward: a later one that begins there needs the same buckets."""
+    def on_differentiable_grad(self, grad: Tensor | None) -> None:
+        """Let a later backward that begins at ``grad``, which the running one produced, hold the same buckets."""
         backward = self._backwards.get(_graph_task())
         if backward is None or grad is None or not grad.requires_grad:
             return
         frame = Frame([], [], enter=-1, exit=-1)
         needed = backward.needed
 
-        def again(_: Tensor) -> None:
+        def on_second_backward(_: Tensor) -> None:
             with self._lock:
                 later = self._running()
                 if frame.graph_task != later.task.id:
                     frame.held = list(needed)
                 self._activate(frame, later.task.id, Phase.BACKWARD)
                 if recording():
-                    self._foresee_another(later, frame.held)
+                    self._watch_for_second_backward(later, frame.held)
 
-        grad.register_hook(again)
+        grad.register_hook(on_second_backward)
 
     # The step -----------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
-        """The weights have changed."""
-        self._trainer = threading.get_ident()
+        """Note that the weights have changed, and that this thread takes the steps."""
+        self._step_thread = threading.get_ident()
         self.transitions.end_of_step()
 
     def abandon(self) -> None:
-        """An exception ended the batch: this thread's calls and all backwards are over, and the step starts over."""
+        """End this thread's calls and all backwards: an exception ended the batch, and the step starts over."""
         frames = self.this_thread.frames
         with self._lock:
             for task in list(self._backwards):

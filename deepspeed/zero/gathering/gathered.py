@@ -60,7 +60,7 @@ class GatheredParameters:
     def _gather(self) -> None:
         first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
         for bucket in _buckets_of(first):  # before they are counted: then they would stay whole
-            bucket.transitions.drop_rounded(bucket.layout.index)
+            bucket.transitions.discard_lossy_copy(bucket.layout.index)
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
         self._held = list(_whole_buckets(first))

@@ -8,9 +8,9 @@
 | a module of it that is called by itself otherwise | EVALUATION |
 | a call inside another call | that of the outer call |
 | a hook on an output of a call, when autograd reaches it | BACKWARD (EVALUATION inside an evaluation: forces) |
-| a call inside a backward | RECOMPUTATION (EVALUATION or APART inside those) |
-| ``GatheredParameters`` | BY_HAND |
-| a call on another thread than the one that takes the steps | APART |
+| a call inside a backward | RECOMPUTATION (EVALUATION or OTHER_THREAD inside those) |
+| ``GatheredParameters`` | MANUAL |
+| a call on another thread than the one that takes the steps | OTHER_THREAD |
 
 ``engine.eval()`` announces an evaluation. If a backward then goes through a pass all the same, eval mode is trained in
 (frozen statistics, no dropout): what follows is FORWARD too, until ``engine.train()`` or ``eval()`` announces something
@@ -34,8 +34,8 @@ class Phase(enum.Enum):
     BACKWARD = "autograd runs backward through the model", True
     RECOMPUTATION = "a forward inside backward (activation checkpointing)", True
     EVALUATION = "a forward without a backward: evaluation, generation", False
-    BY_HAND = "GatheredParameters", False
-    APART = "a forward on another thread than the one that trains", False
+    MANUAL = "GatheredParameters", False
+    OTHER_THREAD = "a forward on another thread than the one that trains", False
 
     def __init__(self, meaning: str, trains: bool) -> None:
         self.meaning = meaning

@@ -116,7 +116,7 @@ class PayloadServers(ShardServers):
 
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
         piece = self.pieces.get(index)
-        if piece is None or phase is Phase.BY_HAND:
+        if piece is None or phase is Phase.MANUAL:
             super().fetch(index, full, phase)
             return
         pieces = piece.room()

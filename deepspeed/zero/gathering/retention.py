@@ -28,7 +28,7 @@ class KeptWhole:
         whole = [owner for owner in self._waiting if owner.status is Status.GATHERED]
         for owner in whole:
             with owner.transitions.lock:
-                owner.transitions.take((owner.layout.index,), Phase.BY_HAND)
+                owner.transitions.take((owner.layout.index,), Phase.MANUAL)
         self._held += whole
         self._waiting = [owner for owner in self._waiting if owner not in whole]
 

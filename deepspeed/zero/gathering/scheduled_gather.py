@@ -123,7 +123,7 @@ class ScheduledGather(FetchingGather):
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._need_in_evaluation(self._evaluation, index)
-        elif phase is Phase.BY_HAND and not foreseen and self._rendezvous_by_hand(index):
+        elif phase is Phase.MANUAL and not foreseen and self._rendezvous_by_hand(index):
             self._launch_gather(index)
         self._make_whole(index, phase, foreseen, launched)
         if phase.trains:

@@ -150,9 +150,9 @@ class Transitions:
         self.trace = UseTrace([bucket.layout.padded_numel for bucket in self.buckets])
         self.holders = [0] * len(self.buckets)
         self.evaluating = False  # an evaluation is open on the training thread
-        self.keeps_all = self.trace.total <= min(budget.max_live, budget.max_reuse)
+        self.fits_budget = self.trace.total <= min(budget.max_live, budget.max_reuse)
         self._kept: set[int] = set()
-        self._visitors: set[int] = set()  # gathered outside training since the last step
+        self._gathered_outside_training: set[int] = set()  # gathered outside training since the last step
         self._passes = 0
         self._backwards = 0
         self._apart: set[int] = set()  # threads other than the trainer that are in a forward
@@ -165,28 +165,28 @@ class Transitions:
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
         """An outermost call, of module ``root``, begins on this thread."""
         self._passes += 1
-        if phase is Phase.APART:
+        if phase is Phase.OTHER_THREAD:
             self._quiet.wait_for(lambda: not self._publishers)
             self._apart.add(threading.get_ident())
         elif phase is Phase.FORWARD:
-            if self._visitors:
-                self._dismiss_visitors()
+            if self._gathered_outside_training:
+                self._release_outside_training()
         elif phase is Phase.EVALUATION:
             self.evaluating = True
         self.gatherer.begin_pass(phase, root)
 
-    def _dismiss_visitors(self) -> None:
+    def _release_outside_training(self) -> None:
         """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
         if not self.trace.begun:
-            for b in self._visitors:
+            for b in self._gathered_outside_training:
                 self._reshard_if_idle(b)
-        self._visitors.clear()
+        self._gathered_outside_training.clear()
 
     def end_pass(self, phase: Phase) -> None:
         if not self._passes:
             raise TransitionError(f"{phase.name} ends, but no pass is open")
         self._passes -= 1
-        if phase is Phase.APART:
+        if phase is Phase.OTHER_THREAD:
             self._apart.discard(threading.get_ident())
             self._quiet.notify_all()
         elif phase is Phase.EVALUATION:
@@ -244,11 +244,11 @@ class Transitions:
             bucket = self.buckets[b]
             if bucket.status is Status.GATHERED:
                 continue
-            if not self.keeps_all:
+            if not self.fits_budget:
                 self._reshard_idle(incoming=bucket.layout.padded_numel)
             self.gatherer.gather(b, phase)
             if not phase.trains:
-                self._visitors.add(b)
+                self._gathered_outside_training.add(b)
 
     def release(self, held: Iterable[int]) -> None:
         """One holder less for each of ``held``; they stay whole while there is room."""
@@ -258,7 +258,7 @@ class Transitions:
                 raise TransitionError(f"bucket {b} is released more often than it was taken")
             holders[b] -= 1
 
-    def drop_rounded(self, b: int) -> None:
+    def discard_lossy_copy(self, b: int) -> None:
         """Before a gather by hand: one sees the weights, not what another gather made of them."""
         with self.lock:
             if self.buckets[b].lossy:
@@ -268,12 +268,12 @@ class Transitions:
     def hold(self, b: int) -> None:
         """Gathered by hand, until ``release_hold``."""
         with self.lock:
-            self.take((b,), Phase.BY_HAND)
+            self.take((b,), Phase.MANUAL)
 
     def release_hold(self, b: int) -> None:
         with self.lock:
             self.release((b,))
-            if not self.keeps_all or self.buckets[b].lossy:
+            if not self.fits_budget or self.buckets[b].lossy:
                 self._reshard_if_idle(b)
 
     def keep(self, buckets: Iterable[int]) -> None:
@@ -335,7 +335,7 @@ class Transitions:
             self.gatherer.resharded(b)
 
     def _reshard_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
-        if self.keeps_all:
+        if self.fits_budget:
             return
         live = incoming + self.live()
         for b, bucket in enumerate(self.buckets):
@@ -365,7 +365,7 @@ class Transitions:
             bucket.persistent = persistent
             for param in bucket.params:
                 param.ds_persist = persistent  # type: ignore[attr-defined]
-            self._visitors.discard(b)
+            self._gathered_outside_training.discard(b)
             self._reshard_if_idle(b)
 
     # The end ------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Transitions:
     def end_of_step(self) -> None:
         """The weights have changed; the copies that were whole have been evicted."""
         self.release_kept()
-        self._visitors.clear()
+        self._gathered_outside_training.clear()
         self.trace.end_of_step()
 
     def dissolve(self) -> None:

@@ -99,9 +99,9 @@ def scaled_loss(loss: Tensor, scale: float) -> Tensor:
     return scaled
 
 
-def correction(scale: float, *, active: bool) -> float:
-    """``scale`` of an engine over that of the loss whose backward reaches it: another engine may have multiplied it,
-    as a discriminator does whose loss trains the generator, too. ``active``: the engine cannot do without a scale."""
+def loss_scale_correction(scale: float, *, active: bool) -> float:
+    """Return ``scale`` of an engine over the scale of the loss whose backward reaches it, which another engine may have
+    multiplied: a discriminator's loss trains the generator, too. ``active``: the engine cannot do without a scale."""
     told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
     if told is None and active:
         raise RuntimeError(

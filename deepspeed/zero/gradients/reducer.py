@@ -9,9 +9,9 @@ once. A bucket that fills early waits for its turn; ``flush`` launches the rest 
 [Note: waiting in backward] A bucket that was launched is waited for in the same backward, to reuse its memory. If other
 ranks will not launch it before the end of their backward, as a parameter in it is unused there, and this rank's layers
 exchange data with theirs before that (experts, parts of a sequence), both wait forever. So where layers do that, the
-ranks tell each other at the start of a backward that sums which parameters it will reach (``foresee``). If these are
-not the same ones everywhere, all buckets of this backward are launched at its end. Not so with collective gathers at
-stage 3: a gather that comes after a sum in their one order launches it.
+ranks tell each other at the start of a backward that sums which parameters it will reach
+(``agree_on_reached_params``). If these differ between ranks, all buckets of this backward are launched at its end. Not
+so with collective gathers at stage 3: a gather that comes after a sum in their one order launches it.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
@@ -39,7 +39,7 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
 from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradPlace
-from deepspeed.zero.layout import NOBODY
+from deepspeed.zero.layout import UNUSED_SLOT
 
 
 def _will_arrive(param: nn.Parameter) -> bool:
@@ -82,8 +82,9 @@ class GradReducer:
 
     Args:
         params: the engine's trainable parameters; bucket slots index into it.
-        buckets: their gradient buckets, in registration order.
+        buckets: their gradient buckets, in the order in which the module registers the parameters.
         communicator: of all ranks that must agree on launch order and unused parameters.
+        cadence: how often gradients are summed over ranks.
         at_boundary: asks the accumulation clock.
         overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
@@ -107,7 +108,7 @@ class GradReducer:
         device: torch.device | None = None,
     ) -> None:
         self.turns = turns
-        self._foresees = layers_exchange and communicator.size > 1
+        self._agrees_on_reached = layers_exchange and communicator.size > 1
         self._device = device
         self.params = list(params)
         self.buckets = list(buckets)
@@ -123,22 +124,24 @@ class GradReducer:
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.pending_params: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
-        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
-        """Their gradients before a backward with a share, which are added again at its end."""
+        self._saved_pending_grads: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Their gradients before a backward with a ``grad_factor``, which are added again at its end."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed = ExposedGrads()
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
-        self._lost = ""  # name of a parameter that another engine trains by now
+        self._retired_by = ""  # name of a parameter that another engine trains by now
         self._order = BucketOrder((), (), alone=communicator.size == 1)
-        self._lay_out(len(self.params))
+        self._index_params(len(self.params))
 
-    def _lay_out(self, added: int) -> None:
+    def _index_params(self, added: int) -> None:
         """Locate every parameter in the buckets, the last ``added`` of them for the first time."""
         places: dict[int, GradPlace] = {}
         members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
-            slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != NOBODY]
+            slots = [
+                (i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != UNUSED_SLOT
+            ]
             places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
             members.append([index for _, index in slots])
         self._places = places
@@ -174,58 +177,56 @@ class GradReducer:
         self._last: GradBucket | None = None  # the one that was launched last
         self._at_end = False  # all buckets of this backward are launched at its end
         self._progress = Progress.IDLE
-        self._share = 1.0
+        self._grad_factor = 1.0
 
-    def before_backward(self, *, share: float = 1.0) -> None:
-        """Announce a backward, at whose end the caller will ``flush``; ``share``: factor of all its gradients, if the
-        caller has not divided the loss.
-
-        Exposed gradients are withdrawn.
+    def before_backward(self, *, grad_factor: float = 1.0) -> None:
+        """Announce a backward, at whose end the caller will ``flush``. ``grad_factor``: of all its gradients, if the
+        caller has not divided the loss. ``param.grad`` of exposed gradients is set to None first.
         """
-        if self._lost:
+        if self._retired_by:
             raise self._retired()
-        self._share = share
+        self._grad_factor = grad_factor
         self._progress = Progress.ANNOUNCED
-        if share != 1.0:
-            self._set_aside = [(param, param.grad) for param in self.pending_params]
+        if grad_factor != 1.0:
+            self._saved_pending_grads = [(param, param.grad) for param in self.pending_params]
             for param in self.pending_params:
                 param.grad = None
         if self.expose and self._exposed.withdraw():
             self.clear()
 
     def watch(self, root: Tensor) -> None:
-        """``root`` [any shape] is where the backward that was announced will begin."""
-        if self._foresees:
+        """Agree on reached parameters when the announced backward begins at ``root`` [any shape], where needed."""
+        if self._agrees_on_reached:
 
             def begin(_: Tensor) -> None:
                 handle.remove()
-                self.foresee()
+                self.agree_on_reached_params()
 
             handle = root.register_hook(begin)
 
     def launch_at_end(self) -> None:
-        """Do without ``foresee`` in the backward that was announced: where it begins is not known, as in a pipeline's
+        """Do without ``agree_on_reached_params``: where the announced backward begins is not known, as in pipeline
         stages without the loss. Where it would matter, all buckets are launched at the end."""
-        self._at_end = self._foresees
+        self._at_end = self._agrees_on_reached
 
-    def foresee(self) -> None:
-        """At the start of a backward, inside autograd: agree whether all ranks will have the same gradients
-        (Note: waiting in backward)."""
-        if not self._foresees or not self._decide():
+    def agree_on_reached_params(self) -> None:
+        """Agree, at the start of a backward and inside autograd, whether all ranks will have the same gradients (Note:
+        waiting in backward). Collective over ``communicator`` where layers exchange data."""
+        if not self._agrees_on_reached or not self._decide():
             return
         reached = zlib.crc32(bytes(map(_will_arrive, self.params)))
         extremes = torch.tensor([reached, -reached], dtype=torch.int64, device=self.device)
         self.communicator.all_reduce_max(extremes).wait()
         highest, lowest = extremes.tolist()
-        self._at_end = highest != -lowest
+        self._at_end = highest != -lowest  # the largest crc is not the smallest one
 
-    def _share_pending(self) -> None:
-        """Multiply what this backward gave to pending parameters, which autograd accumulates, by its share."""
-        aside, self._set_aside = self._set_aside, []
+    def _scale_pending_grads(self) -> None:
+        """Multiply what this backward gave to pending parameters, which autograd accumulates, by its factor."""
+        aside, self._saved_pending_grads = self._saved_pending_grads, []
         for param, before in aside:
             grad = param.grad
             if grad is not None:
-                grad = grad * self._share
+                grad = grad * self._grad_factor
                 before = grad if before is None else before + grad
             param.grad = before
 
@@ -235,11 +236,12 @@ class GradReducer:
         if grad is None:
             return
         b, bucket, position = self._places[index]
+        # A backward that bypassed the engine adds to the exposed view itself.
         in_place = bool(self._exposed.params) and self._added_in_place(bucket, position, grad)
         param.grad = None
         self.used[index] = True
-        if self._share != 1.0:
-            grad = grad * self._share  # not in place: several parameters may have been given one tensor
+        if self._grad_factor != 1.0:
+            grad = grad * self._grad_factor  # not in place: several parameters may have been given one tensor
         if self._progress is Progress.IDLE:
             self._schedule_flush()
         sums = self._progress is Progress.SUMMING or self._decide()
@@ -291,8 +293,8 @@ class GradReducer:
         """Return whether a backward that begins now sums over ranks."""
         if self.sums_paused:
             return False
-        often = self.usual_cadence if self.cadence is Cadence.NEVER else self.cadence
-        return often is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
+        cadence = self.usual_cadence if self.cadence is Cadence.NEVER else self.cadence
+        return cadence is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
 
     def launch(self, b: int) -> None:
         """Start the sum of bucket ``b``, once per backward, with zeros for what is missing on this rank."""
@@ -308,8 +310,8 @@ class GradReducer:
             bucket.collect()
 
     def flush(self) -> None:
-        """End of a backward: launch what is left, wait for all, expose or drop the results."""
-        self._share_pending()
+        """End a backward: launch what is left, wait for all, and at stage 0 expose the sums in ``param.grad``."""
+        self._scale_pending_grads()
         if self._decide():
             self._reduce_rest()
         self._begin()
@@ -331,7 +333,7 @@ class GradReducer:
                 self.launch(b)
 
     def check_cadence(self, cadence: Cadence) -> None:
-        """ValueError: this reducer cannot change to it."""
+        """Raise ValueError if this reducer cannot change to ``cadence``."""
         if cadence is Cadence.NEVER:
             for bucket in self.buckets:
                 bucket.check_whole()
@@ -360,7 +362,7 @@ class GradReducer:
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def local_sum(self, index: int) -> Tensor | None:
-        """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
+        """Return this rank's live sum for a parameter [numel]; None: there is none, or a collective has taken it."""
         _, bucket, position = self._places[index]
         if bucket.local is None or not bucket.written[position]:
             return None
@@ -369,8 +371,8 @@ class GradReducer:
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
-        if self._lost:
+        """Reduce, before the optimizer step, what no backward has reduced (``no_sync``, unmanaged accumulation)."""
+        if self._retired_by:
             raise self._retired()
         if self.expose:
             self._exposed.take_assigned(self.params, self.used, self._places)
@@ -406,7 +408,7 @@ class GradReducer:
             _, bucket, position = self._places[index]
             bucket.accept(position, grad)
         self._late.clear()
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # all of them: ranks differ in which ones got a late gradient
             bucket.launch()
             bucket.collect()
         self._order.observe_again()
@@ -420,7 +422,7 @@ class GradReducer:
         self.call_after_sums(self._after_sum)
         if self.cadence is Cadence.NEVER:
             self._set_formats()
-        self._lay_out(len(params))
+        self._index_params(len(params))
         self.install_hooks()
 
     def call_after_sums(self, hook: Callable[[Tensor], None] | None) -> None:
@@ -471,7 +473,7 @@ class GradReducer:
                 return
         for bucket in self.buckets:
             bucket.clear()
-        self._set_aside = []
+        self._saved_pending_grads = []
         for param in (*self.params, *self.pending_params):
             param.grad = None
         self._exposed.forget()
@@ -484,15 +486,15 @@ class GradReducer:
         self._handles.clear()
 
     def retire(self, name: str) -> None:
-        """Another engine was made of the parameter ``name``: from now on it gets the gradients. Two that each take what
-        autograd leaves in ``param.grad`` would each get some of it."""
-        if not self._lost:
+        """Leave the gradients to an engine made later of the parameter ``name``: two that take what autograd leaves in
+        ``param.grad`` would each get some of it."""
+        if not self._retired_by:
             self.abandon()
             self.destroy()
-            self._lost = name
+            self._retired_by = name
 
     def _retired(self) -> RuntimeError:
         return RuntimeError(
             f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
-            f"{self._lost} since. Use that one, or give each engine a model of its own."
+            f"{self._retired_by} since. Use that one, or give each engine a model of its own."
         )

@@ -64,7 +64,7 @@ def over_memory() -> tuple[LocalSender, LocalReceiver]:
 def test_any_message(make: Callable[[], tuple[Any, Any]]) -> None:
     sender, receiver = make()
     for _ in range(2):  # two batches
-        receiver.expect(len(MESSAGES))
+        receiver.post_receives(len(MESSAGES))
         for number, message in enumerate(MESSAGES):
             sender.send(message)
             assert same(receiver.receive(len(MESSAGES) - number - 1), message), number

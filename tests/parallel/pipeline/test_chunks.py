@@ -64,7 +64,7 @@ def every_order_gives_the_same_bits(stages: int, stage: int, blocks: int, steps:
         for _ in range(steps):
             order = engine._order(COUNT)
             losses.append(engine.train_batch(own))
-            assert engine._most_held == order.held(engine.stage_id) <= most_held(engine, order)
+            assert engine._peak_held == order.held(engine.stage_id) <= most_held(engine, order)
         assert [loss.item() for loss in losses] == pytest.approx(reference, rel=1e-6)
         compare(engine, plain)
         found = weights(engine)

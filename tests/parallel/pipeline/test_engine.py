@@ -149,7 +149,7 @@ def train_both(
             assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-5)
     compare(engine, plain)
     assert (engine.global_steps, engine.micro_steps) == (steps, steps * COUNT)
-    assert engine._most_held == min(engine.num_stages - engine.stage_id, COUNT)
+    assert engine._peak_held == min(engine.num_stages - engine.stage_id, COUNT)
     return engine
 
 

@@ -79,7 +79,7 @@ def test_a_vocabulary_is_spread_on_all_its_stages() -> None:
     else:
         head = module.get_submodule("5")
         assert isinstance(head, LinearLayer) and head.weight.shape == (VOCABULARY // 2, WIDTH)
-    assert module.forward_funcs[0] is module.get_submodule(str(module._numbers[0]))
+    assert module.forward_funcs[0] is module.get_submodule(str(module._layer_indices[0]))
     engine.destroy()
 
 

@@ -28,7 +28,7 @@ class CurveAxis:
         self._tokens, self._at_samples = 0, 0
         self.counts_tokens = x == TOKENS
         if self.counts_tokens:
-            engine.parts["curve_axis"] = self
+            engine.checkpointed_observers["curve_axis"] = self
 
     def events(self, values: Mapping[str, Any], prefix: str | None = None) -> list[Event]:
         """One point of each curve. ``prefix``: of the names, by default the one that says what x is."""

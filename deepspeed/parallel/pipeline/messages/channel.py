@@ -35,7 +35,7 @@ _SAME = -1
 """Number of words of a description that is that of the message before."""
 
 
-class Outlet(Protocol):
+class SendLink(Protocol):
     """The sending end of a link between stages."""
 
     def send(self, value: Any) -> None: ...
@@ -43,10 +43,10 @@ class Outlet(Protocol):
     def flush(self) -> None: ...
 
 
-class Inlet(Protocol):
+class ReceiveLink(Protocol):
     """The receiving end of a link between stages."""
 
-    def expect(self, messages: int) -> None: ...
+    def post_receives(self, messages: int) -> None: ...
 
     def receive(self, left: int = 0) -> Any: ...
 
@@ -70,7 +70,7 @@ class Handover:
         """After a batch that failed."""
         self._waiting.clear()
 
-    def expect(self, messages: int) -> None:
+    def post_receives(self, messages: int) -> None:
         """It is there when it is needed."""
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class LocalReceiver:
         self._words: Sequence[int] | None = None
         self._specs: list[TensorSpec] = []
 
-    def expect(self, messages: int) -> None:
+    def post_receives(self, messages: int) -> None:
         """They come by themselves."""
 
     def receive(self, left: int = 0) -> Any:
@@ -207,7 +207,7 @@ class Receiver:
         self._last_bytes = 0
         self._posts_ahead = device.type == "cpu"
 
-    def expect(self, messages: int) -> None:
+    def post_receives(self, messages: int) -> None:
         """Post the receives of the next message ahead, if ``messages`` are still to come."""
         if messages > 0 and self._posts_ahead:
             self._post_next()
@@ -246,7 +246,7 @@ class Receiver:
         as_expected = bool(ahead) and head[_BYTES] == self._last_bytes
         data = ahead[0][1] if as_expected else self._take(head[_BYTES], torch.uint8)
         self._last_bytes = head[_BYTES]
-        self.expect(left)
+        self.post_receives(left)
         return rebuild(self._words, unpack(data, self._specs))
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:

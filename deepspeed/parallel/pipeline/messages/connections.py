@@ -13,16 +13,16 @@ from deepspeed.comm.groups import new_group
 from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
 from deepspeed.parallel.pipeline.messages.channel import (
     Handover,
-    Inlet,
     LocalReceiver,
     LocalSender,
-    Outlet,
+    ReceiveLink,
     Receiver,
     Sender,
+    SendLink,
 )
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
-from deepspeed.parallel.pipeline.stage_run import Links
+from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 _ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages after the first piece; those of the next follow
 
@@ -74,10 +74,10 @@ class Connections:
         """The rank that has a piece of the model."""
         return self.ranks[stage_on_chain(number, self.layout.stages, self.layout.zigzag)]
 
-    def _of_chunk(self, chunk: int) -> Links:
+    def _of_chunk(self, chunk: int) -> ChunkLinks:
         layout = self.layout
         number = place_on_chain(chunk, self.stage, layout.stages, layout.zigzag)
-        links = Links()
+        links = ChunkLinks()
         if number > 0:
             links.inputs = self._inlet(number - 1, 2 * (number - 1) + _ACTIVATIONS)
             links.input_gradients = self._outlet(number - 1, 2 * (number - 1) + _GRADIENTS)
@@ -86,7 +86,7 @@ class Connections:
             links.output_gradients = self._inlet(number + 1, 2 * number + _GRADIENTS)
         return links
 
-    def _inlet(self, source: int, tag: int) -> Inlet:
+    def _inlet(self, source: int, tag: int) -> ReceiveLink:
         """From a piece of the model."""
         peer, local = self._rank_of(source), self._local.get(tag)
         if peer == self.ranks[self.stage]:
@@ -97,7 +97,7 @@ class Connections:
             else Receiver(peer, self._groups.get(tag, self.group), self.device, tag)
         )
 
-    def _outlet(self, target: int, tag: int) -> Outlet:
+    def _outlet(self, target: int, tag: int) -> SendLink:
         peer, local = self._rank_of(target), self._local.get(tag)
         if peer == self.ranks[self.stage]:
             return self._handovers.setdefault(tag, Handover())
@@ -107,7 +107,7 @@ class Connections:
             else Sender(peer, self._groups.get(tag, self.group), self.device, tag)
         )
 
-    def named(self) -> Iterator[tuple[str, Inlet | Outlet]]:
+    def named(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
         """Yield each channel to or from a neighbour with a name that says what it carries."""
         for links in self.links:
             for name, channel in (
