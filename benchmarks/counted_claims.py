@@ -39,7 +39,7 @@ def rank_of(rank: int, size: str, store: str, found: str) -> None:
         optimizer = {"type": name, "params": {"lr": 1e-3, **more}}
         config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": optimizer}
         engine = deepspeed.initialize(model=gpt.build(size, CONTEXT), config=config)[0]
-        link, sent[name] = engine.replica_groups.everyone, []
+        link, sent[name] = engine.replica_groups.all_ranks, []
         for _ in range(4):
             before = link.bytes_sent
             take_step(engine)

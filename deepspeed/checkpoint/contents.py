@@ -36,8 +36,8 @@ from deepspeed.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPosition:
-    """This rank's position among all: the numbers in its files' names, and what it writes.
+class RankPlace:
+    """This rank's place among all: the numbers in its files' names, and what it writes.
 
     ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
     """
@@ -53,7 +53,7 @@ class RankPosition:
     """Of a pipeline: they have other parameters."""
 
     @classmethod
-    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> RankPosition:
+    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> RankPlace:
         """Return the position of this rank, which is that on the mesh."""
         dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
         mp_size = mesh.size("pp") * tp_size
@@ -109,7 +109,7 @@ class RankReport:
     buffer_hashes: list[int]
 
 
-class CheckpointFiles:
+class SavedFiles:
     """The content of one rank's files, and what ranks have to know of each other to write them.
 
     ``values`` is all that training changes; the rest (names, shapes, places) is as it was when this object was made.
@@ -117,12 +117,7 @@ class CheckpointFiles:
     """
 
     def __init__(
-        self,
-        training: Training,
-        place: RankPosition,
-        *,
-        exclude_frozen: bool = False,
-        node_local: bool = False,
+        self, training: Training, place: RankPlace, *, exclude_frozen: bool = False, node_local: bool = False
     ) -> None:
         self.place = place
         self.node_local = node_local

@@ -30,7 +30,7 @@ TABLES = ("first_rows", "rows")
 
 
 @dataclass(slots=True)
-class Held:
+class FileContents:
     """The content of one rank's file: a row of three numbers and the kinds of state for each fragment."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
@@ -67,10 +67,10 @@ class Held:
         )
 
 
-def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> Held:
+def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> FileContents:
     """``shards``: a rank's fragments with their kinds; ``names``: those of all parameters, the same on every rank."""
     number = {name: place for place, name in enumerate(names)}
-    found = Held()
+    found = FileContents()
     for index, kinds in shards:
         found.rows.append((number[index.name], index.start, index.stop))
         found.kinds.append(tuple(kinds))
@@ -81,8 +81,8 @@ def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str
 def pack(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
-    """The directory of what all ``ranks`` hold (``Held.packed`` of each, by file number). None where tensors are split
-    into boxes: intervals do not show what overlaps then."""
+    """Return the directory of what all ``ranks`` hold (``FileContents.packed`` of each, by file number). None where
+    tensors are split into boxes: intervals do not show what overlaps then."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
     rows = [
@@ -115,7 +115,7 @@ class Contents:
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     cuts: Sequence[ShardCut | None]
-    held: Held
+    held: FileContents
     file: int
 
     def known_cuts(self) -> list[ShardCut]:

@@ -12,7 +12,7 @@ from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign import upstream_format
-from deepspeed.checkpoint.foreign.splits import Wanted
+from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.own_reader import OwnReader, check_save
 from deepspeed.checkpoint.renaming import renamed, renaming
@@ -25,7 +25,7 @@ def open_checkpoint(
     optimizer: bool = True,
     partial: bool = False,
     order: upstream_format.Order | None = None,
-    wanted: Wanted | None = None,
+    wanted: WantedParts | None = None,
     fetch: bool = True,
     own_names: Collection[str] | None = None,
 ) -> Catalog:
@@ -73,7 +73,7 @@ def _open_upstream(
     first: dict[str, Any],
     optimizer: bool,
     order: upstream_format.Order | None,
-    wanted: Wanted | None,
+    wanted: WantedParts | None,
     own_names: Collection[str] | None,
 ) -> Catalog:
     models, optims = _files(folder)

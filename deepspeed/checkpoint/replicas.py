@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from deepspeed.checkpoint.contents import RankPosition, Training
+from deepspeed.checkpoint.contents import RankPlace, Training
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import LATEST, default_tag
 from deepspeed.checkpoint.ranks import Ranks
@@ -91,7 +91,7 @@ class Replicas:
                 training,
                 self.folder,
                 default_tag(step),
-                RankPosition.on(mesh, self.ranks),
+                RankPlace.on(mesh, self.ranks),
                 self.ranks,
                 keep_last=OF_SEVERAL if self._several else OF_ONE_MACHINE,
             )

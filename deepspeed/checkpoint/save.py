@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import CheckpointFiles, RankPosition, RankReport, Training
+from deepspeed.checkpoint.contents import RankPlace, RankReport, SavedFiles, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
@@ -31,7 +31,7 @@ class _Request:
 
     save_dir: Path
     tag: str
-    place: RankPosition
+    place: RankPlace
     save_latest: bool
     exclude_frozen: bool
     on_tag_mismatch: str
@@ -43,7 +43,7 @@ def save(
     training: Training,
     save_dir: Path,
     tag: str,
-    place: RankPosition,
+    place: RankPlace,
     ranks: Ranks,
     *,
     save_latest: bool = True,
@@ -79,7 +79,7 @@ def save(
         return
     wait_for_flushes()
     with ranks.together("writing the checkpoint"):
-        files = CheckpointFiles(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
+        files = SavedFiles(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
         report = files.report()
     request = _agree((tag, place.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
@@ -106,9 +106,9 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     save_id: int | None = None
     if training.write_layers is not None:
         folder, request, save_id = _with_layers(training, request, ranks)
-    copied: CheckpointFiles | Exception
+    copied: SavedFiles | Exception
     try:
-        copied = CheckpointFiles(
+        copied = SavedFiles(
             training, request.place, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
         )
         copied.values = background.copy(copied.values)
@@ -131,7 +131,7 @@ def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[S
 
 
 def _save_copied(
-    copied: CheckpointFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
+    copied: SavedFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
     """Save a copy of the values in a thread, as ``save`` does; each file is flushed when it is written. Collective
     among the threads."""
@@ -139,7 +139,7 @@ def _save_copied(
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
                 raise copied
-        assert isinstance(copied, CheckpointFiles)
+        assert isinstance(copied, SavedFiles)
         _check_moment(copied.moment, ranks)
         request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
         folder = folder or _prepare_folder(request, ranks)
@@ -221,7 +221,7 @@ def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
 
 
 def _write(
-    files: CheckpointFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
+    files: SavedFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
 ) -> list[str]:
     """Write this rank's files and return their names. Collective."""
     files.merge_reports(ranks, report)

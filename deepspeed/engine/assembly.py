@@ -31,7 +31,7 @@ from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.layout import UNUSED_SLOT
+from deepspeed.zero.layout import UNUSED
 from deepspeed.zero.offload.host_copies import HostCopies
 from deepspeed.zero.offload.state_moves import StateMover
 from deepspeed.zero.optimizer import (
@@ -210,7 +210,7 @@ def build_core(
         trained.params,
         grads,
         plan,
-        replica_groups.everyone,
+        replica_groups.all_ranks,
         coordinator,
         at_boundary=lambda: clock.at_boundary,
         layers_exchange=replica_groups.layers_exchange,
@@ -419,7 +419,7 @@ def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedPara
         owner.renumber(
             old.renumbered(
                 lambda i, slot, params=params, trained=trained: number.get(
-                    id(params[i]), slot.param if trained else UNUSED_SLOT
+                    id(params[i]), slot.param if trained else UNUSED
                 )
             )
         )

@@ -219,7 +219,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self._checkpointing.keep_layers(model)
         mics_shard_size = int(self._config.zero_config.mics_shard_size)
         self.replica_groups = modules.find_replica_groups(model, self.plan, self.mesh, mics_shard_size)
-        check_ranks_agree(model, self.replica_groups.everyone)
+        check_ranks_agree(model, self.replica_groups.all_ranks)
         self._broadcast_model()
         self.zero_grads.patch_module()
 

@@ -16,12 +16,12 @@ from deepspeed.base.logging import log_dist, logger
 from deepspeed.base.stateful import Loads
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.contents import RankPosition
+from deepspeed.checkpoint.contents import RankPlace
 from deepspeed.checkpoint.errors import CheckpointError, laid_out
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
-from deepspeed.checkpoint.foreign.splits import Wanted
+from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.load import LoadReport, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
@@ -214,7 +214,7 @@ def _catalog(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
         optimizer=what.optimizer or what.masters,
         partial=call.ranks.node_local,
         order=optimizer_order(engine) if what.optimizer else None,
-        wanted=Wanted.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
+        wanted=WantedParts.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
         fetch=False,
         own_names=own_names,
     )
@@ -234,7 +234,7 @@ def _fetch(
         catalog, engine.module, engine.state_access, masters=what.masters, optimizer=what.optimizer
     )
     everything = everything or restorer.rewrites_names or bool(restorer.nested)
-    catalog.files.fetch(None if everything else needed, prefer=RankPosition.on(engine.mesh, ranks).number)
+    catalog.files.fetch(None if everything else needed, prefer=RankPlace.on(engine.mesh, ranks).number)
 
 
 def _restore(
@@ -397,7 +397,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
-    number = RankPosition.on(engine.mesh, ranks).number
+    number = RankPlace.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)
     if saved is None:
         return

@@ -19,7 +19,7 @@ from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.base.stateful import state_of
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.contents import CheckpointFiles, RankPosition, Training
+from deepspeed.checkpoint.contents import RankPlace, SavedFiles, Training
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.background import BackgroundWriter
 from deepspeed.checkpoint.originals import ORIGINALS
@@ -55,11 +55,8 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
         ranks = ranks_of(engine)
         training = training_of(engine, {}, exclude_frozen=False)
         with suppress(CheckpointError):  # a save will say so
-            made.prepare(
-                CheckpointFiles(
-                    training, RankPosition.on(engine.mesh, ranks), node_local=ranks.node_local
-                ).values
-            )
+            place = RankPlace.on(engine.mesh, ranks)
+            made.prepare(SavedFiles(training, place, node_local=ranks.node_local).values)
 
     engine.events.on("after_step", after_step)
     return made
@@ -67,7 +64,7 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
 
 def model_path(engine: Engine, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None) -> str:
     """The file of the checkpoint ``tag`` with this rank's model states; ``mp_rank``: instead of its own number."""
-    place = RankPosition.on(engine.mesh, ranks_of(engine))
+    place = RankPlace.on(engine.mesh, ranks_of(engine))
     partitioned = engine.plan.zero.shard_params
     name = (
         names.zero_model_file(place.dp_rank, place.mp_rank)
@@ -83,7 +80,7 @@ def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> 
     """The file of the checkpoint ``tag`` with this rank's part of the optimizer's state (stage 0: the model's file)."""
     if not engine._config.zero_enabled:
         return model_path(engine, folder, tag)
-    place = RankPosition.on(engine.mesh, ranks_of(engine))
+    place = RankPlace.on(engine.mesh, ranks_of(engine))
     name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine._config.bfloat16_config.enabled))
     return os.path.join(folder, str(tag), name)
 
@@ -91,7 +88,7 @@ def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> 
 def writes_model_file(engine: Engine) -> bool:
     """Return whether this rank writes a file with model states: every rank with parts of the weights, else one for all
     of them (with node-local storage, one of every machine)."""
-    return bool(engine.plan.zero.shard_params or RankPosition.on(engine.mesh, ranks_of(engine)).writes_model)
+    return bool(engine.plan.zero.shard_params or RankPlace.on(engine.mesh, ranks_of(engine)).writes_model)
 
 
 def save_checkpoint(
@@ -168,7 +165,7 @@ def _save(
             training,
             save_dir,
             tag,
-            RankPosition.on(engine.mesh, ranks),
+            RankPlace.on(engine.mesh, ranks),
             ranks,
             exclude_frozen=exclude_frozen,
             on_tag_mismatch=_tag_validation(engine),

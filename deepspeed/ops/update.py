@@ -181,16 +181,18 @@ class CommunicatingOptimizer(FragmentOptimizer, Protocol):
 
 
 @runtime_checkable
-class DebtKeeper(Protocol):
-    """A ``CommunicatingOptimizer`` of which a rank also owes others something as the one that averages for them."""
+class ServerErrorOwner(Protocol):
+    """A ``CommunicatingOptimizer`` that keeps server errors (1-bit Adam): what compressing an average has lost."""
 
-    def debts(self, masters: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
-        """By id of a master: what this rank owes it as the one that averages, and where in the master it begins.
+    def server_errors(
+        self, masters: Sequence[Sequence[Tensor]]
+    ) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        """Return, by id of a master, errors of what this rank averages, and where in the master they begin.
         ``masters``: all of them, by group, copies of whole tensors first; asked before a checkpoint reads the state."""
         ...
 
-    def forget_debts(self) -> None:
-        """They have become part of ``rank_state``."""
+    def forget_server_errors(self) -> None:
+        """Drop them: they have become part of ``rank_state``."""
         ...
 
 

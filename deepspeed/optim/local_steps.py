@@ -131,12 +131,12 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
             step = gradient.add_(momentum, alpha=self.outer_momentum)
             master.copy_(state[AGREED].sub_(step, alpha=self.outer_lr))
 
-    def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+    def server_errors(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
         """Asked before the state is saved: weights may have moved since it was made."""
         for master, state in self.state.items():
             if OWN in state:
                 state[OWN] = master.detach()
-        return super().debts(masters)
+        return super().server_errors(masters)
 
     def own_state(self) -> dict[str, Any]:
         return {**super().own_state(), "exchanges": self.exchanges}

@@ -93,10 +93,10 @@ class OneBitOptimizer(MultiTensorOptimizer):
                 if part.masters or context.segment_sum is not None:
                     self.update_own(number, group, part, grad_scale, context)
 
-    def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
-        return self.exchange.debts(masters)
+    def server_errors(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        return self.exchange.server_errors(masters)
 
-    def forget_debts(self) -> None:
+    def forget_server_errors(self) -> None:
         self.exchange.lines.clear()
 
     def own_state(self) -> dict[str, Any]:

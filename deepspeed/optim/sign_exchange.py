@@ -115,7 +115,7 @@ class SignExchange:
             error = _cut(whole[:before], part, ranks)
         line.server_error = torch.zeros(part, device=device) if error is None else error
 
-    def debts(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+    def server_errors(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
         """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
         masters, to recognise those of lines that were loaded and have not travelled since."""
         found: dict[int, list[tuple[int, Tensor]]] = {}

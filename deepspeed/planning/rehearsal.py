@@ -230,21 +230,21 @@ class SimulatedReplicaGroups:
     def __init__(
         self,
         shards: Mapping[str, int],
-        everyone: int,
+        all_ranks: int,
         meter: Meter,
         *,
         scratch: SumScratch,
         journal: Journal = SILENT,
         group: int = 1,
     ) -> None:
-        self.everyone = SimulatedCommunicator(everyone, meter, journal=journal)
+        self.all_ranks = SimulatedCommunicator(all_ranks, meter, journal=journal)
         self.journal = journal
         self.group = group
         self.near: dict[str, SimulatedCommunicator] = {}
         """By replica group: the ranks among which gathers stay."""
         self._known = {
             name: self._replica_group(
-                name, size, everyone // expert_parallel_size(name, everyone), meter, scratch
+                name, size, all_ranks // expert_parallel_size(name, all_ranks), meter, scratch
             )
             for name, size in shards.items()
         }
@@ -252,7 +252,7 @@ class SimulatedReplicaGroups:
     def _replica_group(
         self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch
     ) -> ReplicaGroup:
-        apart = self.everyone.size // holders  # experts are spread over neighbours
+        apart = self.all_ranks.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
             SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
@@ -260,7 +260,7 @@ class SimulatedReplicaGroups:
         self.near[name] = shard
         if in_groups(size, self.group):
             self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, apart=apart)
-        return ReplicaGroup(name, whole, shard, replicas, divisor=self.everyone.size)
+        return ReplicaGroup(name, whole, shard, replicas, divisor=self.all_ranks.size)
 
     def __getitem__(self, name: str) -> ReplicaGroup:
         return self._known[name]
@@ -358,7 +358,7 @@ class Rehearsal:
     Args:
         layouts: all buckets; ``persistent`` and ``trained`` say which are which.
         calls: parameters (slot numbers) by call of forward.
-        shards: ranks that share one copy, by replica group; ``everyone``: those with its replicas.
+        shards: ranks that share one copy, by replica group; ``all_ranks``: those with its replicas.
         apart: whether the device has its own memory.
     """
 
@@ -369,7 +369,7 @@ class Rehearsal:
     plan: Plan
     zero: DeepSpeedZeroConfig
     shards: Mapping[str, int]
-    everyone: int
+    all_ranks: int
     micro_batches: int
     apart: bool
     scratch: SumScratch = SumScratch.NONE
@@ -380,7 +380,7 @@ class Rehearsal:
         with torch.inference_mode(False), torch.enable_grad():
             replica_groups = SimulatedReplicaGroups(
                 self.shards,
-                self.everyone,
+                self.all_ranks,
                 self.meter,
                 scratch=self.scratch,
                 journal=self.journal,
@@ -485,7 +485,7 @@ class Rehearsal:
             params,
             grads,
             self.plan,
-            replica_groups.everyone,
+            replica_groups.all_ranks,
             coordinator,
             at_boundary=lambda: clock.at_boundary,
             device=HERE,

@@ -30,7 +30,7 @@ from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
 from deepspeed.inference.pretrained import check_quantization, load_causal, load_tokenizer
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import Certificate, RequestLog, read_keys
-from deepspeed.inference.serving.commands import Alone, Among
+from deepspeed.inference.serving.commands import Among, SingleRankCommands
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.observing import access_log, trace
@@ -364,7 +364,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         group=group,
         matcher_of=Grammars(known, facts.stop_token_ids),
     )
-    announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
+    announcer = SingleRankCommands() if group is None else Among(group, generator.runner.facts.device)
     service = Service(
         generator,
         max_requests=args.max_requests,

@@ -172,6 +172,6 @@ def _sizes(side: str, features: int, splits: int) -> list[int]:
 
 def _set(param: Any, value: Tensor) -> None:
     """Write a parameter, partitioned or not; every rank has the same value."""
-    rank = param.ds_owner.everyone.ranks[0] if is_zero_param(param) else None
+    rank = param.ds_owner.all_ranks.ranks[0] if is_zero_param(param) else None
     with GatheredParameters(param, modifier_rank=rank):
         param.data.copy_(value)

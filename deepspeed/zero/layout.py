@@ -19,7 +19,7 @@ ALIGNMENT = 16
 """Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard; where the
 optimizer keeps values of blocks (``UpdateTraits.grain``), at a multiple of a block too."""
 
-UNUSED_SLOT = -1
+UNUSED = -1
 """Index of a parameter in a slot that is not trained (a frozen one in a bucket with trained ones)."""
 
 

@@ -69,7 +69,7 @@ class MiCS_Init(Init):
         return ReplicaGroup.whole(self.communicator).mics(self.shard_size)
 
     def _cut(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.replica_group.shard, self.replica_group.everyone)
+        shard_alone(param, self.replica_group.shard, self.replica_group.all_ranks)
 
     def get_partition_rank(self) -> int:
         return self.replica_group.shard.rank

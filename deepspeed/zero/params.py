@@ -48,7 +48,7 @@ class ShardOwner(Protocol):
 
     communicator: Any
     """Of the ranks that together hold the parameter."""
-    everyone: Any
+    all_ranks: Any
     """Of all ranks that hold a copy of it."""
     alone: bool
     """Whether the parameter is sharded by itself, by ``zero.Init``: no engine has it yet."""

@@ -2,8 +2,8 @@
 
 Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
 leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
-on which parameters have one (``StepVote.woken``). These get buckets, masters and a place in the reducer; their local
-sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
+on which parameters have one (``StepVote.activated``). These get buckets, masters and a place in the reducer; their
+local sums are reduced over the ranks, and they are updated in that step. After it they are like any other.
 
 The opposite case needs no handling: a parameter that is frozen later has no gradient, and a parameter that no rank used
 keeps its value and its state.

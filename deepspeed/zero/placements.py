@@ -97,7 +97,7 @@ def whole_tensor(
     if not spread or (replica_group.first_holder and share in (None, replica_group.kind)):
         for region in _regions(placement, 0, flat.numel()):
             whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
-    sums = [replica_groups.across[axis] for axis in axes] + ([replica_groups.everyone] if spread else [])
+    sums = [replica_groups.across[axis] for axis in axes] + ([replica_groups.all_ranks] if spread else [])
     for communicator in sums:
         communicator.all_reduce(whole.view(-1)).wait()
     return whole

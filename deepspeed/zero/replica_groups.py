@@ -81,13 +81,13 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's shard is one of
+    """``all_ranks``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's shard is one of
     ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
     Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
     """
 
     name: str
-    everyone: Communicator
+    all_ranks: Communicator
     shard: Communicator
     replicas: Communicator
     divisor: int
@@ -112,25 +112,25 @@ class ReplicaGroup:
     @property
     def written_by(self) -> Communicator:
         """The ranks of which one writes each shard to a checkpoint."""
-        return self.shard if self.divided else self.everyone
+        return self.shard if self.divided else self.all_ranks
 
     @classmethod
-    def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> ReplicaGroup:
+    def whole(cls, all_ranks: Communicator, name: str = DENSE, divisor: int | None = None) -> ReplicaGroup:
         """Plain ZeRO: one copy."""
-        return cls(name, everyone, everyone, Communicator(None), divisor or everyone.size)
+        return cls(name, all_ranks, all_ranks, Communicator(None), divisor or all_ranks.size)
 
     def mics(self, shard_size: int) -> ReplicaGroup:
         """One copy per ``shard_size`` ranks. Collective."""
-        if self.name != DENSE and shard_size % self.everyone.size == 0:
+        if self.name != DENSE and shard_size % self.all_ranks.size == 0:
             return self  # experts, of which a group of ranks has each once at most
-        if self.everyone.size % shard_size:
+        if self.all_ranks.size % shard_size:
             raise DeepSpeedConfigError(
                 f"zero_optimization.mics_shard_size={shard_size} must divide the number of data-parallel ranks, "
-                f"{self.everyone.size}"
+                f"{self.all_ranks.size}"
             )
-        if shard_size == self.everyone.size:
+        if shard_size == self.all_ranks.size:
             return self
-        inner, across = _split(self.everyone, shard_size)
+        inner, across = _split(self.all_ranks, shard_size)
         return replace(self, shard=inner, replicas=across)
 
     def grouped(self, size: int) -> ReplicaGroup:
@@ -141,29 +141,29 @@ class ReplicaGroup:
 
 
 class ReplicaGroups:
-    """The replica groups of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
+    """The replica groups of a run. ``all_ranks``: all ranks that hold the same model and reduce its gradients together.
     ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
     together with this one: norm and skips are common, gradients are not. ``group_size``: neighbouring ranks that are
     linked faster than the rest (ZeRO++'s hpZ), within the ranks that share a copy."""
 
     def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1, group_size: int = 1) -> None:
         self.group_size = group_size
-        self.everyone = mesh.communicator("dp", "sp")
-        if group_size > 1 and self.everyone.size > group_size and self.everyone.size % group_size:
+        self.all_ranks = mesh.communicator("dp", "sp")
+        if group_size > 1 and self.all_ranks.size > group_size and self.all_ranks.size % group_size:
             raise DeepSpeedConfigError(
                 f"zero_optimization.zero_hpz_partition_size={group_size} must divide the number of data-parallel "
-                f"ranks, {self.everyone.size}; the number of ranks per host is a good value"
+                f"ranks, {self.all_ranks.size}; the number of ranks per host is a good value"
             )
         self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
         self.mics_shard_size = mics_shard_size
         self._mesh = mesh
-        self._known = {DENSE: self._sharded(ReplicaGroup.whole(self.everyone))}
+        self._known = {DENSE: self._sharded(ReplicaGroup.whole(self.all_ranks))}
 
     @property
     def share_weights(self) -> bool:
         """Return whether another rank holds some of the weights of this one, so that the sums of their gradients wait
         for it: also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
-        return any(replica_group.everyone.size > 1 for replica_group in self._known.values())
+        return any(replica_group.all_ranks.size > 1 for replica_group in self._known.values())
 
     @property
     def layers_exchange(self) -> bool:
@@ -215,22 +215,23 @@ class ReplicaGroups:
             else replica_group.grouped(self.group_size)
         )
 
-    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
+    def _shared(self, name: str, all_ranks: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
         """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
         shards a copy of its own, so that it gathers without the others."""
         replica_group = ReplicaGroup.whole(
-            _communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size
+            _communicator(tuple(all_ranks), self.all_ranks), name, divisor=self.all_ranks.size
         )
-        return replace(replica_group, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
+        others = _communicator(tuple(same), self.all_ranks)
+        return replace(replica_group, shard=self.all_ranks, replicas=others)
 
     def _experts(self, name: str, device: torch.device) -> ReplicaGroup:
         """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
         of all that share, so that the mean is over all ranks."""
-        ranks = len(self.everyone.ranks)
+        ranks = len(self.all_ranks.ranks)
         size = expert_parallel_size(name, ranks)
         same = self._mesh.sharing_experts(size, same=True)
         # With one rank per share, every rank has all experts.
-        holders = self._mesh.among(same, same=True) if size > 1 else self.everyone
+        holders = self._mesh.among(same, same=True) if size > 1 else self.all_ranks
         replica_group = ReplicaGroup.whole(holders, name, divisor=ranks)
         if size > 1:
             replica_group = replace(
@@ -250,8 +251,8 @@ class ReplicaGroups:
         others = self.across["tp"]
         every = torch.empty(others.size * len(same), dtype=torch.int64, device=device)
         others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
-        everyone = _communicator(tuple(sorted(every.tolist())), self.everyone)
-        return replace(replica_group, everyone=everyone, replicas=others, divided=True)
+        all_ranks = _communicator(tuple(sorted(every.tolist())), self.all_ranks)
+        return replace(replica_group, all_ranks=all_ranks, replicas=others, divided=True)
 
 
 def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]:
@@ -262,15 +263,15 @@ def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]
     return inner, across
 
 
-def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:
-    return everyone.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+def _communicator(ranks: tuple[int, ...], all_ranks: Communicator) -> Communicator:
+    return all_ranks.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
 
 
 class ReplicaGroupTable(Protocol):
     """Interface of ``ReplicaGroups`` that most parts use: those of a plan have no ranks behind them."""
 
     @property
-    def everyone(self) -> Communicator: ...
+    def all_ranks(self) -> Communicator: ...
 
     def __getitem__(self, name: str) -> ReplicaGroup: ...
 
@@ -287,8 +288,8 @@ def broadcast_weights(module: nn.Module, replica_groups: ReplicaGroups) -> None:
         if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
             by_group.setdefault(replica_group_name(param), []).append(param.data)
     for name, tensors in sorted(by_group.items()):
-        if replica_groups[name].everyone.size > 1:
-            _broadcast(tensors, replica_groups[name].everyone)
+        if replica_groups[name].all_ranks.size > 1:
+            _broadcast(tensors, replica_groups[name].all_ranks)
     for axis, others in replica_groups.across.items():
         equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
         _broadcast([data for data in equal if data.numel()], others)

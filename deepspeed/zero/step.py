@@ -24,7 +24,7 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.placements import counted
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.update_context import LentStep, OptimizerContext, local_squares, params_by_group
+from deepspeed.zero.update_context import OptimizerContext, SwappedGroupsStep, local_squares, params_by_group
 
 if TYPE_CHECKING:
     from deepspeed.zero.pending_params import PendingParams
@@ -84,20 +84,21 @@ class StepVote:
     """Sum of the squares of all gradients, in the scale of the loss; NaN or Inf if one of them is."""
     used: list[bool]
     """By parameter of the store: some rank that holds it has a gradient of it."""
-    late: bool
+    has_late_gradients: bool
     """Some rank has a gradient that arrived after the sum of its bucket was launched."""
-    woken: list[bool]
+    activated: list[bool]
     """By pending parameter: some rank that holds it has a gradient of it."""
-    again: bool
-    """Some rank of the whole model is ``late`` or has a ``woken`` one: all vote again once these are summed."""
-    own: bool
+    needs_second_vote: bool
+    """Some rank of the whole model has one of these two kinds: all vote again once these are summed."""
+    wants_local: bool
     """Every rank's optimizer wants the next gradients unsummed."""
 
 
 class StepExecutor:
     """Runs one synchronous optimizer step over the fragments that this rank owns.
 
-    ``before_step`` is called when all gradients are summed, before their norm is read. ``by_rows``: see ``LentStep``.
+    ``before_step`` is called when all gradients are summed, before their norm is read.
+    ``by_rows``: see ``SwappedGroupsStep``.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class StepExecutor:
         self.scaler = scaler
         self.publisher = publisher
         self.replica_groups = replica_groups
-        self.communicator = replica_groups.everyone
+        self.communicator = replica_groups.all_ranks
         self.names = list(names)
         self.members = params_by_group(store.params, replica_groups)
         self._asked = self._by_holders(store.params)
@@ -143,7 +144,7 @@ class StepExecutor:
             optimizer.keeps_own_gradients if store.traits.own_communication else None
         )
         self._step_fragments: Any = (
-            optimizer.step_fragments if store.traits.fused else LentStep(store, by_rows)
+            optimizer.step_fragments if store.traits.fused else SwappedGroupsStep(store, by_rows)
         )
 
     def step(self) -> StepResult:
@@ -178,7 +179,7 @@ class StepExecutor:
 
     def _change_cadence(self, vote: StepVote) -> None:
         if self._asks:
-            self.reducer.change_cadence(Cadence.NEVER if vote.own else self.reducer.usual_cadence)
+            self.reducer.change_cadence(Cadence.NEVER if vote.wants_local else self.reducer.usual_cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
             self._announced = None
@@ -189,11 +190,11 @@ class StepExecutor:
         """Vote, and vote again if gradients had to be summed that no bucket in flight has taken."""
         self.admission.look()
         vote = self._vote()
-        if any(vote.woken):
-            self.admission.admit(vote.woken)
-        if vote.late:
+        if any(vote.activated):
+            self.admission.admit(vote.activated)
+        if vote.has_late_gradients:
             self.reducer.reduce_late()
-        return self._vote() if vote.again else vote
+        return self._vote() if vote.needs_second_vote else vote
 
     def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
@@ -209,8 +210,8 @@ class StepExecutor:
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
         late, pending = self.reducer.has_late(), self.reducer.pending_params
-        woken = [param.grad is not None for param in pending] if pending else []
-        mine = flags = [*self.reducer.used, *woken]
+        activated = [param.grad is not None for param in pending] if pending else []
+        mine = flags = [*self.reducer.used, *activated]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
         if self.communicator.size > 1:
@@ -221,12 +222,12 @@ class StepExecutor:
         asked = self._by_holders([*self.store.params, *pending]) if pending else self._asked
         if asked:
             self._ask_holders(asked, mine, flags)
-        used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
-        again = late or any(woken)
+        used, activated = flags[: len(self.store.params)], flags[len(self.store.params) :]
+        again = late or any(activated)
         for others in self.replica_groups.across.values():
             squares, voters, refused = self._sum([squares, again, not own], others)
             again, own = voters > 0, not refused
-        return StepVote(squares, used, late, woken, again, own)
+        return StepVote(squares, used, late, activated, again, own)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -241,8 +242,8 @@ class StepExecutor:
         ``mine``: this rank's."""
         for replica_group, indices in asked:
             counts = [float(mine[i]) for i in indices]
-            if replica_group.everyone.size > 1:
-                counts = self._sum(counts, replica_group.everyone)
+            if replica_group.all_ranks.size > 1:
+                counts = self._sum(counts, replica_group.all_ranks)
             for i, count in zip(indices, counts, strict=True):
                 flags[i] = count > 0
 

@@ -158,10 +158,10 @@ class Holders:
 
 
 def holders_of(replica_group: ReplicaGroup, *, sharded: bool) -> Communicator:
-    return replica_group.replicas if sharded else replica_group.everyone
+    return replica_group.replicas if sharded else replica_group.all_ranks
 
 
-class LentStep:
+class SwappedGroupsStep:
     """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``.
 
     ``by_rows``: the parameters whose gradients it gets as torch's sparse tensors.
@@ -184,7 +184,7 @@ class LentStep:
                 by_rows = grad.dim() == 2 and part.param_index in self.by_rows
                 master.grad = grad.to_sparse(1) if by_rows else grad
         try:
-            with self.store.lend([group.fragments for group in fragments]):
+            with self.store.swap_groups([group.fragments for group in fragments]):
                 self.store.optimizer.step()
         finally:
             for _, masters, _, _ in fragments:

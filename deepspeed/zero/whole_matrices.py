@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
-from deepspeed.zero.layout import UNUSED_SLOT
+from deepspeed.zero.layout import UNUSED
 from deepspeed.zero.placements import is_stack
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
@@ -167,7 +167,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
         layout = bucket.layout
         for slot, param in zip(layout.slots, bucket.params, strict=True):
             parts = [MatrixPart(*part) for part in layout.parts(slot)]
-            if parts and slot.param != UNUSED_SLOT:
+            if parts and slot.param != UNUSED:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
                 yield Matrix(slot.param, matrix_shape(param), tuple(parts), owner)
 

@@ -100,7 +100,7 @@ def own_sum(
 ) -> GradientSum | None:
     """The format of one bucket while gradients are not summed over all ranks; None: its shards have one owner each."""
     if not plan.zero.shard_state:
-        return LocalSum(replica_group.everyone.size)
+        return LocalSum(replica_group.all_ranks.size)
     if plan.zero.shard_params or not (plan.zero.in_groups or replica_group.shard.size == 1):
         return None
     return GroupSum(_sum_of_one_copy(layout, replica_group, pool, plan), replica_group.replicas.size)
@@ -122,7 +122,7 @@ def make_reducer(
     params: Sequence[nn.Parameter],
     buckets: Sequence[GradBucket],
     plan: Plan,
-    everyone: Communicator,
+    all_ranks: Communicator,
     coordinator: ParamCoordinator | None,
     *,
     at_boundary: Callable[[], bool],
@@ -136,7 +136,7 @@ def make_reducer(
     reducer = GradReducer(
         params,
         buckets,
-        everyone,
+        all_ranks,
         cadence=cadence(plan, coordinator),
         overlap=plan.zero.overlap,
         expose=not plan.zero.shard_state,

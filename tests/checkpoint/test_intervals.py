@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.consolidate import consolidate
-from deepspeed.checkpoint.contents import RankPosition, Training
+from deepspeed.checkpoint.contents import RankPlace, Training
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.load import Restorer
@@ -87,7 +87,7 @@ def saved(folder: Path) -> FileState:
         header={"global_steps": 7, "skipped_steps": 0, "global_samples": 28},
     )
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = RankPosition(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    place = RankPlace(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
     save(training, folder / "checkpoints", "t", place, Ranks())
     return state
 
@@ -131,7 +131,7 @@ def test_saving_reads_one_part_at_a_time(tmp_path):
         header={"global_steps": 8, "skipped_steps": 0, "global_samples": 32},
     )
     rank = dist.get_rank()
-    place = RankPosition(dp_rank=rank, dp_size=2, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    place = RankPlace(dp_rank=rank, dp_size=2, mp_rank=0, mp_size=1, writes_model=rank == 0)
     with counted(tmp_path) as saving:
         save(training, tmp_path / "checkpoints", "t", place, Ranks())
     assert saving.peak < SMALL < sum(4 * index.numel for index, _ in state.held)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed.base import rng
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import RankPosition, Training
+from deepspeed.checkpoint.contents import RankPlace, Training
 from deepspeed.checkpoint.files import archive_reader as archives
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.needs import needed_shards
@@ -110,7 +110,7 @@ def trained(net: nn.Module, rank: int, world: int) -> EvenState:
     return state
 
 
-def training_of(stage: int, rank: int, world: int) -> tuple[Training, RankPosition]:
+def training_of(stage: int, rank: int, world: int) -> tuple[Training, RankPlace]:
     net = model(stage, rank, world)
     state: Any = trained(net, rank, world)
     torch.manual_seed(rank)
@@ -124,7 +124,7 @@ def training_of(stage: int, rank: int, world: int) -> tuple[Training, RankPositi
         positions={"world_size": world},
         rank_state={"random": rng.capture(), "data": None},
     )
-    return training, RankPosition(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    return training, RankPlace(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.foreign.splits import Wanted, split_placements
+from deepspeed.checkpoint.foreign.splits import WantedParts, split_placements
 from deepspeed.checkpoint.foreign.universal_export import convert
 from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import regions
@@ -242,7 +242,7 @@ def test_rules_that_name_no_parameter_mean_the_first_dim() -> None:
     parts = split_placements("fc.weight", shapes, rules, None)
     assert [part and part.global_shape for part in parts] == [(5, 4), (5, 4)]
     assert [part and part.boxes for part in parts] == [(((0, 3), (0, 4)),), (((3, 5), (0, 4)),)]
-    loads = Wanted(placements={"fc.weight": Placement(global_shape=(3, 8))}, ranks=2)
+    loads = WantedParts(placements={"fc.weight": Placement(global_shape=(3, 8))}, ranks=2)
     parts = split_placements("fc.weight", [(3, 4), (3, 4)], rules, loads)
     assert [part and part.global_shape for part in parts] == [(3, 8), (3, 8)]
     with pytest.raises(CheckpointError, match="does not say how"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.data.data_routing.arguments import Batch, Form, Kept
+from deepspeed.data.data_routing.arguments import Batch, Form, KeptTokens
 from deepspeed.data.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.data.data_routing.helper import (
     convert_to_random_ltd,
@@ -258,7 +258,7 @@ def test_forms_of_arguments() -> None:
 
 def test_arguments_at_the_kept_tokens() -> None:
     indices = torch.tensor([[1, 4, 6], [0, 2, 7]])
-    kept = Kept(Batch(2, 8, True), indices, False)
+    kept = KeptTokens(Batch(2, 8, True), indices, False)
     mask, table, heads = torch.randn(2, 1, 8, 8), torch.randn(1, 8, 6), torch.randn(2 * 4, 1, 8)
     for row, chosen in enumerate(indices):
         assert torch.equal(kept.of("mask", mask)[row, 0], mask[row, 0][chosen][:, chosen])
@@ -272,7 +272,7 @@ def test_arguments_at_the_kept_tokens() -> None:
     assert kept.of("output_attentions", False) is False
     with pytest.raises(ValueError, match="cu_seq_lens_q packs"):
         kept.of("cu_seq_lens_q", torch.arange(3))
-    last = Kept(Batch(2, 8, False), indices, False).of("rotary", torch.arange(8.0).view(8, 1, 1, 1))
+    last = KeptTokens(Batch(2, 8, False), indices, False).of("rotary", torch.arange(8.0).view(8, 1, 1, 1))
     assert torch.equal(last[..., 0, 0], indices.t().float())
 
 

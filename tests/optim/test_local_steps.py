@@ -99,7 +99,7 @@ def test_equals_plain_pytorch(world_size: int, stage: int, tmp_path: Path) -> No
     size = world_size // 2 if stage else 1
     oracle = Workers(world_size // size, size)
     dense = engine.replica_groups.dense
-    link = dense.replicas if stage else dense.everyone
+    link = dense.replicas if stage else dense.all_ranks
     numel = sum(p.numel() for p in engine.module.parameters())
     for step in range(10):
         oracle.step(step, 0)
@@ -127,7 +127,7 @@ def test_codecs(codec: str, config: dict[str, Any]) -> None:
     """Ranks agree at every exchange, with few bytes, and learn about as much."""
     engine = start(0, config, codec=codec, warmup_steps=2, weight_decay=0.0, lr=3e-3)
     losses = train(engine, 0, 2 + 19 * EVERY)
-    everyone, numel = engine.replica_groups.everyone, sum(p.numel() for p in engine.module.parameters())
+    everyone, numel = engine.replica_groups.all_ranks, sum(p.numel() for p in engine.module.parameters())
     before = everyone.bytes_sent
     losses += train(engine, 2 + 19 * EVERY, 2 + 20 * EVERY)
     limit = {"none": 4.05, "int8": 1.1, "int4": 0.6, "signs": 0.2}[codec]

@@ -191,7 +191,7 @@ def test_one_bit_adam(world_size: int, stage: int, tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path)
     assert engine.core.reducer.cadence is Cadence.NEVER
     dense = engine.replica_groups.dense
-    link = dense.replicas if stage else dense.everyone
+    link = dense.replicas if stage else dense.all_ranks
     numel = sum(p.numel() for p in engine.module.parameters())
     before = link.bytes_sent
     train(engine, 8, 9)
@@ -213,7 +213,7 @@ def test_zero_one_adam(world_size: int, stage: int, tmp_path: Path) -> None:
     assert type(engine.optimizer) is ZeroOneAdam or stage
     size = world_size // 2 if stage else 1
     oracle, rank = Ranks(world_size // size, size, lines_of(engine)), dist.get_rank()
-    link = engine.replica_groups.dense.replicas if stage else engine.replica_groups.everyone
+    link = engine.replica_groups.dense.replicas if stage else engine.replica_groups.all_ranks
     synced, done, rates = oracle.params, None, 0.0
     saved: dict[int, list[Tensor]] = {}
     for update in range(1, 17):
@@ -277,7 +277,7 @@ def test_bytes_of_zero_one_adam() -> None:
         },
     }
     engine = deepspeed.initialize(model=nn.Linear(200, 200), config=config)[0]
-    link, sent = engine.replica_groups.everyone, dict[bool, int]()
+    link, sent = engine.replica_groups.all_ranks, dict[bool, int]()
     for update in range(1, 9):
         before = link.bytes_sent
         engine.backward(engine(torch.ones(2, 200)).square().mean())
@@ -539,8 +539,8 @@ def everything_owed(engine: Any) -> list[Tensor]:
     store = engine.core.store
     totals = [torch.zeros(p.numel()) for p in store.params]
     dense = engine.replica_groups.dense
-    copies = dense.replicas.size if engine.plan.zero.shard_state else dense.everyone.size
-    debts = engine.core.store.optimizer.debts([[o.master for o in group] for group in store.by_group])
+    copies = dense.replicas.size if engine.plan.zero.shard_state else dense.all_ranks.size
+    debts = engine.core.store.optimizer.server_errors([[o.master for o in group] for group in store.by_group])
     for owned in store.fragments:
         begin = owned.fragment.param_offset
         error = store.state_of(owned)["worker_error"].reshape(-1) / copies
@@ -631,7 +631,7 @@ def test_lines_that_were_loaded_share_the_masters_of_a_group_by_kind() -> None:
     for kind, sizes in ((1, [4, 4]), (0, [4, 2])):
         error = torch.full((sum(sizes),), float(kind + 1))
         exchange.lines[0, kind] = ExchangeGroup((0,), sizes, server_error=error)
-    debts = exchange.debts([[*copies, *parts]])
+    debts = exchange.server_errors([[*copies, *parts]])
     found = {member: [(start, debt.tolist()) for start, debt in owed] for member, owed in debts.items()}
     wanted = [(copies, 1.0), (parts, 2.0)]
     assert found == {id(m): [(0, [value] * m.numel())] for masters, value in wanted for m in masters}

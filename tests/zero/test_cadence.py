@@ -41,7 +41,7 @@ def test_ranks_on_their_own_for_a_while(world_size: int, dtype: torch.dtype) -> 
     engine = make_engine(0, dtype, micro_batches, clip)
     oracle = SimulatedRanks(world_size, dtype=dtype, micro_batches=micro_batches, clip=clip)
     announced = {0: NEVER, 3: BOUNDARY}
-    everyone = engine.replica_groups.everyone
+    everyone = engine.replica_groups.all_ranks
     for step in range(5):
         if step in announced:
             engine.core.executor.announce(announced[step])

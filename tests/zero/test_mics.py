@@ -120,7 +120,7 @@ def test_shards_and_bytes() -> None:
     trained = sum(b.shard.numel() for b in engine.sharded.trained_buckets)
     assert groups.replicas.bytes_sent - before == 4 * trained  # all-reduce over two: 2 (2-1)/2 per element
     assert groups.replicas.collectives.keys() == {"all_reduce"}
-    everyone = groups.everyone.collectives
+    everyone = groups.all_ranks.collectives
     assert "all_gather" not in everyone or everyone["all_gather"] <= 1  # that the models are equal
     assert "reduce_scatter" not in everyone
     engine.destroy()

@@ -135,7 +135,7 @@ def test_momentum_instead_of_gradients(
     oracle = SimulatedRanks(
         world_size, dtype=dtype, micro_batches=micro_batches, clip=clip, exchange=rounding(wire)
     )
-    everyone = engine.replica_groups.everyone
+    everyone = engine.replica_groups.all_ranks
     for step in range(STEPS):
         everyone.reset_counters()
         train_batch(engine, step, micro_batches, dtype, rank)

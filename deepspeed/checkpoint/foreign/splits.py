@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedParts:
     """The parts that the model that loads wants: placements by name, under all names of a parameter, and in how many
     matrices side by side it is split (Megatron's ``partition_stride``). This rank is number ``rank`` of ``ranks`` that
     split tensors."""
@@ -34,7 +34,7 @@ class Wanted:
     ranks: int = 1
 
     @classmethod
-    def by(cls, module: nn.Module, rank: int, ranks: int) -> Wanted:
+    def by(cls, module: nn.Module, rank: int, ranks: int) -> WantedParts:
         params = dict(module.named_parameters(remove_duplicate=False))
         return cls(
             placements={name: placement_of(param) for name, param in params.items()},
@@ -77,7 +77,7 @@ class Described:
 
 
 def split_placements(
-    name: str, shapes: Sequence[Shape], info: Mapping[str, Any] | None, wanted: Wanted | None
+    name: str, shapes: Sequence[Shape], info: Mapping[str, Any] | None, wanted: WantedParts | None
 ) -> Sequence[Placement | None]:
     """Return where the tensors that ``len(shapes)`` ranks saved under ``name`` lie in the whole one; None: it is
     unknown and not needed.
@@ -113,7 +113,9 @@ _RULES = (
 )
 
 
-def _like(name: str, shapes: Sequence[Shape], known: Placement, wanted: Wanted) -> Sequence[Placement | None]:
+def _like(
+    name: str, shapes: Sequence[Shape], known: Placement, wanted: WantedParts
+) -> Sequence[Placement | None]:
     """From the global shape in the model that loads: the dim along which the parts add up to it."""
     whole = known.global_shape
     if all(shape == whole for shape in shapes):

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.foreign.splits import Wanted
+from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of, save_of
 from deepspeed.checkpoint.shards import ShardIndex
@@ -55,7 +55,7 @@ class UniversalFiles:
     catalog: Catalog
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
-    wanted: Wanted | None
+    wanted: WantedParts | None
     first: FileOfSave
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ def add_universal(
     catalog: Catalog,
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     common: Mapping[str, Any],
-    wanted: Wanted | None,
+    wanted: WantedParts | None,
     first: FileOfSave,
 ) -> None:
     """Let ``catalog``, which has the content of the model files, find master weights and optimizer state in the

@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive
-from deepspeed.checkpoint.foreign.splits import Shape, Wanted
+from deepspeed.checkpoint.foreign.splits import Shape, WantedParts
 from deepspeed.checkpoint.foreign.universal_format import (
     add_universal,
     is_universal,
@@ -65,7 +65,7 @@ def open_upstream(
     first: dict[str, Any],
     read: Read,
     order: Order | None,
-    wanted: Wanted | None = None,
+    wanted: WantedParts | None = None,
 ) -> Catalog:
     """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage 0,
     ``wanted`` for the parts of tensor-parallel ranks that do not say how they belong together."""
@@ -108,7 +108,7 @@ def _add_unsharded(
     first: dict[str, Any],
     read: Read,
     order: Order | None,
-    wanted: Wanted | None,
+    wanted: WantedParts | None,
 ) -> None:
     """Stages 0 to 2 without a pipeline, experts included."""
     parts = split_parts(catalog, models, first, read, wanted)
@@ -133,7 +133,7 @@ def _add_unsharded(
 
 
 def _add_pipeline(
-    catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+    catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
 ) -> None:
     """All stages; of a tied weight the first stage's copy."""
     layers = layer_files(catalog.folder, read)
@@ -192,7 +192,7 @@ def _add_module(
 
 
 def _add_universal(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
 ) -> None:
     """Trained parameters from their folders; frozen ones and buffers from the model files. Each stage of a pipeline
     names its own parameters, and its weights are in no model file."""
@@ -335,7 +335,7 @@ class _Shards:
 
 
 def _stage3_shards(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
 ) -> list[_Shards]:
     _, ranks = parallel_sizes(first)
     by_rank: dict[int, dict[Path, dict[str, Any]]] = {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
-from deepspeed.checkpoint.foreign.splits import Shape, Wanted, split_placements
+from deepspeed.checkpoint.foreign.splits import Shape, WantedParts, split_placements
 from deepspeed.checkpoint.names import model_ranks
 from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
@@ -48,7 +48,7 @@ def split_parts(
     models: list[Path],
     first: dict[str, Any],
     read: Read,
-    wanted: Wanted | None,
+    wanted: WantedParts | None,
     elsewhere: Collection[str] = (),
 ) -> list[UpstreamPart]:
     """Read what each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
@@ -94,7 +94,7 @@ def placed_parts(
     contents: Mapping[Path, Mapping[str, Any]],
     shapes: Sequence[Mapping[str, Shape]],
     first: Mapping[str, Any],
-    wanted: Wanted | None,
+    wanted: WantedParts | None,
 ) -> list[UpstreamPart]:
     """``contents``: a file of each tensor-parallel rank; ``shapes``: of its parts of the weights, by name."""
     info = first.get(UNIVERSAL_CHECKPOINT_INFO)

@@ -93,7 +93,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTokens:
     """Arguments at the ``indices`` [B, kept] of the tokens that a layer keeps. ``shared``: they are the same in all
     rows."""
 

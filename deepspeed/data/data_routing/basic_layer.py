@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.logging import warning_once
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.data.data_routing.arguments import Batch, Kept, has_common_tokens
+from deepspeed.data.data_routing.arguments import Batch, KeptTokens, has_common_tokens
 from deepspeed.data.data_routing.scheduler import RandomLTDScheduler
 from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens
 
@@ -112,7 +112,7 @@ class RandomLayerTokenDrop(nn.Module):
             "convert_to_random_ltd(engine, LayerClass)"
         )
 
-    def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> Kept:
+    def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> KeptTokens:
         """Choose the tokens to keep in this forward."""
         assert self.random_ltd_scheduler is not None
         self._check_cache(named)
@@ -121,7 +121,7 @@ class RandomLayerTokenDrop(nn.Module):
         indices = self.random_ltd_scheduler.sampler.draw(
             self.random_ltd_layer_id, self.reserved_length, batch.length, batch.sequences, hidden.device
         )
-        return Kept(batch, indices[:1].expand_as(indices) if shared else indices, shared)
+        return KeptTokens(batch, indices[:1].expand_as(indices) if shared else indices, shared)
 
     def _check_cache(self, named: Mapping[str, Any]) -> None:
         cache = named.get("past_key_values")

@@ -80,11 +80,11 @@ class PassSchedule:
     def _room(self, sharded: ShardedModel) -> int:
         """Bytes for parameters that stay gathered: what every rank has free, with a margin. Collective."""
         accelerator: DeepSpeedAccelerator = self.engine.accelerator
-        everyone = sharded.replica_groups.everyone
+        all_ranks = sharded.replica_groups.all_ranks
         # Host memory belongs to all of them.
-        shared_by = everyone.size if accelerator.device_name() == "cpu" else 1
+        shared_by = all_ranks.size if accelerator.device_name() == "cpu" else 1
         free = int(accelerator.available_memory() * (1 - _MARGIN)) // shared_by
-        return _least(everyone, free, self.engine.device)
+        return _least(all_ranks, free, self.engine.device)
 
     # The optimizer's states ---------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class PassSchedule:
             optimizer.reload_states()
 
 
-def _least(everyone: Communicator, value: int, device: torch.device) -> int:
+def _least(all_ranks: Communicator, value: int, device: torch.device) -> int:
     negative = torch.tensor([-value], dtype=torch.int64, device=device)
-    everyone.all_reduce_max(negative).wait()
+    all_ranks.all_reduce_max(negative).wait()
     return -int(negative.item())

@@ -76,7 +76,7 @@ class ExpertLoads:
         if not used:
             return {}
         sums = torch.cat([torch.cat([chosen, kept.view(1)]) for _, chosen, kept in used]).double()
-        self.engine.replica_groups.everyone.all_reduce(sums).wait()
+        self.engine.replica_groups.all_ranks.all_reduce(sums).wait()
         values: dict[str, float] = {}
         parts = sums.cpu().split([len(chosen) + 1 for _, chosen, _ in used])
         for (number, _, _), part in zip(used, parts, strict=True):

@@ -100,7 +100,7 @@ class Curvature:
         self._new = True
 
     def _mean(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        ranks = self.engine.replica_groups.everyone
+        ranks = self.engine.replica_groups.all_ranks
         flat = torch.cat([part.reshape(-1).float() for part in parts])
         ranks.all_reduce(flat, scale=1.0 / ranks.size).wait()
         pieces = flat.split([part.numel() for part in parts])

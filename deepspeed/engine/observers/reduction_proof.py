@@ -16,7 +16,7 @@ from deepspeed.base.logging import logger
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Cadence
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.layout import UNUSED_SLOT
+from deepspeed.zero.layout import UNUSED
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -105,12 +105,12 @@ class ReductionProof:
         """The largest difference of an element, as a multiple of what rounding explains. Collective."""
         core = self.engine.core
         assert core is not None
-        everyone = self.engine.replica_groups.of(param).everyone
+        all_ranks = self.engine.replica_groups.of(param).all_ranks
         seen = self._seen.get(index)
         if seen is None:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=self.engine.device)
-        if everyone.size > 1:
-            dist.all_reduce(seen, group=everyone.group)
+        if all_ranks.size > 1:
+            dist.all_reduce(seen, group=all_ranks.group)
         before, after = self.engine.facts.gradient_rule().factors(
             self.engine.replica_groups.of(param).divisor
         )
@@ -118,7 +118,7 @@ class ReductionProof:
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):
             return 0.0
-        terms = everyone.size + self._passes.get(index, 1) + 1
+        terms = all_ranks.size + self._passes.get(index, 1) + 1
         rounding = max(torch.finfo(dtype).eps for dtype in (bucket.dtype, bucket.layout.wire_dtype))
         bound = size * (terms * rounding) + torch.finfo(bucket.layout.wire_dtype).tiny
         got = whole.reshape(-1).double()
@@ -131,7 +131,7 @@ class ReductionProof:
 
 
 def _trained(bucket: GradBucket) -> list[int]:
-    return [slot.param for slot in bucket.layout.slots if slot.param != UNUSED_SLOT and slot.numel]
+    return [slot.param for slot in bucket.layout.slots if slot.param != UNUSED and slot.numel]
 
 
 def _applies(engine: Engine) -> bool:

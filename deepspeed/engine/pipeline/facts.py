@@ -14,7 +14,7 @@ from deepspeed.parallel.pipeline.messages.connections import Connections
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import stage_on_chain
-from deepspeed.parallel.pipeline.stage_run import Links
+from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 
 class PipelineFacts(DeepSpeedEngine):
@@ -124,7 +124,7 @@ class PipelineFacts(DeepSpeedEngine):
         return self.stage_id == self.num_stages - 1
 
     @property
-    def _links(self) -> list[Links]:
+    def _links(self) -> list[ChunkLinks]:
         return self._connections.links
 
     @property

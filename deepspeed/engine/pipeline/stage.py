@@ -160,7 +160,7 @@ class BatchLosses:
 
     def over_replicas(self, values: Tensor) -> Tensor:
         """Return the mean of ``values`` over the replicas of this stage. Collective."""
-        replicas = self._engine.replica_groups.everyone
+        replicas = self._engine.replica_groups.all_ranks
         if replicas.size > 1:
             replicas.all_reduce(values.view(-1)).wait()
             values = values / replicas.size

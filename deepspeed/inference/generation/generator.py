@@ -144,7 +144,7 @@ class Generator:
     def step(self, unchanged: bool = False) -> list[Request]:
         """One forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module was not
         touched since the last one."""
-        scheduled = self.scheduler.schedule(self._max_tokens_with_drafts())
+        scheduled = self.scheduler.schedule(self._max_with_drafts())
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
         if pooled:
@@ -154,7 +154,7 @@ class Generator:
             self.sampler.forget(request)
         return requests
 
-    def _max_tokens_with_drafts(self) -> int | None:
+    def _max_with_drafts(self) -> int | None:
         """A forward is not to be computed by other kernels, with other roundings, for its proposed tokens."""
         return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 

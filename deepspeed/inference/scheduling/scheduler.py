@@ -151,9 +151,9 @@ class Scheduler:
         if request.state is not State.FINISHED:
             self._finish(request, "cancelled")
 
-    def schedule(self, max_tokens_with_drafts: int | None = None) -> list[Chunk]:
+    def schedule(self, max_with_drafts: int | None = None) -> list[Chunk]:
         """Return the chunks of the next forward, at most ``token_budget`` tokens, and reserve their blocks; empty only
-        without work. ``complete`` has to follow before the next call. ``max_tokens_with_drafts``: a forward is
+        without work. ``complete`` has to follow before the next call. ``max_with_drafts``: a forward is
         filled up with draft tokens only to this many; None: to the budget."""
         self._restart_grown()
         chunks = list(self._decode_chunks())
@@ -164,11 +164,7 @@ class Scheduler:
             self._preempt(self._running[-1])
             chunks = self._prefill_chunks(budget)
         if self.speculation is not None:
-            most = (
-                self.token_budget
-                if max_tokens_with_drafts is None
-                else min(max_tokens_with_drafts, self.token_budget)
-            )
+            most = self.token_budget if max_with_drafts is None else min(max_with_drafts, self.token_budget)
             self._propose(self.speculation, chunks, most)
         used = sum(chunk.size for chunk in chunks)
         self._count(chunks, used)

@@ -63,7 +63,7 @@ class Announcer(Protocol):
         ...
 
 
-class Alone:
+class SingleRankCommands:
     """There is one rank."""
 
     def announce(self, commands: Commands) -> Commands:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
-from deepspeed.inference.serving.commands import Alone, Announcer, Commands
+from deepspeed.inference.serving.commands import Announcer, Commands, SingleRankCommands
 from deepspeed.inference.serving.metrics import Metrics
 
 _PULSE_S = 10.0
@@ -115,7 +115,7 @@ class Service:
         self.failure: BaseException | None = None
         self.draining = False
         """Whether the server answers only those who have asked already."""
-        self._announcer: Announcer = announcer or Alone()
+        self._announcer: Announcer = announcer or SingleRankCommands()
         self._changed = threading.Condition()
         self._new = Commands()
         self._tickets: dict[int, Ticket] = {}  # waiting or being served

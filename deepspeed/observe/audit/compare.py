@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, AuditedStep, Run, Whole
+from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, AuditedStep, FullTensor, Run
 
 BATCH, LOSS, SCALE, NORM, RATE = "batch", "loss", "loss scale", "gradient norm", "learning rate"
 PHASES = {
@@ -187,21 +187,21 @@ class _Comparer:
                 yield Difference(a.number, PHASES[kind], name, module, _relative(x, y), text)
             yield from self._copies(a.number, kind, name, x, y)
 
-    def _copies(self, step: int, kind: str, name: str, x: Whole, y: Whole) -> Iterator[Difference]:
+    def _copies(self, step: int, kind: str, name: str, x: FullTensor, y: FullTensor) -> Iterator[Difference]:
         for run, whole in (("A", x), ("B", y)):
             if whole.copies:
                 ranks = ", ".join(map(str, whole.copies))
                 text = f"in {run}, rank {ranks} does not have what the ranks before it have"
                 yield Difference(step, PHASES[kind], name, _module(self.a, name), math.nan, text)
 
-    def _text(self, kind: str, name: str, x: Whole, y: Whole, everything: float) -> str:
+    def _text(self, kind: str, name: str, x: FullTensor, y: FullTensor, everything: float) -> str:
         if x.numel != y.numel:
             return f"{x.numel} elements in A, {y.numel} in B"
         if x.hash == y.hash or (self.tolerance and self._near(kind, name, x, y, everything)):
             return ""
         return how_far(x, y)
 
-    def _near(self, kind: str, name: str, x: Whole, y: Whole, everything: float) -> bool:
+    def _near(self, kind: str, name: str, x: FullTensor, y: FullTensor, everything: float) -> bool:
         far = distance(x, y)
         if math.isnan(far):
             return math.isnan(x.squares) and math.isnan(y.squares)
@@ -214,12 +214,12 @@ class _Comparer:
         return far <= max(self.tolerance * x.norm, min(0.5, 500 * self.tolerance) * moved)
 
 
-def distance(x: Whole, y: Whole) -> float:
+def distance(x: FullTensor, y: FullTensor) -> float:
     """An estimate of the Euclidean distance."""
     return math.sqrt(sum((q - p) ** 2 for p, q in zip(x.sketch, y.sketch, strict=True)) / len(x.sketch))
 
 
-def how_far(x: Whole, y: Whole) -> str:
+def how_far(x: FullTensor, y: FullTensor) -> str:
     """By how much ``y`` is another tensor than ``x``, and what the difference looks like."""
     if not (math.isfinite(x.squares) and math.isfinite(y.squares)):
         names = [run for run, whole in (("A", x), ("B", y)) if not math.isfinite(whole.squares)]
@@ -243,7 +243,7 @@ def how_far(x: Whole, y: Whole) -> str:
     return f"{text}: norm {x.norm:.6g} in A, {y.norm:.6g} in B"
 
 
-def _relative(x: Whole, y: Whole) -> float:
+def _relative(x: FullTensor, y: FullTensor) -> float:
     return distance(x, y) / x.norm if x.squares and x.numel == y.numel else math.inf
 
 

@@ -41,7 +41,7 @@ class AuditFile:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullTensor:
     """A tensor of a run, put together from the parts on its ranks."""
 
     numel: int
@@ -66,7 +66,7 @@ class AuditedStep:
     of_data: list[int]
     """Ranks that see samples of their own."""
 
-    def tensors(self, kind: str) -> dict[str, Whole]:
+    def tensors(self, kind: str) -> dict[str, FullTensor]:
         parts: dict[str, list[tuple[int, list[Any]]]] = {}
         for rank, line in enumerate(self.ranks):
             for name, part in line.get(kind, {}).items():
@@ -150,7 +150,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _joined(parts: Iterable[tuple[int, list[Any]]]) -> Whole:
+def _joined(parts: Iterable[tuple[int, list[Any]]]) -> FullTensor:
     seen: dict[tuple[int, int], str] = {}
     copies: dict[int, str] = {}
     numel, hashed, squares, sketch = 0, 0, 0.0, [0.0] * 8
@@ -165,4 +165,4 @@ def _joined(parts: Iterable[tuple[int, list[Any]]]) -> Whole:
         hashed = (hashed + int(content, 16)) % 2**64
         squares += part_squares
         sketch = [a + b for a, b in zip(sketch, part_sketch, strict=True)]
-    return Whole(numel, hashed, squares, tuple(sketch), copies)
+    return FullTensor(numel, hashed, squares, tuple(sketch), copies)

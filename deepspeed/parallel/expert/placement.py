@@ -27,7 +27,7 @@ _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class ExpertRanks:
     """The ranks that share the ``total`` experts of a layer, the name of its kind of weights, and whether their
     products may be computed by the kernel of GPUs."""
 
@@ -54,7 +54,7 @@ def mark_stacks(model: nn.Module) -> None:
 
 def is_spread(module: nn.Module) -> bool:
     """Return whether the module's tokens go to experts on other ranks."""
-    return isinstance(getattr(module, "_ds_spread", None), Spread)
+    return isinstance(getattr(module, "_ds_spread", None), ExpertRanks)
 
 
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:

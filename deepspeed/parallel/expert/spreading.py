@@ -25,7 +25,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import AutoEPConfig
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
-from deepspeed.parallel.expert.placement import Spread, stacked_experts
+from deepspeed.parallel.expert.placement import ExpertRanks, stacked_experts
 
 KEY = "expert_parallel.autoep_size"
 
@@ -63,7 +63,7 @@ class ExpertParallelism:
             total = int(experts.num_experts)  # type: ignore[arg-type]
             _keep_own(experts, size, number, context)
             triton = not self.config.disable_triton_grouped_mm
-            _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}", triton))
+            _send_tokens(experts, ExpertRanks(ranks, total, f"ep_size_{size}", triton))
         context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
 
 
@@ -119,7 +119,7 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context | Non
     experts.num_experts = local  # type: ignore[assignment]
 
 
-def _send_tokens(experts: nn.Module, spread: Spread) -> None:
+def _send_tokens(experts: nn.Module, spread: ExpertRanks) -> None:
     experts._ds_spread = spread  # type: ignore[assignment]
     experts.watch = None  # type: ignore[assignment]
     experts.forward = types.MethodType(_forward, experts)
@@ -129,7 +129,7 @@ def _send_tokens(experts: nn.Module, spread: Spread) -> None:
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The sum [tokens, hidden] of the chosen experts' outputs times ``top_k_weights`` [tokens, k]. A choice of
     ``num_experts`` or more is none."""
-    spread: Spread = self._ds_spread
+    spread: ExpertRanks = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
     parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
     orders = [TokenOrder.sort(chosen[part], spread.total) for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -100,13 +101,9 @@ class StageRun:
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
         """Do all of ``actions``. The log says at which one an exception was raised."""
-        remaining: dict[tuple[Kind, int], int] = {}
-        for action in actions:
-            remaining[action.kind, action.chunk] = remaining.get((action.kind, action.chunk), 0) + 1
+        remaining = Counter((action.kind, action.chunk) for action in actions)
         for chunk, links in enumerate(self.links):
-            links.post_receives(
-                remaining.get((Kind.FORWARD, chunk), 0), remaining.get((Kind.BACKWARD, chunk), 0)
-            )
+            links.post_receives(remaining[Kind.FORWARD, chunk], remaining[Kind.BACKWARD, chunk])
         steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         for action in actions:
             remaining[action.kind, action.chunk] -= 1

@@ -32,7 +32,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.transforms.recompute.checkpointing import SWITCH
-from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, RecomputeChoice, choose
+from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
 from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.zero.partitioning import blocks_of
 
@@ -82,7 +82,7 @@ class Budget:
         log_dist(report(choice), ranks=[0])
 
 
-def _at_least(limit: float, least: int, counted: Counted) -> str:
+def _at_least(limit: float, least: int, counted: Footprint) -> str:
     if limit > 1:
         return str(least)
     return f"{-(-100 * least // max(counted.everything, 1)) / 100:g}"
@@ -130,10 +130,10 @@ class Count:
     def blocks(self) -> list[nn.Module]:
         return list(dict.fromkeys(block for block, _ in self._calls))
 
-    def result(self) -> Counted:
+    def result(self) -> Footprint:
         calls = Counter(block for block, _ in self._calls)
         kinds = dict(self._calls)
-        return Counted(
+        return Footprint(
             kinds=self._records,
             blocks=[Block(kinds[block], calls[block]) for block in self.blocks],
             outside=self._outside.total,
@@ -368,7 +368,7 @@ class AgreeingRanks:
         return high == -low
 
 
-def agree(counted: Counted, ranks: AgreeingRanks) -> Counted:
+def agree(counted: Footprint, ranks: AgreeingRanks) -> Footprint:
     """The largest bytes and FLOPs of all ranks, which may have batches of different sizes. Where their blocks do not
     run the same operations (experts without tokens), only whole blocks are chosen from.
 

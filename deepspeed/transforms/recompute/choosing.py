@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Footprint:
     """A forward. ``outside``: bytes saved outside blocks, ``before`` of them until the last block ends; ``kinds``: one
     call of each kind of block."""
 
@@ -68,7 +68,7 @@ class Counted:
 class RecomputeChoice:
     """``ways``: one for each block. ``peak``: bytes, ``extra``: FLOPs run again."""
 
-    counted: Counted
+    counted: Footprint
     ways: Sequence[RecomputeWay]
     budget: int
     peak: int = field(default=0)
@@ -127,7 +127,7 @@ def _best_sets(items: Sequence[RecordedOp], most: int) -> list[list[RecordedOp]]
     return [[op for number, op in enumerate(items) if chosen >> number & 1] for chosen in distinct]
 
 
-def choose(counted: Counted, budget: int) -> RecomputeChoice:
+def choose(counted: Footprint, budget: int) -> RecomputeChoice:
     """The cheapest ways whose peak is at most ``budget`` bytes.
 
     Raises:
@@ -151,7 +151,7 @@ def choose(counted: Counted, budget: int) -> RecomputeChoice:
 
 
 def _within(
-    counted: Counted, options: Sequence[Sequence[RecomputeWay]], budget: int, last_whole: bool
+    counted: Footprint, options: Sequence[Sequence[RecomputeWay]], budget: int, last_whole: bool
 ) -> RecomputeChoice | None:
     """Note: the last blocks. What is kept is lowered until the peak fits as well."""
     room = budget - counted.outside
@@ -166,7 +166,7 @@ def _within(
     return None
 
 
-def _least(counted: Counted, options: Sequence[Sequence[RecomputeWay]]) -> int:
+def _least(counted: Footprint, options: Sequence[Sequence[RecomputeWay]]) -> int:
     least = [options[block.kind][0] for block in counted.blocks]
     peaks = [peak_of(counted, least)]
     if least:
@@ -175,7 +175,7 @@ def _least(counted: Counted, options: Sequence[Sequence[RecomputeWay]]) -> int:
 
 
 def _solved(
-    counted: Counted, options: Sequence[Sequence[RecomputeWay]], room: int, last_whole: bool
+    counted: Footprint, options: Sequence[Sequence[RecomputeWay]], room: int, last_whole: bool
 ) -> list[RecomputeWay] | None:
     if room < 0:
         return None
@@ -211,7 +211,7 @@ def _larger_last(blocks: Sequence[Block], ways: list[RecomputeWay]) -> list[Reco
     return ways
 
 
-def peak_of(counted: Counted, ways: Sequence[RecomputeWay]) -> int:
+def peak_of(counted: Footprint, ways: Sequence[RecomputeWay]) -> int:
     """Bytes kept at the end of forward, or while a block that runs again is whole, whichever is more."""
     kept = [way.kept * block.calls for way, block in zip(ways, counted.blocks, strict=True)]
     peak, so_far = counted.outside + sum(kept), counted.before

@@ -21,10 +21,10 @@ from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 
 
 class RowNorms:
-    """Watches the embeddings of ``module`` that have a ``max_norm``. ``everyone``: all ranks of a step."""
+    """Watches the embeddings of ``module`` that have a ``max_norm``. ``all_ranks``: all ranks of a step."""
 
-    def __init__(self, module: nn.Module, everyone: Communicator) -> None:
-        self.everyone = everyone
+    def __init__(self, module: nn.Module, all_ranks: Communicator) -> None:
+        self.all_ranks = all_ranks
         self._tables: list[Any] = [
             each
             for each in module.modules()
@@ -38,7 +38,7 @@ class RowNorms:
     def _watch(self, table: Any) -> Any:
         def looked_up(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             ids = args[0] if args else kwargs["input"]
-            if self.everyone.size == 1:
+            if self.all_ranks.size == 1:
                 self._take_over(table, ids)
             else:
                 self._remember(table, ids)
@@ -62,7 +62,7 @@ class RowNorms:
 
     def settle(self) -> None:
         """Clip the rows that any rank has looked up since the last step. Collective."""
-        if self._tables and self.everyone.size > 1:
+        if self._tables and self.all_ranks.size > 1:
             self._clip_seen()
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class RowNorms:
         seen = self._seen.get(table)
         if seen is None:
             seen = torch.zeros(full_shape(table.weight)[0], dtype=torch.int64, device=device)
-        self.everyone.all_reduce_max(seen).wait()
+        self.all_ranks.all_reduce_max(seen).wait()
         return seen.nonzero().view(-1)
 
     def destroy(self) -> None:

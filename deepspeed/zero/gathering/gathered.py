@@ -113,7 +113,7 @@ class GatheredParameters:
             return False  # the ranks have lost contact: no agreement is possible any more
         misshapen = self._misshapen() if error is None else None
         first = self.params[0]
-        failure = _agree_on_failure(first.ds_owner.everyone, first.device, error or misshapen)
+        failure = _agree_on_failure(first.ds_owner.all_ranks, first.device, error or misshapen)
         if failure is None:
             self._publish()
             return True
@@ -145,7 +145,7 @@ class GatheredParameters:
     def _publish(self) -> None:
         assert self.modifier_rank is not None
         for param in self.params:
-            communicator = param.ds_owner.everyone
+            communicator = param.ds_owner.all_ranks
             source = _position(self.modifier_rank, communicator)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             communicator.broadcast(value.view(-1), src=source).wait()

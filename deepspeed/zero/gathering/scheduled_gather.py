@@ -83,7 +83,7 @@ class GatherChannel(Protocol):
 class ScheduledGather(FetchingGather):
     """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
 
-    ``everyone`` joins all ranks that take a step together; ``channels``, by bucket, those that hold one copy of its
+    ``all_ranks`` joins all ranks that take a step together; ``channels``, by bucket, those that hold one copy of its
     weights.
     """
 
@@ -94,12 +94,12 @@ class ScheduledGather(FetchingGather):
         server: ShardServers,
         *,
         prefetch_numel: int,
-        everyone: Communicator,
+        all_ranks: Communicator,
     ) -> None:
         super().__init__(buckets, server)
         self.turns = self
         self.channels = channels
-        self.everyone = everyone
+        self.all_ranks = all_ranks
         self.prefetch_numel = prefetch_numel
         self.order = LaunchOrder()
         self.counts = GatherCounts()
@@ -325,7 +325,7 @@ class ScheduledGather(FetchingGather):
     def settle(self) -> None:
         """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
-        self.everyone.all_reduce_max(begun).wait()
+        self.all_ranks.all_reduce_max(begun).wait()
         self.start_sum = lambda b: None
         if begun.item():
             self._launch_rest()
@@ -337,12 +337,12 @@ class ScheduledGather(FetchingGather):
         record = self.order.record
         device = self.buckets[0].device
         message: list[int] = []
-        changed = self.everyone.rank == 0 and record != self._last_record
+        changed = self.all_ranks.rank == 0 and record != self._last_record
         if changed:
             numels = [bucket.layout.padded_numel for bucket in self.buckets]
             message = encode([with_foresight(entries, numels, self.prefetch_numel) for entries in record])
         header = torch.tensor([len(message) if changed else -1], dtype=torch.int64, device=device)
-        self.everyone.broadcast(header, src=0).wait()
+        self.all_ranks.broadcast(header, src=0).wait()
         length = int(header.item())
         self._last_record = record
         if length < 0:
@@ -351,5 +351,5 @@ class ScheduledGather(FetchingGather):
         body = torch.zeros(length, dtype=torch.int64, device=device)
         if changed:
             body.copy_(torch.tensor(message, dtype=torch.int64))
-        self.everyone.broadcast(body, src=0).wait()
+        self.all_ranks.broadcast(body, src=0).wait()
         self.order.end_step(decode(body.tolist()))

@@ -147,10 +147,10 @@ class ShardServer:
         self._accepted: list[socket.socket] = []
         self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         mine = (*self._listener.getsockname()[:2], secrets.token_bytes(_TOKEN_BYTES))
-        everyone: list[Any] = [None] * communicator.size
-        dist.all_gather_object(everyone, mine, group=communicator.group)
-        self._addresses: list[tuple[str, int, bytes]] = everyone
-        self._token = everyone[0][2]
+        all_ranks: list[Any] = [None] * communicator.size
+        dist.all_gather_object(all_ranks, mine, group=communicator.group)
+        self._addresses: list[tuple[str, int, bytes]] = all_ranks
+        self._token = all_ranks[0][2]
         self._barrier = make_barrier(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)

@@ -35,7 +35,7 @@ class ShardedBucket(ParamBucket):
     When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``reshard``.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
-    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
+    the ranks that hold one copy, ``all_ranks`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
     shard of the whole bucket: on the device, or where shards are offloaded to; ``check`` is called before a shard is
     accessed there.
     """
@@ -49,14 +49,14 @@ class ShardedBucket(ParamBucket):
         communicator: Communicator,
         *,
         persistent: bool,
-        everyone: Communicator | None = None,
+        all_ranks: Communicator | None = None,
         keep: Callable[[Tensor], Tensor] = torch.clone,
         check: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layout, params, communicator)
         self.keep = keep
         self.check = check
-        self.everyone = everyone or communicator
+        self.all_ranks = all_ranks or communicator
         self.persistent = persistent
         self.lossy = False  # whether gathers round the weights
         self.status = Status.SHARDED
@@ -182,7 +182,7 @@ class ShardedBucket(ParamBucket):
     def first_replica(self) -> bool:
         """Return whether this rank's shard is the first of those that hold the same (runs of neighbours hold one
         copy)."""
-        return self.everyone.rank < self.communicator.size
+        return self.all_ranks.rank < self.communicator.size
 
     def cut_of(self, position: int) -> ShardCut:
         """Return how one parameter is divided among the shards."""

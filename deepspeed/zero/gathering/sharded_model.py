@@ -76,7 +76,7 @@ class ShardedModel:
         self.prefetch_numel = prefetch_numel
         self._kept_by_config = {bucket.layout.index for bucket in self.buckets if bucket.persistent}
         self._kept: set[int] = set()  # by ``keep_gathered``
-        self.row_norms = RowNorms(module, replica_groups.everyone)
+        self.row_norms = RowNorms(module, replica_groups.all_ranks)
 
     def _note_neighbours(self, bucket: ShardedBucket) -> None:
         if self.replica_groups.group_size <= 1:
@@ -160,7 +160,7 @@ def shard_module(
             layout,
             everything.params,
             replica_groups[layout.replica_group].shard,
-            everyone=replica_groups[layout.replica_group].written_by,
+            all_ranks=replica_groups[layout.replica_group].written_by,
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
             check=storage.check if storage.on_file and not persistent else None,
@@ -199,8 +199,8 @@ class GatherLinks:
         self.packing = packing
 
     @property
-    def everyone(self) -> Communicator:
-        return self.replica_groups.everyone
+    def all_ranks(self) -> Communicator:
+        return self.replica_groups.all_ranks
 
     def shards(self, replica_group: str) -> int:
         """Over how many ranks one copy of the weights is spread."""
@@ -262,7 +262,7 @@ def make_gatherer(
             links.channels(buckets, server),
             server,
             prefetch_numel=prefetch_numel,
-            everyone=links.everyone,
+            all_ranks=links.all_ranks,
         )
     return FetchingGather(buckets, server)
 

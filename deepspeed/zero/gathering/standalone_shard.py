@@ -23,12 +23,12 @@ class SoloShard:
         self,
         param: nn.Parameter,
         communicator: Communicator,
-        everyone: Communicator | None = None,
+        all_ranks: Communicator | None = None,
         swap: SwapFile | None = None,
     ) -> None:
         self.swap = swap
         self.communicator = communicator
-        self.everyone = everyone or communicator
+        self.all_ranks = all_ranks or communicator
         self.numel = param.numel()
         size = communicator.size
         per_rank = -(-self.numel // size)
@@ -78,20 +78,20 @@ class SoloShard:
 
     def shard_alike(self, param: nn.Parameter) -> None:
         """Partition another, still whole, parameter over the same ranks."""
-        shard_alone(param, self.communicator, self.everyone, self.swap)
+        shard_alone(param, self.communicator, self.all_ranks, self.swap)
 
 
 def shard_alone(
     param: nn.Parameter,
     communicator: Communicator,
-    everyone: Communicator | None = None,
+    all_ranks: Communicator | None = None,
     swap: SwapFile | None = None,
 ) -> None:
-    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
+    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``all_ranks`` (more ranks,
     if there are replicas). ``swap``: the file that keeps the shard, if not memory. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
-        (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, SoloShard(param, communicator, everyone, swap), 0)
+        (all_ranks or communicator).broadcast(param.data.view(-1), src=0).wait()
+        zero_params.convert(param, SoloShard(param, communicator, all_ranks, swap), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

@@ -185,7 +185,7 @@ def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -
     has no such format."""
     packing, chosen = plan.packing, plan.packing.codec
     if chosen is None:
-        codec = codec_for(layout, packing.gradients, random=packing.random, rank=replica_group.everyone.rank)
+        codec = codec_for(layout, packing.gradients, random=packing.random, rank=replica_group.all_ranks.rank)
         if codec is None:
             return None
         encode = ErrorFeedback(codec, *packing.feedback) if packing.feedback is not None else None
@@ -193,7 +193,7 @@ def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -
     if replica_group.shard.size == 1 or layout.padded_numel < BLOCK * replica_group.shard.size:
         return None
     if packing.random:
-        chosen = chosen.seeded(seed_of(layout.index, replica_group.everyone.rank)) or chosen
+        chosen = chosen.seeded(seed_of(layout.index, replica_group.all_ranks.rank)) or chosen
     if not plan.zero.shard_state:
         return CompressedSum(replica_group.shard, chosen, keeps_errors=packing.keeps_errors)
     encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None

@@ -39,7 +39,7 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
 from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradPlace
-from deepspeed.zero.layout import UNUSED_SLOT
+from deepspeed.zero.layout import UNUSED
 
 
 def _will_arrive(param: nn.Parameter) -> bool:
@@ -139,9 +139,7 @@ class GradReducer:
         places: dict[int, GradPlace] = {}
         members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
-            slots = [
-                (i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != UNUSED_SLOT
-            ]
+            slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != UNUSED]
             places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
             members.append([index for _, index in slots])
         self._places = places

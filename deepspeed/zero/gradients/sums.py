@@ -48,7 +48,7 @@ class GradientSum(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class ErrorFeedback(Protocol):
     """Error feedback of a wire format: keeps what it has lost of this rank's gradients, and adds it to the next."""
 
     parts: frozenset[str]
@@ -61,7 +61,7 @@ class Keeper(Protocol):
     def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
 
 
-def keeper_of(over_ranks: GradientSum) -> Keeper | None:
+def keeper_of(over_ranks: GradientSum) -> ErrorFeedback | None:
     """The one inside of a format and those that it wraps; formats that may keep errors have ``keeper``."""
     found: Any = over_ranks
     while found is not None:

@@ -86,7 +86,7 @@ class ColumnChoice:
     def _share(self, held: float, whole: float) -> float:
         """Average a share over all ranks, so that they decide alike."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
-        for communicator in (self.replica_groups.everyone, *self.replica_groups.across.values()):
+        for communicator in (self.replica_groups.all_ranks, *self.replica_groups.across.values()):
             if communicator.size > 1:
                 communicator.all_reduce(both).wait()
         held, whole = both.tolist()

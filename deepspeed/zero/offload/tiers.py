@@ -362,7 +362,7 @@ class OffloadedTier(ResidentTier):
         for record, span in sub_group.spans():
             record.bind(slot.buffer[span])
         sub_group.stage(slot.buffer)
-        staged = _lend_views(part, sub_group.views)
+        staged = _substitute_views(part, sub_group.views)
         apply(part)
         self._put_weights_back(staged, slot)
         for record, span in sub_group.spans():
@@ -405,16 +405,16 @@ class OffloadedTier(ResidentTier):
             self.swap.close()
 
 
-def _lend_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _substitute_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Let the update write to ``views`` instead of weights it cannot reach; ``(view, weights)`` pairs."""
-    lent: list[tuple[Tensor, Tensor]] = []
+    substituted: list[tuple[Tensor, Tensor]] = []
     for group in part:
         for i, owned in enumerate(group.fragments):
             view = views.get(id(owned))
             if view is not None and owned.low is not None:
                 group.lows[i] = view
-                lent.append((view, owned.low))
-    return lent
+                substituted.append((view, owned.low))
+    return substituted
 
 
 def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[SwapRecord]:

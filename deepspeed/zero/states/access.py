@@ -21,7 +21,7 @@ from deepspeed.optim.loss_scaler import LossScaler
 from deepspeed.zero.bucket import WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.layout import UNUSED_SLOT
+from deepspeed.zero.layout import UNUSED
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.fragments import write_pieces
 from deepspeed.zero.states.store import PARAMS, OwnedFragment, StateStore
@@ -132,7 +132,7 @@ class StateAccess:
             self.names[slot.param]: bucket.layout.cut_of(slot)
             for bucket in self.store.param_buckets
             for slot in bucket.layout.slots
-            if slot.param != UNUSED_SLOT
+            if slot.param != UNUSED
         }
 
     def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
@@ -312,7 +312,7 @@ class StateAccess:
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
         """Return the elements that the shard of a bucket holds."""
-        trained = [slot for slot in bucket.layout.slots if slot.param != UNUSED_SLOT]
+        trained = [slot for slot in bucket.layout.slots if slot.param != UNUSED]
         slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.ops.update import DebtKeeper
-from deepspeed.zero.gradients.sums import Keeper, keeper_of
+from deepspeed.ops.update import ServerErrorOwner
+from deepspeed.zero.gradients.sums import ErrorFeedback, keeper_of
 from deepspeed.zero.placements import in_parts
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
@@ -49,11 +49,11 @@ class OwnState:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer
         kinds = self.store.traits.rank_state
-        debts = self._debts()
+        server_errors = self._server_errors()
         by_name: dict[str, list[dict[str, Any]]] = {}
         for name, owned, state in self._states():
             piece = {kind: state[kind] for kind in kinds if kind in state}
-            about = {START: owned.fragment.param_offset, DEBTS: list(debts.get(id(owned.master), ()))}
+            about = {START: owned.fragment.param_offset, DEBTS: list(server_errors.get(id(owned.master), ()))}
             by_name.setdefault(name, []).append({**piece, **about})
         by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
         return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
@@ -79,8 +79,8 @@ class OwnState:
             self._take([saved[rank]] if alike else saved)
         optimizer.load_own_state(_Parts(saved), rank, ranks)
         if len(saved) and not alike and not (self._whole() and self._same_pieces(saved[0])):
-            if isinstance(optimizer, DebtKeeper):
-                optimizer.forget_debts()
+            if isinstance(optimizer, ServerErrorOwner):
+                optimizer.forget_server_errors()
             self._owe(saved)
         # It may have restored weights that differ from rank to rank.
         self.store.refresh_low(self.store.fragments)
@@ -88,7 +88,7 @@ class OwnState:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]
 
-    def _keepers(self) -> dict[int, Keeper]:
+    def _keepers(self) -> dict[int, ErrorFeedback]:
         """By the index of their bucket."""
         found = {b.layout.index: keeper_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
         return {index: keeper for index, keeper in found.items() if keeper is not None}
@@ -114,15 +114,15 @@ class OwnState:
             keepers[index].restore(kept, devices[index][0])
         return []
 
-    def _debts(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+    def _server_errors(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
         optimizer: Any = self.store.optimizer
-        if not isinstance(optimizer, DebtKeeper):
+        if not isinstance(optimizer, ServerErrorOwner):
             return {}
         params = self.store.params
         groups = [
             sorted(group, key=lambda o: in_parts(params[o.param_index])) for group in self.store.by_group
         ]
-        return optimizer.debts([[owned.master for owned in group] for group in groups])
+        return optimizer.server_errors([[owned.master for owned in group] for group in groups])
 
     def _states(self) -> list[tuple[str, OwnedFragment, dict[str, Any]]]:
         names, store = self.access.names, self.store
@@ -146,7 +146,7 @@ class OwnState:
         return theirs == [piece for piece in mine if piece in used]
 
     def _whole(self) -> bool:
-        """Return whether parameters are in one piece here: the optimizer then knows how to share the debts of another
+        """Return whether parameters are in one piece here: the optimizer then knows how to share the errors of another
         number of ranks that had them so as well."""
         return all(
             owned.fragment.numel == full_shape(self.store.params[owned.param_index]).numel()

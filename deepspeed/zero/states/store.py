@@ -25,8 +25,8 @@ PARAMS = "params"
 class StateStore:
     """Owns the master weights and knows the optimizer's state by fragment.
 
-    The client's optimizer keeps its group dicts, with the client's parameters in them; ``lend`` puts the fragments in
-    their place while the optimizer works.
+    The client's optimizer keeps its group dicts, with the client's parameters in them; ``swap_groups`` puts the
+    fragments in their place while the optimizer works.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class StateStore:
                 cut[key] = part.to(master.device, dtype, copy=True)
         return cut
 
-    def lend(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _Lent:
-        """``with store.lend(...)``: the optimizer's groups hold the masters of the given fragments."""
-        return _Lent(self.optimizer, [[owned.master for owned in group] for group in fragments_by_group])
+    def swap_groups(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _GroupSwap:
+        """``with store.swap_groups(...)``: the optimizer's groups hold the masters of the given fragments."""
+        return _GroupSwap(self.optimizer, [[owned.master for owned in group] for group in fragments_by_group])
 
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
         return self.optimizer.state.get(owned.master, {})
@@ -230,7 +230,7 @@ class StateStore:
         return first_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)
 
 
-class _Lent:
+class _GroupSwap:
     """Swaps ``group["params"]`` of every group and puts the client's own lists back, whatever happens."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, lists: list[list[Tensor]]) -> None:
@@ -239,8 +239,8 @@ class _Lent:
 
     def __enter__(self) -> None:
         self.kept = [group[PARAMS] for group in self.groups]
-        for group, lent in zip(self.groups, self.lists, strict=True):
-            group[PARAMS] = lent
+        for group, masters in zip(self.groups, self.lists, strict=True):
+            group[PARAMS] = masters
 
     def __exit__(self, *exc: object) -> None:
         for group, kept in zip(self.groups, self.kept, strict=True):

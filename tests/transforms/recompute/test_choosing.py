@@ -7,7 +7,14 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, choose, peak_of, ways_of
+from deepspeed.transforms.recompute.choosing import (
+    Block,
+    BudgetTooSmall,
+    Footprint,
+    choose,
+    peak_of,
+    ways_of,
+)
 from deepspeed.transforms.recompute.recorded import BlockRecord, RecordedOp
 
 MM = torch.ops.aten.mm.default
@@ -47,7 +54,7 @@ def test_ways_of_a_block_are_the_best_of_all_sets() -> None:
 def test_the_cheapest_choice_for_any_budget(after: int) -> None:
     kinds = [block(*OPS), block((5, 5), (6, 2), inputs=4)]
     blocks = [Block(0), Block(1), Block(0), Block(0)]
-    counted = Counted(kinds=kinds, blocks=blocks, outside=after + 5, before=5)
+    counted = Footprint(kinds=kinds, blocks=blocks, outside=after + 5, before=5)
     options = [ways_of(kinds[each.kind]) for each in blocks]
     everything = list(product(*options))
     for budget in range(counted.everything, 40, -7):
@@ -67,9 +74,9 @@ def test_the_cheapest_choice_for_any_budget(after: int) -> None:
 def test_the_last_block_runs_again_only_if_more_follows() -> None:
     """Of 63 bytes a block keeps 10 at least; but while the last one runs again, it has 63."""
     blocks = [Block(0), Block(0)]
-    alone = Counted(kinds=[block((100, 50))], blocks=blocks)
+    alone = Footprint(kinds=[block((100, 50))], blocks=blocks)
     with pytest.raises(BudgetTooSmall, match="73"):
         choose(alone, 65)
     assert [way.kept for way in choose(alone, 73).ways] == [10, 63]
-    followed = Counted(kinds=[block((100, 50))], blocks=blocks, outside=200)
+    followed = Footprint(kinds=[block((100, 50))], blocks=blocks, outside=200)
     assert [way.kept for way in choose(followed, 265).ways] == [10, 10]
