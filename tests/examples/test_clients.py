@@ -215,7 +215,13 @@ def test_zero_inference() -> None:
 def test_zero_inference_of_a_saved_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.1,
+        eos_token_id=None,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     script = str(REPOSITORY / "examples" / "zero_inference" / "generate.py")

@@ -148,8 +148,9 @@ def test_a_model_that_cannot_be_called_without_arguments(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
+    line, explained = ended.stderr.splitlines()
     assert line.startswith(f"ds plan: --model needing:{what}") and said in line
+    assert explained.startswith("explained in docs/troubleshooting.md#")
     assert line.endswith("give a function without arguments that returns the model, as module:function")
 
 
