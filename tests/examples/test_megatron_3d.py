@@ -28,7 +28,7 @@ def test_a_universal_checkpoint_of_both_stages(tmp_path: Path) -> None:
     """Converted, it loads where one stage has all layers; data begin anew, which the layout has no place for."""
     split = run(trained, 4, arguments=["--parts", "2", *SHORT, "3", "--save", str(tmp_path)])[0]
     convert(tmp_path / "global_step3", tmp_path / "universal")
-    given = ["--stages", "1", "--parts", "2", *SHORT, "3", "--load", str(tmp_path), "--universal"]
+    given = ["--parts", "2", *SHORT, "3", "--stages", "1", "--load", str(tmp_path), "--universal"]
     universal = run(trained, 2, arguments=given)[0]
     assert universal["begun"] == 3 and universal["first"] == pytest.approx(split["last"], abs=1e-5)
     assert universal["last"] < universal["first"]

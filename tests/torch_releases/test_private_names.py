@@ -31,7 +31,6 @@ NAMES: dict[str, str | None] = {
     "torch._C._autograd._get_sequence_nr": None,  # numbers of autograd's nodes: observe/flops/counting.py
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
-    "torch._C._functorch.peek_interpreter_stack": None,
     "torch._C._will_engine_execute_node": None,  # which gradients will arrive: zero/gradients/reducer.py
     "torch._dynamo.backends.common.aot_autograd": "",
     "torch._dynamo.config.ignore_logger_methods": None,

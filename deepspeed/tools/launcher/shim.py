@@ -248,7 +248,9 @@ def _write(path: str, *, message: str, origin: str, callstack: str, time: float,
 def _one_line_of(error: BaseException) -> str:
     import traceback
 
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
+    told = traceback.TracebackException(type(error), error, None)
+    told.__notes__ = None  # the report is of one line
+    return "".join(told.format_exception_only()).strip()
 
 
 def _oldest(error: BaseException) -> BaseException:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.observe.audit.compare import distance, how_far
 from deepspeed.observe.audit.fingerprints import Fingerprints, batch_entry, entry
-from deepspeed.observe.audit.records import Whole, _joined
+from deepspeed.observe.audit.records import FullTensor, _joined
 
 N = 150_001  # more than two runs of the tables
 
@@ -20,7 +20,7 @@ def take() -> Fingerprints:
     return Fingerprints(torch.device("cpu"))
 
 
-def whole(take: Fingerprints, tensor: Tensor, *cuts: int) -> Whole:
+def whole(take: Fingerprints, tensor: Tensor, *cuts: int) -> FullTensor:
     edges = [0, *cuts, tensor.numel()]
     flat = tensor.reshape(-1)
     parts = [

@@ -54,11 +54,11 @@ def test_processes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_ds_io_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ds_io.main(["--folder", str(tmp_path / "no"), "--io_size", "1M"]) == 1
+    assert ds_io.main(["--folder", str(tmp_path / "no"), "--io_size", "1M"]) == 2
     assert "no such directory" in capsys.readouterr().err
-    assert ds_io.main(["--folder", str(tmp_path), "--io_size", "1M", "--use_gds"]) == 1
+    assert ds_io.main(["--folder", str(tmp_path), "--io_size", "1M", "--use_gds"]) == 2
     assert "aio_handle" in capsys.readouterr().err
-    assert ds_io.main(["--folder_to_device_mapping", "oops", "--io_size", "1M"]) == 1
+    assert ds_io.main(["--folder_to_device_mapping", "oops", "--io_size", "1M"]) == 2
     assert "FOLDER:0,1" in capsys.readouterr().err
 
 
@@ -95,8 +95,8 @@ def test_the_best_reads_and_writes_in_least_time() -> None:
 
 
 def test_ds_nvme_tune_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main(["--nvme_dir", str(tmp_path / "no")]) == 1
-    assert tune.main(["--nvme_dir", str(tmp_path), "--no_read", "--no_write"]) == 1
+    assert tune.main(["--nvme_dir", str(tmp_path / "no")]) == 2
+    assert tune.main(["--nvme_dir", str(tmp_path), "--no_read", "--no_write"]) == 2
     assert "nothing to measure" in capsys.readouterr().err
     with pytest.raises(ValueError, match="unknown setting 'blok_size'"):
         tune.space_of({"blok_size": [1]})
