@@ -395,7 +395,9 @@ def keeps_own_gradients(cell: Cell, step: int) -> bool:
 
 
 def mean_square(sums: list[Tensor], size: int) -> float:
-    """The mean over copies of their squared norms; each copy has the data of ``size`` replicas."""
+    """The mean over copies of their squared norms; each copy has the data of ``size`` replicas, or of all if there are
+    fewer: where ranks share sequences, or layers besides experts, groups are of ranks with the same data."""
+    size = min(size, len(sums))
     ends = [torch.zeros_like(sums[0]), *sums[size - 1 :: size]]
     parts = [(after - before) * (len(ends) - 1) for before, after in zip(ends, ends[1:], strict=False)]
     return float(torch.stack([part.norm().square() for part in parts]).mean())
