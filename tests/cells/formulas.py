@@ -208,15 +208,17 @@ class Lamb(Formula):
 
 
 class Muon(Formula):
-    """Jordan et al. 2024 for hidden matrices, AdamW for the rest."""
+    """Jordan et al. 2024 for hidden matrices, AdamW for the rest, as for embeddings and heads. What has more dimensions
+    is a matrix of the first one by all others."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
-        if param.ndim < 2 or "embed" in self.names[param]:
+        name = self.names[param].lower()
+        if param.ndim < 2 or "embed" in name or "lm_head" in name:
             moments(state, grad)
             adam(param, state, rate)
             return
         m = state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * grad
-        ahead = 0.9 * m + 0.1 * grad
+        ahead = (0.9 * m + 0.1 * grad).flatten(1)
         rows, columns = ahead.shape
         x = ahead.T if rows > columns else ahead
         x = x.double() / x.double().norm().clamp(min=1e-300)
@@ -224,7 +226,7 @@ class Muon(Formula):
             gram = x @ x.T
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
         x = (x.T if rows > columns else x) * max(1.0, rows / columns) ** 0.5
-        param.mul_(1 - rate * DECAY).sub_(rate * x.to(param.dtype))
+        param.mul_(1 - rate * DECAY).sub_(rate * x.to(param.dtype).view_as(param))
 
 
 class OneBitAdam(Formula):
