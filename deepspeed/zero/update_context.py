@@ -221,7 +221,8 @@ def local_squares(
 
     Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
     mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that clipping
-    scales all of them alike and does not turn their mean.
+    scales all of them alike and does not turn their mean. Copies of experts that divide the tokens all count, as each
+    has a gradient of its own.
     """
     total = 0.0
     for replica_group, params in members.items():
@@ -230,8 +231,10 @@ def local_squares(
             part
             for owned in store.fragments
             if owned.param_index in chosen
-            for part in counted(
-                store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset
+            for part in (
+                [owned.gradient()]
+                if replica_group.divided
+                else counted(store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset)
             )
         ]
         total += sum_of_squares(grads) / holders_of(replica_group, sharded=sharded).size

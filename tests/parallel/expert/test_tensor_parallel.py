@@ -45,6 +45,36 @@ def test_equals_one_process(stage: int, ep_size: int, split: bool) -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+def test_the_norm_of_gradients_that_stay_apart() -> None:
+    """After 1-bit Adam's first updates: copies of experts have gradients of their own tokens, and all of them count."""
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}
+    settings = {**config(0, clip=0.0), "optimizer": optimizer}
+    engine = deepspeed.initialize(model=Model(1, place=(0, 1)), config=settings, mpu=Unit(TP))[0]
+    own: dict[str, torch.Tensor] = {}
+    for name, param in engine.module.named_parameters():
+        param.register_hook(lambda grad, name=name: own.__setitem__(name, grad.clone()))
+    alone = Model(1, place=(0, 1))
+    for step in range(2):
+        alone.load_state_dict(engine.module.state_dict())
+        engine.backward(engine(batch(step, 0)))
+        engine.step()
+    alone(batch(1, 0)).backward()
+    squares = 0.0
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        parts = [torch.empty_like(param) for _ in range(TP)]
+        dist.all_gather(parts, own[name])
+        divided = "deepspeed_experts" in name
+        together = torch.stack(parts).sum(0) if divided else parts[0]
+        torch.testing.assert_close(together, param.grad, rtol=1e-4, atol=1e-6)
+        # a mean over ranks is the sum of what their tokens give
+        counting = [TP * part for part in parts] if divided else parts
+        squares += sum(float(part.square().sum()) for part in counting) / TP
+    assert float(engine.get_global_grad_norm()) == pytest.approx(squares**0.5, rel=1e-5)
+    engine.destroy()
+
+
 @distributed(world_size=4)
 def test_a_number_of_tokens_that_does_not_divide_and_a_capacity() -> None:
     """Also a token that no rank keeps, and random numbers drawn by experts of unequal numbers of tokens."""
