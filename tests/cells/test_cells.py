@@ -62,6 +62,7 @@ FOUND = [
     "precision=bf16 optimizer=0/1_Adam evaluate=true batch_change=true schedule=warmup compression=weights "
     "token_drop=true",
     "ranks=2 axes=pp order=zero-bubble-v fp8=true",
+    "model=moe ranks=4 axes=tp+ep stage=2 shards=mics optimizer=1-bit_LAMB",
 ]
 """Cells that failed once, made small."""
 
