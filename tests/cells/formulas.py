@@ -116,6 +116,12 @@ class Compressed(nn.Linear):
         super().__init__(inputs, outputs)
         self.kind, self.mask = kind, Tensor()
 
+    @torch.no_grad()
+    def prune(self) -> None:
+        """Keeps the larger half of the weights as they are now, in full: wires and 16 bits make ties."""
+        sizes = self.weight.abs()
+        self.mask = sizes >= sizes.flatten().sort(descending=True).values[sizes.numel() // 2 - 1]
+
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if self.kind == "weights":
@@ -123,9 +129,6 @@ class Compressed(nn.Linear):
         if self.kind == "activations":
             input = quantized(input, -1)
         if self.kind == "pruning":
-            if not self.mask.numel():  # the first forward is with the first weights
-                sizes = weight.detach().abs()
-                self.mask = sizes >= sizes.flatten().sort(descending=True).values[sizes.numel() // 2 - 1]
             weight = weight * self.mask.to(weight.dtype)
         return functional.linear(input, weight, self.bias)
 

@@ -215,6 +215,9 @@ class Alone:
         with torch.no_grad():
             for name, param in self.masters.named_parameters():
                 param.copy_(whole_value(name, param.shape))
+        for each in self.masters.modules():
+            if isinstance(each, formulas.Compressed):
+                each.prune()
         self.named = dict(self.masters.named_parameters())
         freeze(cell, self.named)
         dtype = DTYPES.get(cell.precision)
