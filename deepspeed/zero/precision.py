@@ -15,6 +15,8 @@ from deepspeed.zero.params import follow_dtype, is_cast
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 """Attribute of a parameter: the dtype of its gradient in sums over ranks, if it is not the parameter's."""
+IN_FULL = "ds_in_full"
+"""Attribute of a module that is True where it computes in fp32 also under autocast."""
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
@@ -89,9 +91,12 @@ def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, to
 
 
 def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Parameter]:
-    """Parameters of modules of these classes, given by their qualified names."""
+    """Parameters of modules of these classes, given by their qualified names, but not of modules ``IN_FULL``, whose
+    gradients have more than 16 bits."""
     safe = set(classes)
     for owner in module.modules():
+        if getattr(owner, IN_FULL, False):
+            continue
         kinds = type(owner).__mro__
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
         names |= {f"torch.nn.{kind.__name__}" for kind in kinds if getattr(nn, kind.__name__, None) is kind}

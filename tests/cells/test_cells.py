@@ -64,6 +64,7 @@ FOUND = [
     "ranks=2 axes=pp order=zero-bubble-v fp8=true",
     "model=moe ranks=4 axes=tp+ep stage=2 shards=mics optimizer=1-bit_LAMB",
     "ranks=2 stage=3 wire=qwz compression=pruning",
+    "model=moe precision=autocast optimizer=Muon",
 ]
 """Cells that failed once, made small."""
 

@@ -144,6 +144,8 @@ def _documented(routes: Routes, ep_group: ProcessGroup | None, sparse: bool) -> 
 class _Router(nn.Linear):
     """Logits in fp32, whatever the dtype of weight and input, also under autocast."""
 
+    ds_in_full = True
+
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.float(), self.weight.float())

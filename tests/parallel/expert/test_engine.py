@@ -75,6 +75,20 @@ def test_bf16(stage: int) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=2)
+def test_the_router_s_gradient_stays_in_full_under_autocast(stage: int) -> None:
+    """It is computed in fp32. In bf16 it would no longer add up to nothing over experts, of which Muon makes much."""
+    settings = config(stage, clip=0.0, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine = start(settings, 2)
+    engine.backward(engine(batch(0, dist.get_rank())))
+    for block in engine.module.blocks:
+        found = safe_get_full_grad(block.moe.deepspeed_moe.gate.wg.weight)
+        assert found is not None and float(found.norm()) > 1e-4
+        assert float(found.sum(0).norm()) < 1e-5 * float(found.norm())
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_bytes_of_the_exchange() -> None:
     """2 k h per token times the share that leaves the rank, forward and again backward, and the counts."""
