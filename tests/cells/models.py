@@ -137,10 +137,11 @@ class PlainMixture(nn.Module):
         first, second = self.chosen.unbind(1)
         weights = torch.stack([chances.gather(1, each[:, None])[:, 0] for each in (first, second)], 1)
         weights = weights / weights.sum(1, keepdim=True)
-        output = torch.zeros_like(tokens)
+        outputs = []
         for number, each in enumerate(self.deepspeed_moe.experts.deepspeed_experts):
             share = weights[:, 0] * (first == number) + weights[:, 1] * (second == number)
-            output = output + share[:, None].to(tokens.dtype) * each(tokens)
+            outputs.append(share[:, None] * (output := each(tokens)).float())
+        output = sum(outputs).to(output.dtype)  # rounded once, to what experts give (also under autocast)
         fraction = functional.one_hot(first, EXPERTS).float().mean(0)
         return output.reshape(x.shape), EXPERTS * (chances.mean(0) * fraction).sum(), None
 
