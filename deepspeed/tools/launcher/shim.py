@@ -249,7 +249,7 @@ def _one_line_of(error: BaseException) -> str:
     import traceback
 
     told = traceback.TracebackException(type(error), error, None)
-    told.__notes__ = None  # the report is of one line
+    told.__notes__ = None  # pyright: ignore[reportAttributeAccessIssue]  # the report is of one line
     return "".join(told.format_exception_only()).strip()
 
 
