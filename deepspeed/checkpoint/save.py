@@ -135,27 +135,19 @@ def _save_copied(
 ) -> None:
     """Save a copy of the values in a thread, as ``save`` does; each file is flushed when it is written. Collective
     among the threads."""
-    try:
+    with _abandoned_on_errors(folder, ranks):
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
                 raise copied
         assert isinstance(copied, SavedFiles)
         _check_moment(copied.moment, ranks)
         request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
-        folder = folder or _prepare_folder(request, ranks)
+    folder = folder or _prepare_folder(request, ranks)
+    with _abandoned_on_errors(folder, ranks):
         with ranks.together("writing the checkpoint"):
             report = copied.report()
         _write(copied, report, folder, ranks, flushed=True)
         _commit(folder, request, ranks, flushed=True)
-    except CommunicationError:
-        if folder is not None:
-            folder.leave()
-        raise  # it is unknown what the other ranks are doing
-    except Exception:
-        if folder is not None:
-            folder.discard()
-        ranks.any(False)  # afterwards it is gone on all ranks
-        raise
 
 
 def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
@@ -207,15 +199,18 @@ def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
 
 
 @contextmanager
-def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
-    """Discard the staging folder if the block raises: the former checkpoint is left. Collective in that case."""
+def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
+    """Discard the staging folder, if there is one yet, if the block raises: the former checkpoint is left. Collective
+    in that case."""
     try:
         yield
     except CommunicationError:
-        folder.leave()
+        if folder is not None:
+            folder.leave()
         raise  # it is unknown what the other ranks are doing
     except Exception:
-        folder.discard()
+        if folder is not None:
+            folder.discard()
         ranks.any(False)  # afterwards it is gone on all ranks
         raise
 

@@ -52,7 +52,9 @@ def resolve_optimizer(
     if callable(client):
         return client(groups)
     if client is not None:
-        raise TypeError(f"optimizer must be a torch optimizer or a callable, not {type(client).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
+        )
     if config.optimizer_name is None or not groups:
         return None
     set_optimizer_flags(config, module)
@@ -98,8 +100,9 @@ def left_out(
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
     if model_parameters == [] and any(param.requires_grad for param in module.parameters()):
         raise ValueError(
-            "model_parameters is empty, although the model could train. A generator such as model.parameters() can be "
-            "read once only: pass a new one or a list, or leave the argument out for all of the model's."
+            "model_parameters is empty, although the model has trainable parameters. A generator such as "
+            "model.parameters() can be read once only: pass a new one or a list, or leave the argument out for all of "
+            "the model's."
         )
 
 

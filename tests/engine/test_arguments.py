@@ -112,7 +112,7 @@ def test_an_optimizer_may_be_named_given_or_made_by_a_callable(stage: int) -> No
 
     results = [run(make()[0]) for make in (named, given, made)]
     assert same(results[0], results[1]) and same(results[0], results[2])
-    with pytest.raises(TypeError, match="torch optimizer or a callable, not str"):
+    with pytest.raises(TypeError, match="torch.optim.Optimizer or a callable, not str"):
         deepspeed.initialize(model=make_model(), config=bare, optimizer="adam")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FLOATS_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_IN_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 
 
 class PackedWeightsError(ValueError):
@@ -91,7 +91,7 @@ def unpacked(
     layers: dict[str, _Parts] = defaultdict(_Parts)
     for name, value in tensors:
         found = pattern.fullmatch(name)
-        if found is None or (found["part"] == "weight" and value.dtype not in (*_FLOATS_8, *_INTEGERS)):
+        if found is None or (found["part"] == "weight" and value.dtype not in _IN_8_BITS):
             yield name, value
         else:
             layers[found["layer"]][found["part"]] = value
@@ -102,9 +102,6 @@ def unpacked(
         except PackedWeightsError as error:
             raise PackedWeightsError(f"{layer}: {error}") from error
         yield f"{layer}.weight", weight
-
-
-_INTEGERS = (torch.int8, torch.uint8)
 
 
 class _Parts(dict[str, Tensor]):
