@@ -35,7 +35,9 @@ from tests.engine.test_step_cost import calls_of
 from tests.pool import ROOT, distributed, free_port
 
 SECONDS = 1.0
-SETUP_SECONDS = 8.0  # forty processes start at once, and one may import while the other waits for it
+SETUP_SECONDS = (
+    15.0  # forty processes start at once, and one may compile what it imports while the other waits for it
+)
 
 # An engine of two ranks; `step` trains.
 PROLOGUE = """
@@ -301,7 +303,7 @@ class Job:
             **os.environ,
             "DS_SHM": "1" if transport == "shared_memory" else "0",
             "TEST_TIMEOUT": str(timeout_s),
-            "TEST_LEAVES": str(reporter) if timeout_s > 10 else "none",
+            "TEST_LEAVES": str(reporter) if timeout_s == 60.0 else "none",
             "TEST_SECONDS": str(SECONDS),
             "TEST_SETUP_SECONDS": str(SETUP_SECONDS),
             "TEST_STORE": f"file://{folder}/store" if reporter == 0 else f"tcp://127.0.0.1:{free_port()}",
@@ -338,7 +340,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
             transport,
             body,
             reporter=int("with the store" in name),
-            timeout_s=4.0 if name == "the timeout" else 60.0,
+            timeout_s=12.0 if name == "the timeout" else 60.0,  # half of it is the longest to a report
         )
         for number, (name, (transport, body, _)) in enumerate(SCENARIOS.items())
         if transport == "gloo" or shared_memory.is_available()
@@ -357,7 +359,9 @@ def test_the_report_names_what_happened(name: str, jobs: dict[str, Job]) -> None
     for rank in range(2):
         expected = expected.replace(f"PID{rank}", str(jobs[name].ranks[rank].pid))
     output = jobs[name].finish()
-    assert output.count("no progress in communication") == (2 if name == "the timeout" else 1), output
+    reports = output.count("no progress in communication")
+    # The timeout's error repeats the last of them.
+    assert reports >= 2 if name == "the timeout" else reports == 1, output
     assert re.search(expected, output, re.DOTALL), output
 
 

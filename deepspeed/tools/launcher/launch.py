@@ -26,7 +26,7 @@ from deepspeed.tools.launcher import cores, ports, shim
 from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.failures import OF_A_PEER
-from deepspeed.tools.launcher.processes import adopt_orphans, handled_by
+from deepspeed.tools.launcher.processes import adopt_orphans, handled_by, holding_signals
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
 
@@ -185,8 +185,8 @@ def run(args: argparse.Namespace) -> int:
     adopt_orphans()
     if args.enable_elastic_training:  # by default it would end this process; a handler of its own comes later
         signal.signal(START_ANEW, lambda *_: None)
-    from deepspeed.tools.launcher.agent import NodeJob, supervise  # imports torch
-
+    with holding_signals():  # this imports torch: an interrupt within might abort it, or be lost
+        from deepspeed.tools.launcher.agent import NodeJob, supervise
     if args.enable_elastic_training:
         from deepspeed.tools.launcher.elastic import supervise
 
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
         min_nodes=elastic_nodes[0],
         max_nodes=elastic_nodes[1],
     )
-    # Until the ranks run: then the agent has handlers of its own. Not while torch is imported, which might swallow it.
+    # Until the ranks run: then the agent has handlers of its own.
     with handled_by(_end):
         return supervise(job)
 

@@ -64,8 +64,8 @@ def supervise(
                 remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
-    # A busy machine: it did not end in time, but this is not why it ended.
-    if code == -signal.SIGKILL and requests.asked:
+    # It did not end in time and was killed, or was interrupted where Python can only abort: not why it ended.
+    if code < 0 and requests.asked:
         return 128 + requests.asked[0]
     return code if code >= 0 else 128 - code
 

@@ -164,6 +164,21 @@ def test_nothing_outlives_a_kill_at_the_start(tmp_path, signum, after_s):
     assert marked(value) == []
 
 
+@pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), 11)", "os._exit(130)"])
+def test_the_code_tells_the_request_however_the_launcher_ends(ends: str) -> None:
+    """Python can only abort where an interrupt arrives in a callback of a library."""
+    launcher = (
+        f"import os, resource, signal; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        f"signal.signal(2, lambda *_: {ends}); print(flush=True); signal.pause()"
+    )
+    command = (
+        "import os, signal, sys, threading, time; from deepspeed.tools.launcher.supervision import supervise\n"
+        "threading.Timer(1.0, os.kill, (os.getpid(), 2)).start()\n"
+        "sys.exit(supervise([sys.executable, '-c', sys.argv[1]]))"
+    )
+    assert subprocess.run([sys.executable, "-c", command, launcher], env=environment()).returncode == 130
+
+
 def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
     """Not that of one that lives, whatever its process id says, nor one that is no launcher's."""
     hold = (
