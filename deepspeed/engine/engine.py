@@ -27,7 +27,7 @@ from deepspeed.engine.half_loaded import HalfLoaded
 from deepspeed.engine.notes import warn_of_patches
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
-from deepspeed.engine.optimizer import no_training, require_optimizer
+from deepspeed.engine.optimizer import list_parameters, no_training, require_optimizer
 from deepspeed.engine.parts.accumulation import (
     MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - clients import it from here
     Accumulation,
@@ -113,9 +113,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         # Mistaken arguments are refused before the module is touched.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         modules.require_module(model)
-        if model_parameters is not None:
-            # It may be a generator, but is read twice; torch's own optimizers take named_parameters(), too.
-            model_parameters = [each[1] if isinstance(each, tuple) else each for each in model_parameters]
+        model_parameters = list_parameters(model_parameters)
         # Transforms replace layers and parameters, so they precede whatever looks at these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         modules.check_module(model)
@@ -252,7 +250,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
                 "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
                 "at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
             )
-        self._build_training(client_optimizer, None if model_parameters is None else list(model_parameters))
+        self._build_training(client_optimizer, list_parameters(model_parameters))
         self.lr_scheduler = resolve_scheduler(
             self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
         )

@@ -29,6 +29,27 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
 
+def list_parameters(given: Any) -> list[Any] | None:
+    """Return the parameters and groups that ``initialize`` was given, a list as they are read twice; None if none were.
+
+    Pairs of a name and a parameter are taken, as by torch's optimizers, and a single group. TypeError: another type.
+    """
+    if given is None:
+        return None
+    if isinstance(given, dict) and PARAMS in given:
+        given = [given]
+    entries = [given] if isinstance(given, (dict, torch.Tensor)) else list(given)
+    entries = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    for entry in entries:
+        is_group = isinstance(entry, dict) and PARAMS in entry
+        if entry is given or not (is_group or isinstance(entry, torch.Tensor)):
+            raise TypeError(
+                f"model_parameters {'is' if entry is given else 'holds'} a {type(entry).__name__}: pass an iterable of "
+                "parameters, such as model.parameters(), or of groups, such as [{'params': [...], 'lr': 1e-4}]"
+            )
+    return entries
+
+
 def resolve_optimizer(
     config: DeepSpeedConfig,
     plan: Plan,

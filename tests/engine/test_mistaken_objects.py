@@ -99,6 +99,35 @@ def test_an_exhausted_generator_is_named(stage: int) -> None:
         deepspeed.initialize(model=model, model_parameters=params, config=config_for(stage))
 
 
+MISTAKEN: dict[str, Callable[[nn.Module], Any]] = {
+    "is a dict: pass": lambda model: dict(model.named_parameters()),
+    "is a Parameter: pass": lambda model: next(model.parameters()),
+    "holds a dict: pass": lambda model: [{"lr": 0.1}],
+    "holds a list: pass": lambda model: [list(model.parameters())],
+    "holds a str: pass": lambda model: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKEN)
+@distributed(world_size=1)
+def test_what_is_no_parameter_is_named(text: str) -> None:
+    model = make_model()
+    given = MISTAKEN[text](model)
+    with pytest.raises(TypeError, match=f"model_parameters {text}.*such as model.parameters"):
+        deepspeed.initialize(
+            model=model, model_parameters=list(given) if "str" in text else given, config=config_for(0)
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=1)
+def test_one_group_is_a_list_of_one(stage: int) -> None:
+    model = make_model()
+    group = {"params": list(model.parameters()), "lr": 0.25}
+    _, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=group, config=config_for(stage))
+    assert [each["lr"] for each in optimizer.param_groups] == [0.25]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @distributed(world_size=1)
 def test_a_frozen_model_is_named(stage: int) -> None:
