@@ -98,10 +98,17 @@ def _text(path: str, target: str | None) -> str:
         rows |= NAMES.get(known, {})
     for name, place in rows.items():
         module, _, renamed = place.partition(":")
-        lines.append(f"from {module} import {renamed or name} as {name}")
+        lines += _exported(module, renamed or name, name)
     below = dict.fromkeys(name for known in documented for name in SUBMODULES.get(known, ()))
     lines += [f"from {path} import {name} as {name}" for name in below]
     return "\n".join(lines) + "\n"
+
+
+def _exported(module: str, name: str, exported: str) -> list[str]:
+    """Return lines that export a name. To strict checkers, what a stub imports under another name is private."""
+    if name == exported:
+        return [f"from {module} import {name} as {name}"]
+    return [f"from {module} import {name} as _{exported}", f"{exported} = _{exported}"]
 
 
 def _root_text() -> str:
@@ -114,7 +121,7 @@ def _root_text() -> str:
     lines.append("from deepspeed.version import __version__ as __version__")
     for name, module in tables["_MODULES"].items():
         package, _, last = module.rpartition(".")
-        lines += [f"from {package} import {last} as {name}"] if package else []
+        lines += _exported(package, last, name) if package else []
     lines += [f"from {module} import {name} as {name}" for name, module in tables["_NAMES"].items()]
     lines += ["HAS_TRITON: bool", "dist: Any", ""]
     return "\n".join(lines)
