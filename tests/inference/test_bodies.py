@@ -80,12 +80,9 @@ def test_any_body_ends_soon(name: str) -> None:
     assert len(body) <= SIZE
     gc.collect()
     gc.freeze()  # as the server does: what it holds is not collected again for each body
-    try:
-        began = time.thread_time()
-        message = read(body)
-        took = time.thread_time() - began
-    finally:
-        gc.unfreeze()
+    began = time.thread_time()
+    message = read(body)
+    took = time.thread_time() - began
     assert took < 0.5
     assert message and len(message) < 200
 
