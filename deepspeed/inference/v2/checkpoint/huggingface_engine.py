@@ -18,13 +18,16 @@ class HuggingFaceCheckpointEngine(CheckpointEngineBase):
     Args:
         model_name_or_path: of the folder or model.
         auth_token: for the hub.
+        config: of the model; None: it is read.
         hf_kwargs: for ``AutoConfig.from_pretrained``, such as ``trust_remote_code``.
 
     Raises:
         FileNotFoundError: there are no weights.
     """
 
-    def __init__(self, model_name_or_path: str, auth_token: str | None = None, **hf_kwargs: Any) -> None:
+    def __init__(
+        self, model_name_or_path: str, auth_token: str | None = None, *, config: Any = None, **hf_kwargs: Any
+    ) -> None:
         from transformers import AutoConfig, GenerationConfig
 
         self.model_name_or_path = model_name_or_path
@@ -37,7 +40,7 @@ class HuggingFaceCheckpointEngine(CheckpointEngineBase):
         if found is None:
             raise FileNotFoundError(f"{folder} holds no weights (.safetensors or .bin)")
         self._weights = found
-        self.model_config = AutoConfig.from_pretrained(folder, **hf_kwargs)
+        self.model_config = config or AutoConfig.from_pretrained(folder, **hf_kwargs)
         self.model_config.max_seq_length = longest_sequence(self.model_config)
         if (folder / "generation_config.json").is_file():
             self.generation_config = GenerationConfig.from_pretrained(folder)
