@@ -43,10 +43,7 @@ class Pretrained:
         self.config: Any = None
         if "gguf_file" not in self._arguments:
             self.config = AutoConfig.from_pretrained(name)
-
-    @property
-    def _quantization(self) -> Any:
-        return getattr(self.config, "quantization_config", None)
+        self._quantization = getattr(self.config, "quantization_config", None)
 
     @property
     def is_classifier(self) -> bool:

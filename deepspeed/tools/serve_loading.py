@@ -48,17 +48,15 @@ def load(args: argparse.Namespace) -> LoadedServer:
     from deepspeed.inference.serving.app import ServerSettings, make_app
 
     settings = ServerSettings(**clients_of(args))
-    sources = [_of_model(one, Pretrained, one.model) for one in args.each]
+    sources = [(one, _of_model(one, Pretrained, one.model)) for one in args.each]
     if args.tp_size == 1:
         check_memory(args, sources)
     made: list[_Causal | _CrossEncoder] = [
         _of_model(one, _CrossEncoder if source.is_classifier else _Causal, one, source)
-        for one, source in zip(args.each, sources, strict=True)
+        for one, source in sources
     ]
     parts = cache_parts(args, [each.largest_cache for each in made])
-    served = [
-        _of_model(one, each.serve, part) for one, each, part in zip(args.each, made, parts, strict=True)
-    ]
+    served = [_of_model(each.args, each.serve, part) for each, part in zip(made, parts, strict=True)]
     models = Models(served)
     for name, folder, base in _adapters_of(args):
         try:
@@ -193,17 +191,14 @@ def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
     return None if args.dtype == "auto" else DtypeEnum.from_str(args.dtype).value[0]
 
 
-def check_memory(args: argparse.Namespace, sources: Sequence[Pretrained]) -> None:
+def check_memory(args: argparse.Namespace, sources: Sequence[tuple[argparse.Namespace, Pretrained]]) -> None:
     """ValueError: weights, and caches of the size that is asked for, else of one longest sequence of each model, do not
     fit into the memory that is free. Counted is what they take at least."""
-    free, told, whole = get_accelerator().available_memory(), [], 0
     asked = args.kv_cache_memory_bytes if args.cache_gb is None else int(args.cache_gb * 2**30)
-    for one, source in zip(args.each, sources, strict=True):
-        weights, cache = source.least_bytes(dtype_of(one), one.max_length)
-        whole += weights + (0 if asked else cache)
-        told.append(f"{one.name} {weights / 2**30:.2f} and {cache / 2**30:.3f}")
-    whole += asked or 0
-    if whole > free:
+    least = {one.name: source.least_bytes(dtype_of(one), one.max_length) for one, source in sources}
+    whole = sum(weights + (0 if asked else cache) for weights, cache in least.values()) + (asked or 0)
+    if whole > (free := get_accelerator().available_memory()):
+        told = (f"{name} {each[0] / 2**30:.2f} and {each[1] / 2**30:.3f}" for name, each in least.items())
         raise ValueError(
             f"at least {whole / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB of memory are free (weights and "
             f"cache of one sequence, GiB: {', '.join(told)}): serve fewer models or smaller ones, with fewer bits "
@@ -215,9 +210,7 @@ def cache_parts(args: argparse.Namespace, largest: Sequence[int]) -> list[int]:
     """Return the bytes of each model's cache: what its own options say; of the rest, its share. ValueError: nothing is
     left for a model."""
     own = [cache_bytes_of(one) for one in args.each]
-    total = cache_bytes_of(args)
-    if total is None:
-        total = default_cache_bytes()
+    total = cache_bytes_of(args) or default_cache_bytes()
     left = total - sum(each or 0 for each in own)
     sharing = [at for at, each in enumerate(own) if each is None and largest[at]]
     if sharing and left <= 0:
@@ -244,19 +237,15 @@ def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """Yield the name, the folder and the model's name of each adapter. ValueError: an entry is none."""
     for one in args.each:
         for entry in one.lora_modules:
-            if entry.startswith("{"):
-                try:
-                    told = json.loads(entry)
-                    yield told["name"], told["path"], told.get("base_model_name") or one.name
-                except (ValueError, LookupError) as error:
-                    raise ValueError(
-                        f"--lora-modules: {entry}: an object with 'name' and 'path' is expected"
-                    ) from error
-                continue
-            name, separator, folder = entry.partition("=")
-            if not separator:
-                raise ValueError(f"--lora-modules: {entry!r}: name=folder is expected")
-            yield name, folder, one.name
+            try:
+                name, separator, folder = entry.partition("=")
+                plain = {"name": name, "path": folder} if separator else {}
+                told = json.loads(entry) if entry[:1] == "{" else plain
+                yield told["name"], told["path"], told.get("base_model_name") or one.name
+            except (ValueError, LookupError):
+                raise ValueError(
+                    f"--lora-modules: {entry!r}: name=folder is expected, or an object with 'name' and 'path'"
+                ) from None
 
 
 def template_of(given: str) -> str:

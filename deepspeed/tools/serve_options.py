@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
         found = super().parse_args(args, namespace)
         if found.config is not None:
             try:
-                given = _from_file(found.config)
+                given = _values_of(_mapping_in(found.config))
             except (OSError, ValueError) as problem:
                 self.error(f"--config {found.config}: {problem}")
             said = vars(_given_by(args)).keys()
@@ -90,11 +90,6 @@ def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
     return alone.parse_known_args(args)[0]
 
 
-def _from_file(path: str) -> dict[str, Any]:
-    """The values of the options in a file of YAML or JSON, checked as on the command line, by their destinations."""
-    return _values_of(_mapping_in(path))
-
-
 def _values_of(given: Mapping[Any, Any]) -> dict[str, Any]:
     """The values of options by their names, as on the command line, by their destinations. ValueError: there is no such
     option, or a value is missing."""
@@ -154,7 +149,7 @@ def _text_of_pipe(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
-_MODELS = {
+_MODEL = {
     "--model NAME=FOLDER": takes(
         "a further model, which requests choose by its name (default: the folder); or its options as an object, which "
         'override those given for all: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
@@ -162,8 +157,6 @@ _MODELS = {
         action="append",
         dest="models",
     ),
-}
-_MODEL = {
     "--name --served-model-name": takes("model name in responses (default: as given)"),
     "--dtype": takes("dtype of the weights, or int8; auto: the folder's (default: %(default)s)", "bf16"),
     "--quantization -q": takes(
@@ -287,7 +280,7 @@ _SIZES = _destinations(_CACHE_SIZES)
 """Of which one counts."""
 _OF_FIRST = {*_destinations(_MODEL, _CHATS), "cache_share"} - {"dtype", "tp_size", "seed"}
 """What an option says of the first model, and of no other."""
-_OF_ONE = {"model", *_destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS)} - {
+_OF_ONE = {*_destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS)} - {
     "tp_size",
     "gpu_memory_utilization",
 }
@@ -309,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     clients = {**_ADDRESS, "--token --api-key": token, **_CLIENTS}
     file = "YAML or JSON with options by their names; the command line overrides it"
     add_options(made, {"--config FILE": takes(file), "--local_rank": takes(argparse.SUPPRESS, -1)})
-    add_options(made.add_argument_group("model"), {**_MODELS, **_MODEL})
+    add_options(made.add_argument_group("model"), _MODEL)
     add_options(made.add_argument_group("address and clients"), clients)
     add_options(made.add_argument_group("logs and traces"), _LOGS)
     add_options(made.add_argument_group("scheduling and limits"), _LIMITS)

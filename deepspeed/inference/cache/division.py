@@ -8,16 +8,9 @@ from collections.abc import Sequence
 def divide(total: int, wanted: Sequence[int], shares: Sequence[float]) -> list[int]:
     """Return bytes for each model: ``total`` in proportion to ``shares``; what a part has beyond the most that its
     model can use (``wanted``) goes to the others, in proportion again."""
-    parts = [0] * len(wanted)
-    open_ones = list(range(len(wanted)))
-    while open_ones:
-        sum_of_shares = sum(shares[at] for at in open_ones)
-        fair = {at: int(total * shares[at] / sum_of_shares) for at in open_ones}
-        satisfied = [at for at in open_ones if wanted[at] <= fair[at]]
-        for at in satisfied or open_ones:
-            parts[at] = min(wanted[at], fair[at])
-        if not satisfied:
-            break
-        total -= sum(parts[at] for at in satisfied)
-        open_ones = [at for at in open_ones if at not in satisfied]
+    parts, left, shares_left = [0] * len(wanted), total, sum(shares)
+    # Those that use their part least come first, so that what they leave is known for the others.
+    for at in sorted(range(len(wanted)), key=lambda at: wanted[at] / shares[at]):
+        parts[at] = min(wanted[at], int(left * shares[at] / shares_left))
+        left, shares_left = left - parts[at], shares_left - shares[at]
     return parts

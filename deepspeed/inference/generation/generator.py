@@ -251,11 +251,7 @@ class Generator:
         return request
 
     def _affordable(
-        self,
-        block_bytes: int,
-        most: int,
-        cache_bytes: int | None,
-        group: Communicator | None,
+        self, block_bytes: int, most: int, cache_bytes: int | None, group: Communicator | None
     ) -> int:
         """Blocks, at most ``most``; the same on all ranks."""
         size = self.runner.block_size

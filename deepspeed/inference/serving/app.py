@@ -78,10 +78,7 @@ def make_app(models: Models, settings: ServerSettings | None = None) -> FastAPI:
     async def model(request: Request, name: str) -> Response:
         if not intake.authorize(request):
             return unauthorized()
-        try:
-            return JSONResponse(models.one(name))
-        except ModelError as problem:
-            return refusal_of(problem)
+        return JSONResponse(models.one(name))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -96,8 +93,12 @@ def make_app(models: Models, settings: ServerSettings | None = None) -> FastAPI:
     add_embedding_routes(app, intake, models)
     add_score_routes(app, intake, models)
     add_text_routes(app, intake, models)
-    if any(model.encode_pair is None for model in models):
+    if any(each["type"] != "rerank" for each in models.described()):
         _add_page(app)
+
+    @app.exception_handler(ModelError)
+    async def no_model(_: Request, problem: ModelError) -> Response:
+        return refusal_of(problem)
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, problem: HTTPException) -> Response:
@@ -112,10 +113,7 @@ def _add_health_routes(app: FastAPI, models: Models) -> None:
 
     def condition(request: Request, is_good: Callable[[Service | Services], bool]) -> Response:
         name = request.query_params.get("model")
-        try:
-            asked = models.services if name is None else models.find(name)[0].service
-        except ModelError as problem:
-            return refusal_of(problem)
+        asked = models.services if name is None else models.find(name)[0].service
         good, why = is_good(asked), {} if asked.failure is None else {"error": str(asked.failure)}
         return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,9 +77,6 @@ class Models:
         self._adapters: dict[str, tuple[str, Any, ServedModel]] = {}
         self._loading: set[str] = set()
         self._lock = threading.Lock()  # of both
-
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._models.values())
 
     def add(self, name: str, folder: str, base: str = "", *, anew: bool = False) -> None:
         """Load an adapter of the model ``base``. ``anew``: in place of one of this name; requests that have begun keep

@@ -349,7 +349,7 @@ class TextLogprob:
 
     text: str
     value: float | None
-    top: Mapping[str, float] = field(default_factory=dict)
+    top: Sequence[tuple[str, float]] = ()
     offset: int = 0
 
 
@@ -411,9 +411,7 @@ class Answer:
         if logprobs is not None and self.chat:
             told = {"content": [_told(each) for each in logprobs], "refusal": None}
         elif logprobs is not None:
-            tops = [
-                each.top and {text: _finite(value) for text, value in each.top.items()} for each in logprobs
-            ]
+            tops = [_by_text(each.top) for each in logprobs]
             told = {
                 "tokens": [each.text for each in logprobs],
                 "token_logprobs": [None if each.value is None else _finite(each.value) for each in logprobs],
@@ -446,8 +444,16 @@ def _told_pieces(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {**told, "tool_calls": list(calls.values())} if calls else told
 
 
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return, of tokens with one text, such as parts of characters, only the likeliest, which comes first."""
+    found: dict[str, float] = {}
+    for text, value in top:
+        found.setdefault(text, _finite(value))
+    return found
+
+
 def _told(entry: TextLogprob) -> dict[str, Any]:
-    top = [_entry(text, value) for text, value in entry.top.items()]
+    top = [_entry(text, value) for text, value in entry.top]
     return {**_entry(entry.text, entry.value or 0.0), "top_logprobs": top}
 
 

@@ -19,7 +19,7 @@ from deepspeed.inference.serving.bodies import RequestError
 from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_gone
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
+from deepspeed.inference.serving.service import BusyError, ClosedError, Update
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
@@ -61,7 +61,39 @@ class Embedder:
                 raise RequestError(f"{name}.{place}: {problem}", f"{name}.{place}") from None
 
     async def pooled(self, inputs: Sequence[Sequence[int]]) -> list[Tensor]:
-        return await _pooled(self.model.service, inputs, self._params)
+        """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service
+        has. BusyError: there is no place, and none of this request will become free."""
+        service = self.model.service
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+        tickets: dict[int, Any] = {}
+        vectors: list[Any] = [None] * len(inputs)
+        following = 0
+
+        def submit(index: int) -> None:
+            def listen(update: Update) -> None:
+                loop.call_soon_threadsafe(updates.put_nowait, (index, update))
+
+            tickets[index] = service.submit(inputs[index], self._params, listen)
+
+        try:
+            while following < len(inputs) or tickets:
+                while following < len(inputs) and len(tickets) < max(1, service.max_requests // 4):
+                    try:
+                        submit(following)
+                    except BusyError:
+                        if not tickets:
+                            raise
+                        break
+                    following += 1
+                index, update = await updates.get()
+                if update.error is not None:
+                    raise update.error
+                vectors[index] = update.pooled
+                service.cancel(tickets.pop(index), update.reason or "stop")
+        finally:
+            for ticket in tickets.values():
+                service.cancel(ticket)
+        return vectors
 
 
 async def answered(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
@@ -132,38 +164,3 @@ def _listed(data: Sequence[bytes], model: str, usage: dict[str, int]) -> Respons
             yield entry + (b", " if index < len(data) else b"]}")
 
     return StreamingResponse(parts(), media_type="application/json", headers={"Content-Length": str(size)})
-
-
-async def _pooled(service: Service, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
-    """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service has.
-    BusyError: there is no place, and none of this request will become free."""
-    loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
-    tickets: dict[int, Any] = {}
-    vectors: list[Any] = [None] * len(inputs)
-    following = 0
-
-    def submit(index: int) -> None:
-        def listen(update: Update) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, (index, update))
-
-        tickets[index] = service.submit(inputs[index], params, listen)
-
-    try:
-        while following < len(inputs) or tickets:
-            while following < len(inputs) and len(tickets) < max(1, service.max_requests // 4):
-                try:
-                    submit(following)
-                except BusyError:
-                    if not tickets:
-                        raise
-                    break
-                following += 1
-            index, update = await updates.get()
-            if update.error is not None:
-                raise update.error
-            vectors[index] = update.pooled
-            service.cancel(tickets.pop(index), update.reason or "stop")
-    finally:
-        for ticket in tickets.values():
-            service.cancel(ticket)
-    return vectors

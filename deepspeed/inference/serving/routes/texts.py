@@ -11,8 +11,8 @@ from pydantic import BaseModel, SkipValidation
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError, kind_of
-from deepspeed.inference.serving.handling import Intake, refusal_of, unauthorized
-from deepspeed.inference.serving.models import ModelError, Models
+from deepspeed.inference.serving.handling import Intake, unauthorized
+from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.version import __version__
 
@@ -41,12 +41,8 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         model, _ = models.find(request.model)
         tokens = _tokens_of(request, model.tokenizer)
         names = model.tokenizer.names(tokens) if request.return_token_strs else None
-        return {
-            "count": len(tokens),
-            "max_model_len": model.max_length,
-            "tokens": tokens,
-            "token_strs": names,
-        }
+        counts = {"count": len(tokens), "max_model_len": model.max_length}
+        return {**counts, "tokens": tokens, "token_strs": names}
 
     def detokenized(body: bytes, _: Any) -> dict[str, Any]:
         request = protocol.fields_as(DetokenizeRequest, body)
@@ -68,10 +64,7 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     async def info(request: Request) -> Response:
         if not intake.authorize(request):
             return unauthorized()
-        try:
-            return _json(models.find(request.query_params.get("model", ""))[0].tokenizer.info())
-        except ModelError as problem:
-            return refusal_of(problem)
+        return _json(models.find(request.query_params.get("model", ""))[0].tokenizer.info())
 
     @app.get("/version")
     async def version() -> Response:
