@@ -178,12 +178,8 @@ class _CrossEncoder:
 
 
 def _service_of(args: argparse.Namespace, engine: Any, announcer: Any = None) -> Service:
-    return Service(
-        engine,
-        max_requests=args.max_requests,
-        request_seconds=args.request_seconds,
-        announcer=announcer,
-    )
+    limits = {"max_requests": args.max_requests, "request_seconds": args.request_seconds}
+    return Service(engine, announcer=announcer, **limits)
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
@@ -210,10 +206,11 @@ def cache_parts(args: argparse.Namespace, largest: Sequence[int]) -> list[int]:
     """Return the bytes of each model's cache: what its own options say; of the rest, its share. ValueError: nothing is
     left for a model."""
     own = [cache_bytes_of(one) for one in args.each]
-    total = cache_bytes_of(args) or default_cache_bytes()
+    given = cache_bytes_of(args)
+    total = default_cache_bytes() if given is None else given
     left = total - sum(each or 0 for each in own)
     sharing = [at for at, each in enumerate(own) if each is None and largest[at]]
-    if sharing and left <= 0:
+    if sharing and left <= 0 < total:
         raise ValueError(
             f"{args.each[sharing[0]].name}: the caches of other models take the {total / 2**30:.2f} GiB that there are "
             "for all: give more (--cache-gb), or them less"

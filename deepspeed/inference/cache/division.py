@@ -1,4 +1,4 @@
-"""How the memory for caches is divided among the models of a server. Pure."""
+"""Division of the memory for caches among the models of a server. Pure."""
 
 from __future__ import annotations
 

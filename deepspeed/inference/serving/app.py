@@ -351,10 +351,15 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
     if form is not None:
         shared["constraint"] = form.constraint(shared["constraint"], model.special_ids)
     for prefix, tokens in prompts:
-        room = model.max_length - len(tokens)
         for index in range(request.n):
             params = protocol.params_of(
-                request, index, room, model.default_tokens, model.stop_token_ids, shared
+                request,
+                index,
+                len(tokens),
+                model.max_length,
+                model.default_tokens,
+                model.stop_token_ids,
+                shared,
             )
             made.append(Choice(len(made), tokens, params, prefix))
     return made, form

@@ -176,8 +176,8 @@ def refusal_of(problem: Exception) -> Response:
         after = problem.retry_after
         headers = None if after is None else {"Retry-After": str(after)}
         return refusal(503, str(problem), "server_error", headers=headers)
-    field = problem.field if isinstance(problem, RequestError) else None
-    return refusal(400, str(problem), "invalid_request_error", field)
+    field, code = (problem.field, problem.code) if isinstance(problem, RequestError) else (None, None)
+    return refusal(400, str(problem), "invalid_request_error", field, code=code)
 
 
 def unauthorized() -> Response:

@@ -75,10 +75,8 @@ class Metrics:
         this moment, by name."""
         labels = f'model_name="{_escaped(model)}",'
         with self._lock:
-            for name, kind, counts in (
-                ("requests", "reason", self._finished),
-                ("tokens", "kind", self._tokens),
-            ):
+            totals = {"requests": ("reason", self._finished), "tokens": ("kind", self._tokens)}
+            for name, (kind, counts) in totals.items():
                 yield f"# TYPE deepspeed_{name}_total counter"
                 for key, count in sorted(counts.items()):
                     yield f'deepspeed_{name}_total{{{labels}{kind}="{key}"}} {count}'

@@ -308,20 +308,21 @@ def stops_of(request: _Sampling) -> list[str]:
 def params_of(
     request: _Sampling,
     index: int,
-    room: int,
+    prompt: int,
+    most: int,
     default: int,
     stop_token_ids: tuple[int, ...],
     shared: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt, after which ``room`` tokens fit; ``default`` if
-    the request does not say how many; ``shared``: those of all sequences (`sampling_fields.py`). RequestError: more
-    are asked for than fit."""
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens, with which it has at most
+    ``most``; ``default`` new ones if the request does not say how many; ``shared``: those of all sequences
+    (`sampling_fields.py`). RequestError: more are asked for than fit."""
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    least = 1 if asked is None else asked
+    least, room = 1 if asked is None else asked, most - prompt
     if room < least:
-        raise RequestError(
-            f"the prompt leaves room for {max(0, room)} tokens, {least} are asked for", "max_tokens"
-        )
+        told = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
+        most_told = f"this model's maximum context length is {most} tokens"
+        raise RequestError(f"{most_told}: {told}", "max_tokens", "context_length_exceeded")
     new = min(default, room) if asked is None else asked
     logprobs = wants_logprobs(request)
     return SamplingParams(
