@@ -72,11 +72,27 @@ class Pretrained:
             more["torch_dtype"] = "auto"  # later releases do so by themselves
         return AutoModelForCausalLM.from_pretrained(**self._arguments, **more)
 
-    def load_classifier(self) -> nn.Module:
-        """OSError, ValueError: its weights cannot be read."""
-        from transformers import AutoModelForSequenceClassification
+    @property
+    def is_encoder(self) -> bool:
+        """Return whether each token of a text sees all others; as one that generates, it would have random weights."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-        return AutoModelForSequenceClassification.from_pretrained(self.name, config=self.config)
+        config = self.config
+        given = config is not None and config.model_type in ENCODERS
+        return given and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
+
+    @property
+    def _kind(self) -> Any:
+        """Return the class that loads it."""
+        from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        if self.is_classifier:
+            return AutoModelForSequenceClassification
+        return AutoModel if self.is_encoder else AutoModelForCausalLM
+
+    def load_encoder(self) -> nn.Module:
+        """Load an encoder, with its head if it classifies. OSError, ValueError: its weights cannot be read."""
+        return self._kind.from_pretrained(self.name, config=self.config)
 
     def load_tokenizer(self) -> Any:
         """Load the tokenizer: of a GGUF file, the one beside it, if there is one, else its own. OSError, ValueError:
@@ -105,17 +121,14 @@ class Pretrained:
         ``tokens`` tokens (None: as many as a server takes by default). Nothing is loaded."""
         if self.config is None:
             return Path(self.name).stat().st_size, 0
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
         config = copy.deepcopy(self.config)
-        kind = AutoModelForSequenceClassification if self.is_classifier else AutoModelForCausalLM
         with torch.device("meta"):
-            module = kind.from_config(config)
+            module = self._kind.from_config(config)
         dtype = dtype or getattr(config, "dtype", None) or torch.float32
         # Of packed weights a part may have 2 bits.
         weights = sum(param.numel() for param in module.parameters()) * dtype.itemsize
         weights = weights // 8 if can_unpack(self._quantization) else weights
-        if self.is_classifier:
+        if self.is_classifier or self.is_encoder:
             return weights, 0
         text = config.get_text_config(decoder=True)
         tokens = tokens or min(

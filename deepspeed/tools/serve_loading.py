@@ -51,8 +51,8 @@ def load(args: argparse.Namespace) -> LoadedServer:
     sources = [(one, _of_model(one, Pretrained, one.model)) for one in args.each]
     if args.tp_size == 1:
         check_memory(args, sources)
-    made: list[_Causal | _CrossEncoder] = [
-        _of_model(one, _CrossEncoder if source.is_classifier else _Causal, one, source)
+    made: list[_Causal | _Encoder] = [
+        _of_model(one, _Encoder if source.is_classifier or source.is_encoder else _Causal, one, source)
         for one, source in sources
     ]
     parts = cache_parts(args, [each.largest_cache for each in made])
@@ -148,24 +148,27 @@ class _Causal:
         )
 
 
-class _CrossEncoder:
-    """A model that scores pairs of texts, and needs no cache."""
+class _Encoder:
+    """A model that gives vectors of texts or scores pairs of them, and needs no cache."""
 
     largest_cache, leads = 0, True
 
     def __init__(self, args: argparse.Namespace, source: Pretrained) -> None:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        from deepspeed.inference.serving.encoders import CrossEncoder, TextEncoder
 
-        from deepspeed.inference.serving.cross_encoder import CrossEncoder
-
-        model: Any = source.load_classifier()
-        if model.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-            raise ValueError(f"{type(model).__name__} is no encoder, whose pairs of texts are scored")
+        if not source.is_encoder:
+            raise ValueError(
+                f"{source.config.architectures[0]} is no encoder, whose pairs of texts are scored"
+            )
+        if args.tp_size > 1 or args.speculative_config:
+            raise ValueError("an encoder is served on one rank (--tp-size 1), without --speculative-config")
+        model: Any = source.load_encoder()
         module = init_inference(model, dtype=dtype_of(args) or model.dtype).module
-        self.args = args
-        self.engine = CrossEncoder(module, source.load_tokenizer(), token_budget=args.token_budget)
+        self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
+        self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget)
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
-        self.told = f"model {args.name}, which scores pairs of texts"
+        told = "scores pairs of texts" if source.is_classifier else "gives vectors of texts"
+        self.told = f"model {args.name}, which {told}"
 
     def serve(self, _: int) -> ServedModel:
         return ServedModel(
@@ -173,7 +176,10 @@ class _CrossEncoder:
             service=_service_of(self.args, self.engine),
             tokenizer=self.tokenizer,
             max_length=self.engine.max_length,
-            encode_pair=self.engine.encode_pair,
+            generates=False,
+            pooling=self.args.pooling or pooling_of(self.args.model) or "mean",
+            dimensions=dimensions_of(self.engine.module.config),
+            encode_pair=getattr(self.engine, "encode_pair", None),
         )
 
 

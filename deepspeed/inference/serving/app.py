@@ -93,7 +93,7 @@ def make_app(models: Models, settings: ServerSettings | None = None) -> FastAPI:
     add_embedding_routes(app, intake, models)
     add_score_routes(app, intake, models)
     add_text_routes(app, intake, models)
-    if any(each["type"] != "rerank" for each in models.described()):
+    if any(each["type"] in ("chat", "language") for each in models.described()):
         _add_page(app)
 
     @app.exception_handler(ModelError)

@@ -31,8 +31,9 @@ class ServedModel:
     """``name``: in requests and answers. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an
     answer if the client does not say. ``formats``: of calls and reasoning; ``trust_templates``: a request may bring
     its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for
-    an empty one, none for None. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair of texts, for a
-    cross-encoder; None: the model generates. ``load_adapter``: makes an adapter of a folder; None: there are none."""
+    an empty one, none for None. ``generates``: text. ``encode_pair``: (left, right, most tokens) -> the prompt of a
+    pair of texts, for a cross-encoder; None: it is none. ``load_adapter``: makes an adapter of a folder; None: there
+    are none."""
 
     name: str
     service: Service
@@ -44,6 +45,7 @@ class ServedModel:
     trust_templates: bool = False
     pooling: str = "last"
     dimensions: tuple[int, ...] | None = None
+    generates: bool = True
     encode_pair: Callable[[str, str, int | None], list[int]] | None = None
     load_adapter: Callable[[str], Any] | None = None
 
@@ -56,8 +58,8 @@ class ServedModel:
     def type(self) -> str:
         """Return what the model is for, as Together's API lists it: a "rerank" model scores pairs of texts, a
         "language" model has no chat template."""
-        if self.encode_pair is not None:
-            return "rerank"
+        if self.encode_pair is not None or not self.generates:
+            return "embedding" if self.encode_pair is None else "rerank"
         return "chat" if self.tokenizer.template else "language"
 
 
