@@ -161,7 +161,7 @@ def test_vectors_are_those_of_transformers(kind: str) -> None:
     with server(engine, tokenizer=Words(), max_length=40, generates=False) as running:  # type: ignore[arg-type]
         assert running.call("GET", "/v1/models")[1]["data"][0]["type"] == "embedding"
         for body, words in (
-            ({"input": [[]]}, "0 tokens"),
+            ({"input": [[]]}, "is empty"),
             ({"input": "a " * 50}, "52 tokens, the model takes"),
             ({"input": [[1, len(WORDS)]]}, f"not one of the model's, 0 to {len(WORDS) - 1}"),
         ):

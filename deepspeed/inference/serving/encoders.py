@@ -26,7 +26,7 @@ class TextEncoder:
         token_budget: tokens of a forward, padding included; a longer text has one of its own.
     """
 
-    use, unit = "the model gives vectors of texts and generates none: use /v1/embeddings", "text"
+    use, unit, remedy = "the model gives vectors of texts and generates none: use /v1/embeddings", "text", ""
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         self.module: Any = module
@@ -46,8 +46,7 @@ class TextEncoder:
             raise ValueError(self.use)
         if not 0 < len(prompt) <= self.max_length:
             raise ValueError(
-                f"the {self.unit} has {len(prompt)} tokens, the model takes {self.max_length}: give "
-                "truncate_prompt_tokens"
+                f"the {self.unit} has {len(prompt)} tokens, the model takes {self.max_length}{self.remedy}"
             )
         self.check_tokens(prompt)
 
@@ -111,7 +110,8 @@ class CrossEncoder(TextEncoder):
     ValueError: the model has more labels than one, or an activation that is not known here.
     """
 
-    use, unit = "the model scores pairs of texts and generates none: use /v1/score or /v1/rerank", "pair"
+    use = "the model scores pairs of texts and generates none: use /v1/score or /v1/rerank"
+    unit, remedy = "pair", ": give truncate_prompt_tokens"
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         super().__init__(module, tokenizer, token_budget=token_budget)
