@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from deepspeed.inference.serving.bodies import RequestError
+
 BEGIN = MappingProxyType({"add_generation_prompt": True})
 """Arguments of a template after which an answer begins."""
 
@@ -93,10 +95,10 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
-            raise ValueError(
-                f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in "
-                f"{self._max_tokens:,} tokens"
+            told = (
+                f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in"
             )
+            raise RequestError(f"{told} {self._max_tokens:,} tokens", None, "context_length_exceeded")
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def _left_out(self) -> dict[int, str]:
