@@ -77,7 +77,7 @@ class Pretrained:
         """Return whether each token of a text sees all others; as one that generates, it would have random weights."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-        config = self.config
+        config: Any = self.config
         given = config is not None and config.model_type in ENCODERS
         return given and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
 
@@ -124,9 +124,9 @@ class Pretrained:
         config = copy.deepcopy(self.config)
         with torch.device("meta"):
             module = self._kind.from_config(config)
-        dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        used: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
         # Of packed weights a part may have 2 bits.
-        weights = sum(param.numel() for param in module.parameters()) * dtype.itemsize
+        weights = sum(param.numel() for param in module.parameters()) * used.itemsize
         weights = weights // 8 if can_unpack(self._quantization) else weights
         if self.is_classifier or self.is_encoder:
             return weights, 0
@@ -136,7 +136,7 @@ class Pretrained:
         )
         heads = getattr(text, "num_key_value_heads", None) or 1  # models that do not say may share one
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return weights, 2 * text.num_hidden_layers * heads * size * max(dtype.itemsize, 2) * tokens
+        return weights, 2 * text.num_hidden_layers * heads * size * max(used.itemsize, 2) * tokens
 
 
 def _from_pretrained_arguments(name: str) -> dict[str, str]:

@@ -111,9 +111,8 @@ def _values_of(given: Mapping[Any, Any]) -> dict[str, Any]:
         elif isinstance(value, list) and name != "model":
             arguments += [f"--{name}", *map(_text_of, value)]
         else:
-            arguments += [
-                f"--{name}={_text_of(each)}" for each in (value if isinstance(value, list) else [value])
-            ]
+            each_of = value if isinstance(value, list) else [value]
+            arguments += [f"--{name}={_text_of(each)}" for each in each_of]
     return vars(_given_by(arguments))
 
 
@@ -276,14 +275,11 @@ def _destinations(*tables: Mapping[str, Any]) -> set[str]:
     return {words.split()[0].lstrip("-").replace("-", "_") for table in tables for words in table}
 
 
-_SIZES = _destinations(_CACHE_SIZES)
+_SIZES = frozenset(_destinations(_CACHE_SIZES))
 """Of which one counts."""
 _OF_FIRST = {*_destinations(_MODEL, _CHATS), "cache_share"} - {"dtype", "tp_size", "seed"}
 """What an option says of the first model, and of no other."""
-_OF_ONE = {*_destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS)} - {
-    "tp_size",
-    "gpu_memory_utilization",
-}
+_OF_ONE = _destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS) - {"tp_size", "gpu_memory_utilization"}
 """What the options of one model may say."""
 
 

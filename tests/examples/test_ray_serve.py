@@ -25,7 +25,7 @@ TOKENS = 200
 
 def parrot() -> Any:
     """A server without a model, in a replica; it tells its process. 2 s for an answer."""
-    from deepspeed.inference.serving.app import make_app
+    from deepspeed.inference.serving.app import ServerSettings, make_app
     from deepspeed.inference.serving.models import Models
     from deepspeed.inference.serving.service import Service
     from deepspeed.tools.serve_loading import LoadedServer
@@ -33,7 +33,7 @@ def parrot() -> Any:
 
     service = Service(Parrot(delay=0.01), max_requests=64)
     models = Models([served(service, name=f"parrot-{os.getpid()}")])
-    return LoadedServer(models.services, make_app(models))
+    return LoadedServer(models.services, make_app(models, ServerSettings()))
 
 
 def asked(port: int, path: str, body: Any = None) -> tuple[int, http.client.HTTPResponse]:

@@ -445,8 +445,9 @@ def test_prompts_after_one_that_does_not_fit_are_not_tokenized() -> None:
     with server(tokenizer=tokenizer) as running:
         status, found = running.post({"prompt": ["a", "b" * 2000, *"cdef"], "max_tokens": 1})
         assert status == 400 and found["error"]["code"] == "context_length_exceeded"
-        assert "maximum context length is 1024 tokens: the prompt of 2000 leaves room for 0 tokens" in (
-            found["error"]["message"]
+        assert (
+            "maximum context length is 1024 tokens: the prompt of 2000 leaves room for 0 tokens"
+            in (found["error"]["message"])
         )
         assert tokenizer.encoded == 2
 

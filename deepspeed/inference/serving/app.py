@@ -58,10 +58,9 @@ _END = 24
 """Tokens of a prompt's end that tell whether it opens or closes reasoning."""
 
 
-def make_app(models: Models, settings: ServerSettings | None = None) -> FastAPI:
+def make_app(models: Models, settings: ServerSettings) -> FastAPI:
     """The application; whoever runs it starts and closes ``models.services``."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    settings = settings or ServerSettings()
     intake = Intake(settings, models.services)
     server = _Server(intake, models)
     _add_middleware(app, settings)

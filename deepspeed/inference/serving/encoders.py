@@ -32,7 +32,8 @@ class TextEncoder:
         self.module: Any = module
         self.token_budget = token_budget
         self.max_length = min(tokenizer.model_max_length, _positions(module))
-        self._tokenizer, self._segment = tokenizer, max(len(tokenizer), module.config.vocab_size)  # type: ignore[union-attr]
+        self._tokenizer, self._segment = tokenizer, max(len(tokenizer), self.module.config.vocab_size)
+        self._known = self.module.config.vocab_size
         self._waiting: list[Request] = []
         self._last_id = 0
 
@@ -48,13 +49,8 @@ class TextEncoder:
             raise ValueError(
                 f"the {self.unit} has {len(prompt)} tokens, the model takes {self.max_length}{self.remedy}"
             )
-        self.check_tokens(prompt)
-
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        """ValueError: one is not the model's."""
-        size = self.module.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < size:
-            raise ValueError(f"a token is not one of the model's, 0 to {size - 1}")
+        if not 0 <= min(prompt) <= max(prompt) < self._known:
+            raise ValueError(f"a token is not one of the model's, 0 to {self._known - 1}")
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         self._last_id += 1
@@ -115,6 +111,7 @@ class CrossEncoder(TextEncoder):
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         super().__init__(module, tokenizer, token_budget=token_budget)
+        self._known = 2 * self._segment
         config: Any = module.config
         if config.num_labels != 1:
             raise ValueError(f"the model has {config.num_labels} labels: a cross-encoder has one, the score")
@@ -139,9 +136,6 @@ class CrossEncoder(TextEncoder):
             token + segment * self._segment
             for token, segment in zip(found["input_ids"], segments, strict=True)
         ]
-
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        """Pairs come from ``encode_pair`` only."""
 
     @torch.inference_mode()
     def _computed(self, batch: Sequence[Request]) -> Sequence[Tensor]:
