@@ -77,9 +77,9 @@ class Pretrained:
         """Return whether each token of a text sees all others; as one that generates, it would have random weights."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
-        config: Any = self.config
-        given = config is not None and config.model_type in ENCODERS
-        return given and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
+        if self.config is None or self.config.model_type not in ENCODERS:
+            return False
+        return not (self.config.is_encoder_decoder or getattr(self.config, "is_decoder", False))
 
     @property
     def _kind(self) -> Any:
