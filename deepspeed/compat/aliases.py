@@ -18,7 +18,7 @@ MODULES = {
     "deepspeed.checkpoint.reshape_utils": "deepspeed.compat.checkpoint.reshape_utils",
     "deepspeed.checkpoint.universal_checkpoint": "deepspeed.compat.checkpoint.universal_checkpoint",
     "deepspeed.checkpoint.utils": "deepspeed.compat.checkpoint.utils",
-    "deepspeed.checkpoint.zero_checkpoint": "deepspeed.compat.checkpoint.zero_checkpoint",
+    "deepspeed.checkpoint.zero_checkpoint": "deepspeed.compat.checkpoint.deepspeed_checkpoint",
     "deepspeed.checkpointing": "deepspeed.transforms.recompute.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.comm.config": "deepspeed.config.sections.comm",
@@ -33,6 +33,9 @@ MODULES = {
     "deepspeed.env_report": "deepspeed.tools.env_report",
     "deepspeed.git_version_info": "deepspeed.compat.git_version_info",
     "deepspeed.inference.quantization": "deepspeed.transforms.weight_quantization",
+    "deepspeed.inference.quantization.layers": "deepspeed.transforms.weight_quantization.quantization",
+    "deepspeed.inference.v2.engine_factory": "deepspeed.inference.v2.engine_v2",
+    "deepspeed.inference.v2.scheduling_utils": "deepspeed.inference.v2.engine_v2",
     "deepspeed.io": "deepspeed.ops.io",
     "deepspeed.launcher": "deepspeed.tools.launcher",
     "deepspeed.launcher.multinode_runner": "deepspeed.tools.launcher.hosts.multinode_runner",
@@ -41,8 +44,10 @@ MODULES = {
     "deepspeed.linear.context_manager": "deepspeed.transforms.lora.context",
     "deepspeed.module_inject": "deepspeed.compat.module_inject",
     "deepspeed.module_inject.autotp_config": "deepspeed.parallel.tensor.planning.autotp_config",
-    "deepspeed.module_inject.tp_plan_converter": "deepspeed.parallel.tensor.planning.tp_plan_converter",
+    "deepspeed.module_inject.tp_plan_converter": "deepspeed.parallel.tensor.planning.rules",
     "deepspeed.moe": "deepspeed.parallel.expert",
+    "deepspeed.moe.experts": "deepspeed.parallel.expert.layer",
+    "deepspeed.moe.mappings": "deepspeed.parallel.expert.sharded_moe",
     "deepspeed.monitor": "deepspeed.observe.monitor",
     "deepspeed.monitor.config": "deepspeed.config.sections.monitor",
     "deepspeed.nebula.config": "deepspeed.config.sections.checkpoint",
@@ -56,7 +61,7 @@ MODULES = {
     "deepspeed.runtime.checkpoint_engine": "deepspeed.checkpoint.storage",
     "deepspeed.runtime.comm.coalesced_collectives": "deepspeed.compat.runtime_comm.coalesced_collectives",
     "deepspeed.runtime.comm.compressed": "deepspeed.compat.runtime_comm.compressed",
-    "deepspeed.runtime.comm.nccl": "deepspeed.compat.runtime_comm.nccl",
+    "deepspeed.runtime.comm.nccl": "deepspeed.compat.runtime_comm.compressed",
     "deepspeed.runtime.compiler": "deepspeed.base.compiler",
     "deepspeed.runtime.config": "deepspeed.config.deepspeed_config",
     "deepspeed.runtime.config_utils": "deepspeed.config.section",
@@ -70,6 +75,7 @@ MODULES = {
     "deepspeed.runtime.engine": "deepspeed.engine.engine",
     "deepspeed.runtime.fp16": "deepspeed.compat.fp16",
     "deepspeed.runtime.fp16.onebit": "deepspeed.optim.onebit",
+    "deepspeed.runtime.fp16.unfused_optimizer": "deepspeed.compat.fp16.fused_optimizer",
     "deepspeed.runtime.hybrid_engine": "deepspeed.engine.hybrid_engine",
     "deepspeed.runtime.lr_schedules": "deepspeed.optim.lr_schedules",
     "deepspeed.runtime.model_checkpointing.constants": "deepspeed.config.sections.checkpoint",
@@ -99,6 +105,7 @@ MODULES = {
     "deepspeed.runtime.zero.config": "deepspeed.config.sections.zero",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.sections.zero",
     "deepspeed.runtime.zero.linear": "deepspeed.compat.zero_linear",
+    "deepspeed.runtime.zero.muon.original_muon": "deepspeed.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.sections.offload",
     "deepspeed.runtime.zero.offload_states": "deepspeed.compat.offload_states",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero.gathering.init_context",
@@ -108,7 +115,7 @@ MODULES = {
     "deepspeed.runtime.zero.utils": "deepspeed.compat.zero_utils",
     "deepspeed.sequence": "deepspeed.parallel.sequence",
     "deepspeed.utils": "deepspeed.compat.utils",
-    "deepspeed.utils.bwc": "deepspeed.comm.bwc",
+    "deepspeed.utils.bwc": "deepspeed.comm.documented_groups",
     "deepspeed.utils.comms_logging": "deepspeed.comm.record",
     "deepspeed.utils.debug": "deepspeed.compat.utils.debug",
     "deepspeed.utils.exceptions": "deepspeed.base.exceptions",
@@ -148,9 +155,8 @@ _NAMES_BY_MODULE = {
             UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS
             ZERO_STAGE
         """,
-        "deepspeed.compat.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",
         "deepspeed.compat.checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint",
-        "deepspeed.compat.checkpoint.zero_checkpoint": "ZeROCheckpoint",
+        "deepspeed.compat.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint",
         "deepspeed.compat.checkpoint.utils": """
             get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         """,
@@ -162,8 +168,7 @@ _NAMES_BY_MODULE = {
     },
     # installed as the entry of `ds_check` by earlier builds
     "deepspeed.config_check": {
-        "deepspeed.tools.config.check": "check_config",
-        "deepspeed.tools.config.command": "main",
+        "deepspeed.tools.config.command": "check_config main",
     },
     "deepspeed.elasticity": {
         "deepspeed.tools.elastic.elastic_agent": "DSElasticAgent",
@@ -173,13 +178,15 @@ _NAMES_BY_MODULE = {
     },
     "deepspeed.inference": {
         "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
-        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
+        "deepspeed.inference.v2.engine_v2": """
+            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
+        """,
     },
     "deepspeed.inference.v2": {
         "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
-        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
+        "deepspeed.inference.v2.engine_v2": """
+            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
+        """,
     },
     "deepspeed.inference.v2.checkpoint": {
         "deepspeed.inference.v2.checkpoint.in_memory_engine": "InMemoryModelEngine",
@@ -203,8 +210,9 @@ _NAMES_BY_MODULE = {
         "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
     },
     "deepspeed.module_inject.replace_module": {
-        "deepspeed.compat.module_inject.inject": "revert_transformer_layer=revert_layers",
-        "deepspeed.compat.module_inject.replacing": "replace_transformer_layer",
+        "deepspeed.compat.module_inject.replacing": """
+            replace_transformer_layer revert_transformer_layer=revert_layers
+        """,
     },
     "deepspeed.ops": {
         "deepspeed.ops.transformer.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
@@ -228,7 +236,7 @@ _NAMES_BY_MODULE = {
         "deepspeed.compat.torch_autocast": "autocast_if_enabled",
     },
     "deepspeed.runtime.utils": {
-        "deepspeed.comm.bwc": "bwc_tensor_model_parallel_rank",
+        "deepspeed.comm.documented_groups": "bwc_tensor_model_parallel_rank",
         "deepspeed.compat.absent": "graph_process",
         "torch": "inf",
     },
@@ -285,8 +293,7 @@ _NAMES_BY_MODULE = {
             InternVLFusionAdapter LlavaFusionAdapter Qwen2VLFusionAdapter
         """,
         "deepspeed.parallel.sequence.autosp_vit": "UlyssesSPViTAttention",
-        "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp",
-        "deepspeed.parallel.sequence.autosp_detector": "detect_model_sp_info",
+        "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp detect_model_sp_info",
     },
     "deepspeed.utils": {
         "deepspeed.data.loader": "RepeatingLoader",

@@ -406,7 +406,7 @@ class BF16_Optimizer(FusedMasters):
 
 
 class UnfusedMasters(WholeMasters):
-    """Any other optimizer: an instance of ``deepspeed.compat.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
+    """Any other optimizer: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_UnfusedOptimizer`` for
     clients that ask."""
 
     def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepspeed.data.data_sampling.index_format import code, write_longs
-from deepspeed.data.data_sampling.record_dataset import IndexedDataset
+from deepspeed.data.data_sampling.indexed_dataset import IndexedDataset
 
 
 class IndexedDatasetBuilder:

@@ -99,7 +99,7 @@ OPS: tuple[Op, ...] = (
         "pin_memory",
         "PinMemoryBuilder",
         "deepspeed.ops.pin_memory.pin_memory_op",
-        "deepspeed.ops.aio.pin_memory",
+        "deepspeed.ops.aio.handle",
         on_host=True,
     ),
     Op(
