@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from deepspeed.base.logging import logger
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
 from deepspeed.optim import loss_scaler as core
-from deepspeed.optim.base import DeepSpeedOptimizer
-from deepspeed.zero.optimizer import FusedMasters, UnfusedMasters
+from deepspeed.zero.optimizer import DeepSpeedOptimizer, FusedMasters, UnfusedMasters
 from deepspeed.zero.tensor_norms import get_global_norm_of_tensors
 
 # A torch optimizer on fp32 copies of 16-bit weights, for loops without an engine.

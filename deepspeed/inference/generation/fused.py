@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.inference.cache.pages import PagedCache, PagePiece
+from deepspeed.inference.model.decoder import is_heard
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
-from deepspeed.inference.model.listeners import is_heard
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops.host_graph import largest_of
 
