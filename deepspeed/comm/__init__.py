@@ -92,7 +92,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_HOLDERS = ("init", "logging", "functions", "backend")
+_HOLDERS = ("init", "logging", "functions", "torch")
 """Modules that have the names above, those first that every engine loads; few need the others."""
 
 

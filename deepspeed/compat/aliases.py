@@ -48,6 +48,7 @@ MODULES = {
     "deepspeed.linear.context_manager": "deepspeed.transforms.lora.context",
     "deepspeed.module_inject": "deepspeed.compat.module_inject",
     "deepspeed.module_inject.autotp_config": "deepspeed.parallel.tensor.planning.autotp_config",
+    "deepspeed.module_inject.inject": "deepspeed.compat.module_inject.replacing",
     "deepspeed.module_inject.policy": "deepspeed.compat.module_inject.replace_policy",
     "deepspeed.module_inject.tp_plan_converter": "deepspeed.parallel.tensor.planning.rules",
     "deepspeed.moe": "deepspeed.parallel.expert",
