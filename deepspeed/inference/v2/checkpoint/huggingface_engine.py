@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
-from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
+
+# Interface of a source of weights.
+
+
+class CheckpointEngineBase(ABC):
+    """``model_config``: the config of a model of Transformers, with ``max_seq_length``, the tokens of its longest
+    sequence."""
+
+    model_config: Any
+
+    @abstractmethod
+    def parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """Name and whole value of every weight, in any order; each call starts anew."""
 
 
 class HuggingFaceCheckpointEngine(CheckpointEngineBase):
@@ -56,3 +69,18 @@ def longest_sequence(config: Any) -> int:
         if getattr(text, name, None):
             return int(getattr(text, name))
     return 2048
+
+
+# Weights of a model that is there already.
+
+
+class InMemoryModelEngine(CheckpointEngineBase):
+    """``model``: of Transformers. Its weights are shared, not copied; it is not changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.model_config = model.config
+        self.model_config.max_seq_length = longest_sequence(self.model_config)
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()
