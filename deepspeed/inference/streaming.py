@@ -23,7 +23,7 @@ from deepspeed.inference.weight_stores import WeightStore
 from deepspeed.zero.partitioning import blocks_of
 
 ALIGN = 4096
-"""Alignment of regions in bytes, for reads that bypass the page cache."""
+"""Alignment of regions in bytes, for reads that bypass the page cache; of tensors within: ``_TENSOR_ALIGN``."""
 _TENSOR_ALIGN = 64
 MIN_BYTES = 1024
 """Buffers of at least this many bytes (quantized weights, for example) stream with their layer's parameters."""

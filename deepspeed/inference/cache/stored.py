@@ -1,4 +1,4 @@
-"""Swapped-out blocks of the paged cache: host copies, for preempted sequences."""
+"""Swapped-out blocks of the paged cache: host copies, for idle sequences of the FastGen engine."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def quantize_calibrated(
     Args:
         module: any model with repeated blocks.
         batches: inputs of its forward: each a tensor of token ids [rows, tokens], a tuple or a dict. A few thousand
-            tokens of text like that of the use.
+            tokens of representative text.
         bits: 8 or 4.
         group_size: columns of a row per scale: a multiple of 64 (8 bits) or 128 (4 bits).
         method: "gptq", "awq", or "nearest", which uses the text only for the report.

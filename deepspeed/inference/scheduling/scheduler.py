@@ -8,9 +8,9 @@ one forward of constant size per token.
 Prompts are served in arrival order, except that prompts *much shorter* than an earlier one overtake it, so that they
 need not wait for all of a long one. A token bucket bounds what they take: the fraction ``short_share`` of each prefill
 budget is added to the bucket, which holds at most one budget, and overtaking prompts draw on it. Over any number of
-forwards, overtaken prompts get the remaining fraction of the prefill budget up to one budget, so none starves; a single
-short prompt usually finds the bucket full, and is computed in one forward. A prompt never overtakes into the blocks, or
-the place among ``max_sequences``, that the first waiting request needs.
+forwards, overtaken prompts get at least the rest of the prefill budget less one budget, so none starves; a single
+short prompt usually finds the bucket full, and is computed in one forward. An overtaking prompt never takes the blocks,
+or the place among ``max_sequences``, that the first waiting request needs.
 
 A request that finds no block for its next token preempts the latest arrival (*preemption*) and takes its blocks. The
 preempted request is recomputed later, from the tokens generated so far and the blocks left in the prefix cache.

@@ -36,7 +36,7 @@ class ToolUse:
 
 
 def tools_of(request: Any) -> ToolUse:
-    """Return the tools of a request. RequestError: they or ``tool_choice`` are malformed or name an unknown one."""
+    """Return the tools of a request. RequestError: malformed, or ``tool_choice`` names an unknown function."""
     given, choice = request.tools, request.tool_choice
     if not given:
         if choice != "auto":
