@@ -42,7 +42,7 @@ def scaled(values: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2**exponent exactly, built from its bits: ``exp2`` may be off by one bit."""
+    """Return 2**exponent exactly, built from its bits: ``exp2`` may be off by one."""
     return (exponent + 127 << 23).view(torch.float32)
 
 

@@ -173,8 +173,8 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class SumOfSquares:
-    """Repeated `sum_of_squares` of the same tensors: each call reads their current values. Their memory must not
-    move."""
+    """Repeated `sum_of_squares` of the same tensors: each call reads their current values. Their addresses
+    must not change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -198,8 +198,8 @@ HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """Return an fp64 scalar on the tensor's device. Works in chunks, as an fp64 copy of everything would take much
-    memory."""
+    """Return an fp64 scalar on the tensor's device. Works in chunks, as fp64 copies of everything would take 16 bytes
+    per element."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
     piece = min(flat.numel(), HOST_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)

@@ -13,8 +13,7 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return bounds ``[0, ..., num_items]`` of ``num_parts`` runs of equal length; the first ones take the
-    remainder."""
+    """Return bounds ``[0, ..., num_items]`` of ``num_parts`` equal runs; the first ones take the remainder."""
     size, left_over = divmod(num_items, num_parts)
     return [part * size + min(part, left_over) for part in range(num_parts + 1)]
 

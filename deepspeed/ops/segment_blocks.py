@@ -28,8 +28,8 @@ class Round(NamedTuple):
 
 
 def rounds(launch: Launch, steps: Sequence[int], elements: int, numel_column: int) -> Iterator[Round]:
-    """Yield launches over all non-empty segments of ``launch``, in blocks of ``elements``; ``steps[i]`` is the step
-    count of segment i. ``numel_column``: column of the number of elements in a segment's row. There is usually one
+    """Yield the rounds of ``launch``: all non-empty segments, in blocks of ``elements``; ``steps[i]`` is the step count
+    of segment i. ``numel_column``: column of the number of elements in a segment's row. There is usually one
     round: step counts differ only if some tensors had no gradient for a while."""
     row_words = len(launch.words) // len(launch.indices)
     if launch.uploaded is None:

@@ -1,4 +1,4 @@
-"""The optimizer protocol between an optimizer and the owner of its tensors.
+"""The protocol between an optimizer and its caller, which holds the tensors.
 
 An optimizer of the protocol declares ``update_traits`` and has ``step_fragments``; ``MultiTensorOptimizer`` does. Any
 other ``torch.optim.Optimizer`` has the traits ``FOREIGN``: it gets its tensors in its own groups, and its ``step`` is
@@ -92,8 +92,8 @@ FOREIGN = UpdateTraits(fused=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext:
-    """Services that the owner of the tensors offers to an update, as far as its traits require. None: the tensors are
-    whole, on one rank."""
+    """Services of the caller, which holds the tensors, to an update, as far as its traits require. None: the tensors
+    are whole, and nothing else is known."""
 
     gradient_norm: float | None = None
     """Norm of the whole gradient, including ``grad_scale``."""

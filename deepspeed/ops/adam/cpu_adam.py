@@ -161,8 +161,7 @@ def create_adam(
     adamw_mode: bool = True,
     should_log: bool = False,
 ) -> int:
-    """Create AdamW or (``adamw_mode=False``) Adam under ``optimizer_id``; ``adam_update`` overrides the other
-    values."""
+    """Create AdamW or (``adamw_mode=False``) Adam under ``optimizer_id``; ``adam_update`` sets the other values."""
     made = DeepSpeedCPUAdam(
         [torch.empty(0)], alpha, True, (betta1, betta2), eps, weight_decay, False, adamw_mode
     )

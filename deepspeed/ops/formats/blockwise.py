@@ -123,7 +123,7 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A low-discrepancy sequence of 32-bit numbers: increments per update and per element, irrational multiples of
+    """A low-discrepancy sequence of 32-bit numbers: increments per update and per element, irrational fractions of
     2**32, so that the numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding
     errors cancel sooner than with independent random numbers."""
 
