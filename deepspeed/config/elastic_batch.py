@@ -82,8 +82,8 @@ def get_best_candidates(
     max_gpus: int,
     prefer_larger: bool,
 ) -> tuple[int, list[int]]:
-    """Return the candidate that the most numbers of ranks can train, and these numbers. Ties: the largest or smallest
-    candidate. The list is empty if no candidate has one."""
+    """Return the candidate that the most rank counts can train, and these counts. Ties: the largest or smallest
+    candidate. The list is empty if no candidate has any."""
     best = min(micro_batches), list[int]()
     for size in sorted(candidate_batch_sizes, reverse=prefer_larger):
         valid = get_valid_gpus(size, micro_batches, min_gpus, max_gpus)
@@ -95,8 +95,8 @@ def get_best_candidates(
 def _widest_batch(
     section: ElasticityConfig, limit: int, min_gpus: int, max_gpus: int, per: str = ""
 ) -> tuple[int, list[int]]:
-    """Version 0.1: return the batch up to ``limit`` with the most numbers of ranks. A bound of 0 is open. ``per``: unit
-    of the limit in the error message, if bounds are numbers of nodes."""
+    """Version 0.1: return the batch up to ``limit`` that the most rank counts can train. A bound of 0 is open.
+    ``per``: unit of the limit in the error message, if bounds are numbers of nodes."""
     micro = section.micro_batch_sizes
     min_gpus, max_gpus = min_gpus or 1, max_gpus or limit // min(micro)
     bases = [base for base in (*micro, math.lcm(*micro)) if base <= limit]
@@ -112,7 +112,7 @@ def _widest_batch(
 
 
 def _in_whole_nodes(section: ElasticityConfig, data_parallel: float | None) -> tuple[int, list[int]]:
-    """Version 0.2: return the batch with the most numbers of whole nodes; if the current number of data-parallel ranks
+    """Version 0.2: return the batch that the most node counts can train; if the current number of data-parallel ranks
     is not among them, the largest (or, if the section prefers it, smallest) batch that fits it."""
     devices = section.num_gpus_per_node
     copies = devices // section.model_parallel_size

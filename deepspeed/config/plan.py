@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Cadence(enum.Enum):
-    """When local gradients are summed over the data-parallel ranks. May change between two steps
+    """Points at which local gradients are summed over the data-parallel ranks. May change between two steps
     (``StepExecutor.announce``)."""
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"

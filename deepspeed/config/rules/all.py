@@ -106,7 +106,7 @@ def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def sparse_and_parallel(config: TrainingConfig) -> Iterator[Finding]:
-    """Warn about sparse attention with parallelism: a model that reads the section itself may split attention."""
+    """Warn about parallel sparse attention; no error, as a model that reads the section may split it itself."""
     section, key = config.sparse_attention, "sparse_attention"
     if section is None:
         return
@@ -135,7 +135,7 @@ def names_of_experts(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def shared_generation(config: TrainingConfig) -> Iterator[Finding]:
-    """Warn about generation groups, as models that only score do not generate."""
+    """Warn about a group that generation cannot use; no error, as models that only score do not generate."""
     size, layers = config.hybrid_engine.inference_tp_size, config.tensor_parallel.autotp_size
     if config.hybrid_engine.enabled and layers > 1 and size not in (1, layers):
         yield Finding(
@@ -182,7 +182,7 @@ def curricula_fit(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def one_choice_of_samples(config: TrainingConfig) -> Iterator[Finding]:
-    """Warn about two samplers, which is harmless for a client's own data loader."""
+    """Warn about two samplers; no error, as a client's own data loader uses neither."""
     sampling = config.data_efficiency.data_sampling
     both = sampling.dynamic_batching.enabled and sampling.curriculum_learning.enabled
     if config.data_efficiency.enabled and sampling.enabled and both:

@@ -123,8 +123,8 @@ def no_norm_wanted(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def quantizes_16_bits(config: TrainingConfig) -> Iterator[Finding]:
-    """Warn about quantization after an update in fp32: it is of 16-bit weights, next to exact fp32 masters. An engine
-    whose model was not prepared, such as a teacher's, does not use the section."""
+    """Warn about quantization after updates in fp32: it rounds 16-bit weights, next to exact fp32 masters. No error, as
+    an engine whose model was not prepared, such as a teacher's, does not use the section."""
     if config.fp16.enabled or config.bf16.enabled or config.data_types.param_dtype not in (None, Dtype.fp32):
         return
     weights = config.compression_training.weight_quantization.shared_parameters
