@@ -264,7 +264,7 @@ def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
             ledger.add([MemoryPhase.INITIALIZE], place, MemoryKind.STAGING, storing)
 
 
-# What persists -----------------------------------------------------------------------------------------------
+# Persistent memory -------------------------------------------------------------------------------------------
 
 
 def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
@@ -356,6 +356,6 @@ def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], 
         if master != (plan.precision.accumulate or bucket.layout.dtype):
             numel = sum(f.numel for f in bucket.layout.owned(0))
             ledger.add(phases, bucket.state_place, MemoryKind.UPDATE, numel * master.itemsize)
-    # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
+    # torch.optim, fp32: two temporaries of the largest tensor or, on devices (foreach), one of every tensor
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, MemoryKind.UPDATE, size)

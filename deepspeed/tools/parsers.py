@@ -1,4 +1,4 @@
-"""Argument parsers of the tools that need torch, apart from them: help and usage errors do not wait for its import.
+"""Argument parsers of the tools that need torch, in a separate module: help and usage errors do not import torch.
 
 Each function returns the parser of one tool; the module that does the work parses with the same one.
 """

@@ -37,7 +37,7 @@ def _argument(
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-# Products of matrices -------------------------------------------------------------------------------------------
+# GEMMs ----------------------------------------------------------------------------------------------------------
 
 
 def _matmul(left: int) -> Formula:
@@ -193,7 +193,7 @@ def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpW
     return products(macs, norms + batch * length * hidden)
 
 
-# One or a few operations per element ----------------------------------------------------------------------------
+# Elementwise operations and normalizations ----------------------------------------------------------------------
 
 
 def _per_element(count: int = 1, of: int | None = 0) -> Formula:
@@ -207,8 +207,8 @@ def _per_element(count: int = 1, of: int | None = 0) -> Formula:
 
 
 def _norm(weight: int, training: int | None = None, of: int = 0, times: int = 1) -> Formula:
-    """Return the formula of a normalization, ``times`` per element: four (mean, variance, difference, quotient), or one
-    with running statistics (the argument ``training`` is false); plus one for weight and bias."""
+    """Return the formula of a normalization: per element four flops (mean, variance, difference, quotient), or one with
+    running statistics (the argument ``training`` is false), plus one with a weight; all multiplied by ``times``."""
 
     def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         affine = len(args) > weight and args[weight] is not None

@@ -162,7 +162,7 @@ class FlopsProfiler:
             getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
         )
 
-    # Printed --------------------------------------------------------------------------------------------------
+    # Report ---------------------------------------------------------------------------------------------------
 
     def print_model_profile(
         self,

@@ -51,7 +51,7 @@ class MetricHistory:
         self._values = 0
         self._state: dict[str, Any] = {}
 
-    # ---- what comes in
+    # ---- input
 
     def take(self, entries: Iterable[Row | Item]) -> None:
         """Add entries of a record, in its order."""
@@ -119,7 +119,7 @@ class MetricHistory:
         self._curves = curves
         self._values = sum(len(each["curves"]) for _, each in curves)
 
-    # ---- what goes out
+    # ---- queries
 
     @property
     def last_step(self) -> int | None:

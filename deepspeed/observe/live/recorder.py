@@ -88,7 +88,7 @@ class LiveRecorder:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="deepspeed live record", daemon=True)
 
-    # ---- the training thread
+    # ---- called by the training thread
 
     def put_step(self, step: LiveStep) -> None:
         self._queue.append(("step", step))
@@ -114,7 +114,7 @@ class LiveRecorder:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
-    # ---- the thread
+    # ---- background thread
 
     def _run_thread(self) -> None:
         while not self._end.wait(PAUSE_S):
@@ -267,7 +267,7 @@ class LiveRecorder:
             self._was_told = True
             logger.warning(f"{text}; training continues.")
 
-    # ---- what is true now
+    # ---- current state
 
     def _summary(self) -> dict[str, Any]:
         """Return the entry for `ds top`. Before the first step, the history still describes an earlier run."""

@@ -127,7 +127,7 @@ class PageServer:
                 problem = error
         raise ValueError(f"monitor.live.host={self.host!r}: nothing can listen there ({problem})")
 
-    # ---- what a visitor gets
+    # ---- answers
 
     def answer(self, target: str, headers: Any) -> tuple[int, str, bytes]:
         """Return (status, content type, body) for a request."""

@@ -42,7 +42,7 @@ class MonitorBackend(Monitor):
     and artifacts are tried once, each with its own warning.
     """
 
-    key = ""  # of the section in the config
+    key = ""  # name of the section in the config
 
     def __init__(self, monitor_config: Any) -> None:
         section = getattr(monitor_config, self.key, monitor_config)

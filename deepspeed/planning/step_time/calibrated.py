@@ -89,7 +89,7 @@ def is_same_model(found: Calibration, setting: PlanSetting, flops: Sequence[floa
 def _work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks: int) -> StepWork:
     stage = stage_of(setting)
     alone = found.of(1, stage) or found.of(1, 0)
-    assert alone is not None  # a calibration has it
+    assert alone is not None  # a calibration measures every stage on one rank
     plain, crowded = found.of(1, 0), found.of(2, 0)
     slower = 1.0
     if ranks > 1 and plain is not None and crowded is not None:

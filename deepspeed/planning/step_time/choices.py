@@ -159,7 +159,7 @@ class StepSearch:
             rows=rows, others=len(ways) - len(chosen), samples=self.samples, tokens=self.request.sequence or 0
         )
 
-    # Which ways there are -----------------------------------------------------------------------------------
+    # Enumeration of layouts ---------------------------------------------------------------------------------
 
     def ways(self) -> Iterator[Way]:
         request, shape = self.request, self.request.shape
@@ -212,7 +212,7 @@ class StepSearch:
     def micro_batches(self, way: Way) -> int:
         return self.samples // (self.request.ranks // way.model_ranks * self.micro)
 
-    # What the formulas say ----------------------------------------------------------------------------------
+    # Ranking by closed formulas -----------------------------------------------------------------------------
 
     def _rough(self, way: Way) -> tuple[bool, float]:
         """Estimate whether the layout exceeds device memory, and its step time in seconds."""
@@ -260,7 +260,7 @@ class StepSearch:
     def _module(self, way: Way) -> nn.Module:
         return self.modules.get(way.experts, self.request.module)
 
-    # What a plan and a simulation say -----------------------------------------------------------------------
+    # Planning and simulation --------------------------------------------------------------------------------
 
     def _planned(self, way: Way) -> Planned | None:
         try:

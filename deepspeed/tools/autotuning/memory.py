@@ -30,7 +30,7 @@ class MemoryNeeds:
     def __post_init__(self) -> None:
         self._plans = {_key(plan["changes"]): plan for plan in self.info.get("variants") or []}
 
-    # What is there ------------------------------------------------------------------------------------------
+    # Available memory ---------------------------------------------------------------------------------------
 
     def free(self) -> int | None:
         """Return a rank's free bytes where the model computes; None if unknown."""
@@ -41,7 +41,7 @@ class MemoryNeeds:
                 return share if found is None else min(found, share)
         return found
 
-    # What is needed -----------------------------------------------------------------------------------------
+    # Needed memory ------------------------------------------------------------------------------------------
 
     def planned(self, point: Point) -> dict[str, Any] | None:
         """Return the plan of a point; if its choices were planned one by one, the base plan plus what each adds. None:
@@ -102,7 +102,7 @@ class MemoryNeeds:
         left = int(free * SPARE) - self.states(point) - self.apart
         return max(0, min(most, int(left // each)))
 
-    # What two runs tell -------------------------------------------------------------------------------------
+    # Fit to two runs ----------------------------------------------------------------------------------------
 
     def learn(self, peaks: Mapping[Point, int]) -> None:
         """Fit bytes per sample and the unexplained rest. ``peaks``: peak bytes of each run's process (on a host,

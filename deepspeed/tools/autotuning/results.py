@@ -80,7 +80,7 @@ class Results:
                 best = record
         return best
 
-    # The best -------------------------------------------------------------------------------------------------
+    # Best run -------------------------------------------------------------------------------------------------
 
     def _choose(self) -> None:
         best = self.get_best_space_records().get("global")
@@ -110,7 +110,7 @@ class Results:
         set_first = [f"{name}={value}" for name, value in self.optimal_environment.items()]
         (folder / OPTIMAL_COMMAND).write_text(shlex.join([*set_first, *readable]) + "\n", encoding="utf-8")
 
-    # Printed --------------------------------------------------------------------------------------------------
+    # Report ---------------------------------------------------------------------------------------------------
 
     def _unit(self) -> str:
         return UNITS[self.metric_name]

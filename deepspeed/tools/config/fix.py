@@ -100,7 +100,7 @@ def _free_name(name: str) -> str:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- what is plain
+# ----------------------------------------------------------------------------------------------- edits of a round
 
 
 def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:

@@ -109,7 +109,7 @@ class MeasurePlan:
 
     transfer: Transfer
     folder: str
-    name: str  # of the file; one per process
+    name: str  # prefix of the file names; one per process
     loops: int
     warmup_loops: int = 0
     file_per_loop: bool = False

@@ -46,7 +46,7 @@ class SshNode:
     host: str
     arguments: Sequence[str]
     local: bool = False
-    entries: list[Failure] = field(default_factory=list)  # of its ranks that failed or left
+    entries: list[Failure] = field(default_factory=list)  # its ranks that failed or left
     exit_code: int | None = None
     ended_at: float = 0.0
     stopped: bool = False  # it was asked to end
