@@ -85,8 +85,8 @@ def activation_bytes(
     output of attention, and the MLP's kept tensors; per token three copies of the logits, two of them in fp32 (the loss
     and its gradient). With checkpointing: the input of each layer, and one layer in full. Of tiled computations, one
     tile is alive at a time. Dropout masks are ignored. Scores, if kept, cover a share of the heads and all tokens. With
-    ``float8``, linear layers keep one-byte codes: instead of both normalized inputs and of the MLP's inner tensor, and
-    in addition to the output of attention.
+    ``float8``, linear layers keep one-byte codes: in place of both normalized inputs and the MLP's inner tensor, and in
+    addition to the output of attention.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -180,7 +180,7 @@ class SimulatedCommunicator(Communicator):
         self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
     def _received(self, tensor: Tensor, told: Pending) -> Pending:
-        """Count the receive buffers for this rank's shard from every rank, from the start of the sum until its wait."""
+        """Count the buffers that receive this rank's shard from its peers, from the start of the sum until its wait."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
         self.meter.change(MemoryKind.COMMUNICATION, nbytes)

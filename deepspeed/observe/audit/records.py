@@ -64,7 +64,7 @@ class AuditedStep:
     ranks: list[dict[str, Any]]
     """Recorded lines, by rank."""
     of_data: list[int]
-    """Ranks with their own samples: one per data-parallel replica."""
+    """Ranks with their own inputs: the first tensor-parallel rank of the first pipeline stage, in each replica."""
 
     def tensors(self, kind: str) -> dict[str, FullTensor]:
         parts: dict[str, list[tuple[int, list[Any]]]] = {}

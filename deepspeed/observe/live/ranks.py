@@ -27,7 +27,7 @@ SLOWER = 1.1  # times the median: smaller differences are not reported
 
 
 class RankStates:
-    """Exchanges the status of all ranks; one per engine and rank, created on all ranks in the same order.
+    """Exchanges the status of all ranks; one per engine and rank, created equally often on all ranks.
 
     Args:
         say: called by the thread; returns this rank's status as plain values.

@@ -57,7 +57,7 @@ def _memory_rate(found: Calibration) -> float:
 
 
 CROWDED = 0.9
-"""Share of a link's rate in all-to-all traffic of three or more hosts, which a calibration of two ranks cannot show:
+"""Share of a link's rate if three or more hosts exchange at once, which a calibration of two ranks cannot show:
 TCP connections end at different times, and packets are dropped where they collide. Measured with 3 and 4 hosts
 (benchmarks/results/predicted_steps_3to4.txt)."""
 STRETCH_LIMITS = (0.5, 8.0)

@@ -246,7 +246,7 @@ class ExitWatch:
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """``pids``: local rank -> process id of a child that has not been waited for yet."""
+        """Watch ``pids``: local rank -> process id of a child that has not been reaped yet."""
         self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
         self._pids = frozenset(pids.values())
         if not hasattr(os, "pidfd_open"):
