@@ -1,4 +1,4 @@
-"""Measuring without knowing an engine: monitors, the live record, the flops profiler, timelines, audits, timers.
+"""Measurement tools, independent of the engine: monitors, live record, flops profiler, timelines, audits, timers.
 
-The engine's observers (`engine/observers`) feed it. Start reading: `monitor/monitor.py`, `flops/profiler.py`.
+The engine's observers (`engine/observers`) feed them. Start reading: `monitor/monitor.py`, `flops/profiler.py`.
 """

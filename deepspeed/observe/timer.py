@@ -1,4 +1,4 @@
-"""Stopwatches. Every time here is in milliseconds unless the name says otherwise."""
+"""Timers. All times are in milliseconds unless the name says otherwise."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 EXPOSED_COMMUNICATION_TIMER = "exposed_comm"
 DATA_TIMER = "data"
-STEP_WAITS = "step_waits"  # no timer: what of the exposed communication was within the step
+STEP_WAITS = "step_waits"  # not a timer: the part of the exposed communication within the update
 
 MAX_UNREAD_SPANS = 256  # per timer
-OUTLIER_SHARE = 0.1  # of the intervals, dropped at each end before a mean is taken
+OUTLIER_SHARE = 0.1  # share of the intervals dropped at each end before averaging
 
 
 class CudaEventTimer:
@@ -37,13 +37,13 @@ class CudaEventTimer:
         self.end_event = end_event
 
     def get_elapsed_msec(self) -> float:
-        """Waits for the end event."""
+        """Return the elapsed time in ms, after waiting for the end event."""
         self.end_event.synchronize()
         return self.start_event.elapsed_time(self.end_event)
 
 
 class _HostSpan:
-    """Time between two moments on the host's clock, the device idle at both."""
+    """Host time between two moments, with the device synchronized at both."""
 
     def __init__(self) -> None:
         get_accelerator().synchronize()
@@ -59,7 +59,7 @@ class _HostSpan:
 
 
 class _DeviceSpan:
-    """Time between two points of the current stream; nothing waits until the time is read."""
+    """Time between two events on the current stream; reading it synchronizes, recording does not."""
 
     def __init__(self) -> None:
         event = get_accelerator().Event
@@ -77,13 +77,13 @@ class SynchronizedWallClockTimer:
     """A set of named timers: ``timers("fwd").start()``, ``.stop()``, ``timers.log(["fwd"])``."""
 
     class Timer:
-        """Adds up the intervals between ``start`` and ``stop``."""
+        """Accumulates the intervals between ``start`` and ``stop``."""
 
         def __init__(self, name: str) -> None:
             self.name_ = name
             self.started_ = False
             self._span: _HostSpan | _DeviceSpan | None = None
-            self._finished: list[tuple[_HostSpan | _DeviceSpan, bool]] = []  # with whether to record it
+            self._finished: list[tuple[_HostSpan | _DeviceSpan, bool]] = []  # (span, record it)
             self._total_ms = 0.0
             self._recorded_ms: list[float] = []
 
@@ -94,7 +94,7 @@ class SynchronizedWallClockTimer:
             self.started_ = True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Ends the interval.
+            """End the interval.
 
             Args:
                 reset: The interval replaces the sum so far instead of adding to it.
@@ -108,27 +108,27 @@ class SynchronizedWallClockTimer:
                 self._total_ms = 0.0
             self._finished.append((self._span, record))
             self._span, self.started_ = None, False
-            # Not read so far; old ones completed on the device long ago.
+            # Read the older half, which the device completed long ago, so that unread spans stay bounded.
             if len(self._finished) == MAX_UNREAD_SPANS:
                 self._settle(MAX_UNREAD_SPANS // 2)
 
         def add(self, milliseconds: float) -> None:
-            """Adds what was measured by other means."""
+            """Add a time that was measured by other means."""
             self._total_ms += milliseconds
 
         def cancel(self) -> None:
-            """Drops a running interval: what it was timing has failed."""
+            """Drop a running interval, after a failure of the timed code."""
             self._span, self.started_ = None, False
 
         def reset(self) -> None:
-            """Discards everything, including a running interval."""
+            """Discard everything, including a running interval."""
             self.cancel()
             self._finished.clear()
             self._recorded_ms.clear()
             self._total_ms = 0.0
 
         def elapsed(self, reset: bool = True) -> float:
-            """Sum of the intervals in ms; a running one counts up to now and continues."""
+            """Return the sum of the intervals in ms; a running one counts up to now and continues."""
             running = self.started_
             if running:
                 self.stop()
@@ -141,12 +141,12 @@ class SynchronizedWallClockTimer:
             return total
 
         def mean(self) -> float:
-            """Mean of the recorded intervals in ms without outliers; the sum if none was recorded."""
+            """Return the mean of the recorded intervals in ms without outliers; the sum if none was recorded."""
             self._settle()
             return trim_mean(self._recorded_ms, OUTLIER_SHARE) if self._recorded_ms else self._total_ms
 
         def _settle(self, count: int | None = None) -> None:
-            """Adds the first ``count`` finished intervals (None: all) to the sums."""
+            """Add the first ``count`` finished intervals (None: all) to the sums."""
             for span, record in self._finished[:count]:
                 interval = span.elapsed_ms()
                 self._total_ms += interval
@@ -176,7 +176,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Prints the sums in ms divided by ``normalizer``, on rank 0 unless ``ranks`` says otherwise."""
+        """Print the sums in ms divided by ``normalizer``, on rank 0 unless ``ranks`` says otherwise."""
         _check_normalizer(normalizer)
         text = "time (ms)"
         for name in names:
@@ -187,7 +187,7 @@ class SynchronizedWallClockTimer:
         print_dist(text, ranks=[0] if ranks is None else ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """``mean`` of each known name in ms, divided by ``normalizer``."""
+        """Return the ``mean`` of each known name in ms, divided by ``normalizer``."""
         _check_normalizer(normalizer)
         means = {}
         for name in names:
@@ -204,7 +204,7 @@ def _check_normalizer(normalizer: float) -> None:
 
 
 class NoopTimer:
-    """The same interface, doing nothing."""
+    """The interface of `SynchronizedWallClockTimer`, doing nothing."""
 
     class Timer:
         def start(self) -> None:
@@ -263,11 +263,11 @@ class ThroughputTimer:
     """Samples per second over whole optimizer steps.
 
     Args:
-        config: Has ``enabled`` and ``synchronized`` (wait for the device at both ends), as the section
+        config: Has ``enabled`` and ``synchronized`` (synchronize the device at both ends), as the section
             ``timers.throughput`` of the config.
-        batch_size: Samples of one optimizer step over all ranks.
-        start_step: Optimizer steps that are not counted: the first ones warm up caches.
-        steps_per_output: Report every so many optimizer steps; None never reports.
+        batch_size: Samples per optimizer step over all ranks.
+        start_step: Number of first optimizer steps that are not counted, as warm-up.
+        steps_per_output: Optimizer steps between reports; None never reports.
         logging_fn: Receives the report's text; logs at level INFO by default.
     """
 
@@ -293,8 +293,8 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0  # seconds of the running optimizer step
         self.started = False
         self.initialized = False
-        """Whether it was ever started."""
-        self.start_time = self.end_time = 0.0  # seconds, of the last micro-batch that counted
+        """Whether the timer was ever started."""
+        self.start_time = self.end_time = 0.0  # seconds, of the last counted micro-batch
         self._start_s: float | None = None
 
     def update_epoch_count(self) -> None:
@@ -302,7 +302,7 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Begins a micro-batch."""
+        """Begin a micro-batch."""
         if not self.config.enabled:
             return
         self.initialized = self.started = True
@@ -310,7 +310,7 @@ class ThroughputTimer:
             self.start_time = self._start_s = self._now_s()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Ends a micro-batch; ``global_step`` says that it also ended an optimizer step."""
+        """End a micro-batch; ``global_step``: it also ends an optimizer step."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -334,7 +334,7 @@ class ThroughputTimer:
         return interval is not None and self.global_step_count % interval == 0
 
     def avg_samples_per_sec(self) -> float:
-        """Mean over the counted steps; minus infinity while there is none."""
+        """Return the mean samples per second over the counted steps; minus infinity before the first."""
         steps = self.global_step_count - self.start_step
         if steps <= 0 or self.total_elapsed_time <= 0:
             return float("-inf")
@@ -362,8 +362,8 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean without the share ``trim_percent`` (0 to 0.5) of the smallest and of the largest values; 0 if there
-    are no values.
+    """Return the mean without the share ``trim_percent`` (0 to below 0.5) of the smallest and of the largest values; 0
+    without values.
     """
     if not 0.0 <= trim_percent < 0.5:
         raise ValueError(

@@ -1,5 +1,5 @@
 """Activations of a transformer, estimated from its shape (after V. Korthikanti et al.: Reducing activation
-recomputation in large transformer models, 2022). The true size depends on the model's code, so the result is marked.
+recomputation in large transformer models, 2022). The true size depends on the model's code: reports mark the estimate.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class TransformerShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Width of the MLP; of a mixture of experts, of all that one token visits."""
+    """Width of the MLP; for a mixture of experts, of all experts that a token visits together."""
     vocabulary: int
     mlp_tensors: int
-    """How many tensors as wide as the MLP are kept."""
+    """Number of tensors of the MLP's width that are kept for backward."""
     scores_kept: bool
     """Whether attention keeps its [heads, sequence, sequence] scores ("eager")."""
 
 
 def shape_of(config: Any) -> TransformerShape | None:
-    """The shape in a Hugging Face config, or None if it does not say."""
+    """Read the shape from a Hugging Face config; None if it lacks layers, hidden size or heads."""
     text = getattr(config, "text_config", None) or config
     layers = _first(text, "num_hidden_layers", "n_layer", "num_layers")
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
@@ -51,8 +51,8 @@ def shape_of(config: Any) -> TransformerShape | None:
 
 
 def _mlp_tensors(activation: str) -> int:
-    """Count the MLP's kept tensors: a gate, its activation, the other half and their product; a GELU written out in
-    Python keeps every intermediate; a fused one its input and output."""
+    """Count the MLP's kept tensors. A gated MLP keeps gate, activation, up projection and their product; a GELU written
+    in Python every intermediate; a fused one input and output."""
     if "silu" in activation or "swi" in activation or "glu" in activation:
         return 4
     return 8 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
@@ -78,15 +78,15 @@ def activation_bytes(
     mlp_tiles: int = 1,
     loss_tiles: int = 1,
 ) -> int:
-    """Estimated bytes at the end of forward, the peak of live activations, of ``sequence`` tokens on each of
+    """Estimate the bytes at the end of forward, the peak of live activations, for ``sequence`` tokens on each of
     ``ranks_per_sequence`` ranks.
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
-    output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
-    gradient). With checkpointing: the input of each layer, and one layer in full. Of what is computed in tiles, one is
-    alive at a time. Dropout and its masks are ignored. Scores, if kept, are of a share of the heads and of all tokens.
-    With ``float8`` linear layers keep codes of one byte: of both normalized inputs and of the MLP's inner one in their
-    place, of the output of attention beside it.
+    output of attention, and the MLP's kept tensors; per token three copies of the logits, two of them in fp32 (the loss
+    and its gradient). With checkpointing: the input of each layer, and one layer in full. Of tiled computations, one
+    tile is alive at a time. Dropout masks are ignored. Scores, if kept, cover a share of the heads and all tokens. With
+    ``float8``, linear layers keep one-byte codes: in place of both normalized inputs and the MLP's inner tensor, and in
+    addition to the output of attention.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -103,12 +103,12 @@ def activation_bytes(
 
 
 def layer_inputs_bytes(shape: TransformerShape, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the inputs of all layers, which checkpointing keeps."""
+    """Return the bytes of all layers' inputs, which checkpointing keeps."""
     return shape.layers * tokens * shape.hidden * itemsize
 
 
 def tiles_of(shape: TransformerShape, tokens: int, section: TiledComputeConfig) -> tuple[int, int]:
-    """Return the tiles of an MLP and of the loss for a sequence of ``tokens``: the section's, or its defaults."""
+    """Return the number of tiles of an MLP and of the loss for ``tokens`` tokens: the section's, or its defaults."""
     if not section.enabled:
         return 1, 1
     mlp = section.mlp_shards or -(-tokens // shape.hidden)
@@ -117,6 +117,6 @@ def tiles_of(shape: TransformerShape, tokens: int, section: TiledComputeConfig) 
 
 
 def budgeted_bytes(everything: int, limit: float) -> int:
-    """Return the part of ``everything`` bytes that remains within ``activation_checkpointing.memory_budget``: a share,
-    or bytes above 1."""
+    """Return the bytes, out of ``everything``, that are kept under ``activation_checkpointing.memory_budget``: a share
+    up to 1, bytes above."""
     return int(limit * everything) if limit <= 1 else min(int(limit), everything)

@@ -1,4 +1,4 @@
-"""Advice for a plan that does not fit: the cheapest of the known remedies, each checked by planning again."""
+"""Advice for a plan that does not fit: the cheapest known remedy, each verified by planning again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.planning.ledger import MemoryPhase, MemoryPlace
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 
 SMALL_BUCKET = 50_000_000
-"""Elements; of a bucket that still travels at full speed."""
+"""Elements of the smallest bucket that still reaches full bandwidth."""
 
 SMALL_MASTERS = (
     "optimizer.params.state_bits: 8, optimizer.params.stochastic_rounding: true and "
@@ -22,12 +22,13 @@ SMALL_MASTERS = (
 MAX_RANKS = 4096
 
 WORTH_IT = 0.05
-"""Share of the peak that a change has to save to be named."""
+"""Minimum share of the peak that a change must save to be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``text`` says what to do; ``apply`` returns the changed request, or None if there is nothing to change."""
+    """A remedy. ``text``: instruction for the user; ``apply``: returns the changed request, or None if it does not
+    apply."""
 
     text: str
     apply: Callable[[PlanRequest], PlanRequest | None]
@@ -35,16 +36,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The changes that are needed together (none: nothing known helps) and the resulting plan."""
+    """Changes that help together, and the resulting plan; ``result`` None: they are not enough."""
 
     changes: list[str]
     result: PlanAnswer | None
     ranks: int | None = None
-    """Without a change of the config that helps: so many ranks would be enough."""
+    """World size that would be enough, if no change of the config is."""
 
 
 def advise(current: PlanAnswer) -> Advice:
-    """The first single change that makes it fit, else changes accumulated in order until it fits."""
+    """Find the first single change that makes the plan fit, else accumulate changes in order until it fits."""
     changes = list(_changes(current))
     alone: list[PlanAnswer | None] = []
     for change in changes:
@@ -66,9 +67,10 @@ def advise(current: PlanAnswer) -> Advice:
 
 
 def cheapest_saving(current: PlanAnswer, place: MemoryPlace) -> tuple[str, int] | None:
-    """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the resulting peak; None if none does.
+    """Return the first change that lowers the peak at ``place`` by ``WORTH_IT``, and the resulting peak in bytes; None
+    if none does.
 
-    For a run that failed although its plan fits: then activations, fragmentation or other programs took the rest.
+    For a run that ran out of memory although its plan fits: activations, fragmentation or other programs took the rest.
     """
     peak, _ = current.ledger.peak(place)
     for change in _changes(current):
@@ -81,7 +83,7 @@ def cheapest_saving(current: PlanAnswer, place: MemoryPlace) -> tuple[str, int] 
 def _without_needless(
     taken: list[Change], current: PlanAnswer, best: PlanAnswer
 ) -> tuple[list[Change], PlanAnswer]:
-    """The most expensive change was needed; earlier ones may no longer be."""
+    """Drop changes that the last, most expensive one has made unnecessary; return the rest and its plan."""
     for change in taken[:-1]:
         rest = [other for other in taken if other is not change]
         found: PlanAnswer | None = current
@@ -98,13 +100,13 @@ def _tried(change: Change, request: PlanRequest) -> PlanAnswer | None:
         return None
     try:
         return answer(changed)
-    except (DeepSpeedConfigError, NotImplementedError):  # do not advise what this release cannot do
+    except (DeepSpeedConfigError, NotImplementedError):  # never advise an unsupported config
         return None
 
 
 def _missing(found: PlanAnswer) -> int:
-    """Bytes by which phases exceed the available memory, summed over phases: less is better, even if not enough. Disk
-    bytes matter least."""
+    """Return the bytes by which phases exceed the available memory, summed over phases, to rank changes that are not
+    enough alone. Disk bytes count 1/1024."""
     total = 0
     for place in MemoryPlace:
         have = found.capacity.of(place)
@@ -116,8 +118,8 @@ def _missing(found: PlanAnswer) -> int:
 
 
 def _changes(current: PlanAnswer) -> Iterator[Change]:
-    """Cheapest first: no cost in time, then communication, then host work, then storage, then numbers that differ, then
-    compute."""
+    """Yield the known changes, cheapest first: ZeRO stages (no time, then communication), host work, storage, changed
+    numerics, smaller buckets and gathers, and last compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
     yield Change("build the model under deepspeed.zero.Init", _zero_init)
@@ -128,7 +130,7 @@ def _changes(current: PlanAnswer) -> Iterator[Change]:
     for key in ("offload_optimizer", "offload_param"):
         text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
         yield Change(text, _offload(key, "nvme", path))
-    # Other numbers: moments, and with the second one weights, are rounded. On the host they cost time, too.
+    # These change numerics: they round moments, the second one weights, too. On the host they also cost time.
     yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
     yield Change(SMALL_MASTERS, _small_states(masters=True))
     yield Change(f"zero_optimization.reduce_bucket_size: {SMALL_BUCKET}", _smaller_buckets)
@@ -183,13 +185,13 @@ def _offload(key: str, device: str, path: str | None) -> Callable[[PlanRequest],
         if key == "offload_param":
             target.setdefault("max_in_cpu", 0)
         changed = _with_section(request, {**section, key: target})
-        return changed if path else replace(changed, follow_disk=False)  # the disk is not known yet
+        return changed if path else replace(changed, follow_disk=False)  # which disk is unknown
 
     return apply
 
 
 def _small_states(*, masters: bool) -> Callable[[PlanRequest], PlanRequest | None]:
-    """Adam's moments in 8 bits; ``masters``: and bf16 weights without masters in fp32."""
+    """Return the change to 8-bit Adam moments; ``masters``: and to bf16 weights without fp32 masters."""
 
     def apply(request: PlanRequest) -> PlanRequest | None:
         section, precision = request.config.get("optimizer"), request.config.get("bf16")
@@ -213,8 +215,8 @@ def _small_states(*, masters: bool) -> Callable[[PlanRequest], PlanRequest | Non
 
 
 def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
-    """Return the changes that let the host update beside a device that waits for it now, each with its
-    plan. They need more memory, so a machine may have too little for one of them."""
+    """Return the changes that let the host's update overlap with a device that now waits for it, each with its plan.
+    They need more memory, which the machine may lack."""
     offload = current.plan.state_offload
     waits = current.setting.apart and offload is not None and offload.folder is None
     if not waits or current.plan.zenflow is not None or current.plan.speculates:
@@ -281,7 +283,8 @@ def _checkpointing(request: PlanRequest) -> PlanRequest | None:
 
 
 def _enough_ranks(current: PlanAnswer) -> int | None:
-    """The first doubling of nodes (of ranks on one node, if memory is not shared there) that is enough."""
+    """Return the world size after the fewest doublings of nodes and ranks that make the plan fit; None above
+    ``MAX_RANKS``."""
     request = current.request
     config = {key: value for key, value in request.config.items() if key != "train_batch_size"}
     micro = current.config.train_micro_batch_size_per_gpu

@@ -1,5 +1,5 @@
-"""Activations that are counted: one forward of the model on fake tensors, in which
-``activation_checkpointing.memory_budget`` chooses what each block keeps, as it will in the first forward of a run."""
+"""Counted activations: one forward of the model on fake tensors, in which ``activation_checkpointing.memory_budget``
+chooses what each block keeps, as in the first forward of a run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from deepspeed.zero.precision import autocast_context, cast_module
 
 
 class CannotCount(RuntimeError):
-    """The forward of the model does not run on fake tensors; the text says why."""
+    """The model's forward does not run on fake tensors; the message says why."""
 
 
 @functools.lru_cache(maxsize=4)
 def choice_within(
     module: nn.Module, limit: float, micro_batch: int, sequence: int, precision: PrecisionPlan
 ) -> RecomputeChoice:
-    """Choose what the blocks of ``module`` keep within the budget ``limit`` of ``micro_batch`` x ``sequence`` tokens.
+    """Choose what the blocks of ``module`` keep within the budget ``limit`` for ``micro_batch`` x ``sequence`` tokens.
 
-    Attention is that of CPUs, which keeps what flash attention of GPUs keeps. DeepSpeedConfigError: the budget cannot
-    be held. CannotCount: the model takes no ``input_ids``, or computes with values.
+    The CPU's attention is traced, which keeps the same tensors as flash attention on GPUs. DeepSpeedConfigError: the
+    budget cannot be met. CannotCount: the model takes no ``input_ids``, or its code depends on tensor values.
     """
     if "input_ids" not in inspect.signature(module.forward).parameters:
         raise CannotCount("it takes no input_ids")
@@ -42,7 +42,7 @@ def choice_within(
                 skeleton(**_inputs(skeleton, micro_batch, sequence))
     except DeepSpeedConfigError:
         raise
-    except Exception as error:  # whatever a forward raises that cannot be followed
+    except Exception as error:  # a forward that cannot be traced may raise anything
         text = str(error).splitlines()
         raise CannotCount(f"{type(error).__name__}: {text[0] if text else ''}") from error
     if budget.choice is None:
@@ -57,7 +57,7 @@ def _inputs(module: nn.Module, micro_batch: int, sequence: int) -> dict[str, obj
     if "labels" in accepted:
         inputs["labels"] = ids
     if "use_cache" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
-        # Without a cache Transformers looks for packed documents in the positions, and as these have no values here,
-        # makes a mask for them. Blocks within a budget get no cache in any case.
+        # Without a cache, Transformers looks for packed documents in the positions; they have no values here, so it
+        # would build a mask. Blocks under a budget get no cache in any case.
         inputs["use_cache"] = True
     return inputs

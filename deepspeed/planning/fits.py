@@ -1,5 +1,5 @@
-"""Checks of a run before ``initialize`` allocates anything: an error if its model states cannot fit, and for the
-autotuner the memory of every stage."""
+"""Memory check before ``initialize`` allocates anything: an error if model states cannot fit and, for the autotuner,
+the memory need of every stage."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start without this check."""
 
 MAX_BYTES_PER_PARAMETER = 64
-"""More than any plan takes: below half of what is available, no plan is needed."""
+"""Upper bound of any plan: if it stays below half of the available memory, no plan is made."""
 
 
 class MemoryPlanError(ExplainedError, ValueError):
-    """Model states do not fit the device, the host or the disk; the message holds the plan and what to change."""
+    """Model states do not fit the device, the host or the disk; the message holds the plan and the remedies."""
 
 
 def check_fits(run: RunSpec) -> None:
     """Raise MemoryPlanError if the model states cannot fit, whatever else the run does. Local; allocates nothing.
 
-    Only what must exist is counted (weights, masters, gradients, optimizer state; no activations, buffers or
-    temporaries), and it is compared to total capacity: whole devices, and all memory and swap space of the host. Only
-    for disks is it the free space. Call it before the first collective of ``initialize``, so that no rank has taken
-    disk space before the others have checked.
+    Counts model states only (weights, masters, gradients, optimizer state; no activations, buffers or temporaries) and
+    compares them to the total capacity: full devices, all memory and swap space of the host, but for disks the free
+    space. Call it before the first collective of ``initialize``, so that no rank takes disk space before the others
+    have checked.
 
-    Without an optimizer, or with a callable that makes it, what is trained is not known: then only weights count. A
-    plan that cannot be made stops no run, but is an error of this package: every rank logs it with its traceback.
+    Without an optimizer, or with a callable that builds it, the trained parameters are unknown: only weights count. A
+    failure to plan does not stop a run, but is a bug of this package: every rank logs it with its traceback.
     """
     if os.environ.get(SKIP):
         return
@@ -42,7 +42,7 @@ def check_fits(run: RunSpec) -> None:
     numel = sum(full_numel(param) for param in run.module.parameters())
     if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(n for n in (have.host, have.device, have.disk) if n):
         return
-    # The planner, for runs of which this bound is not enough.
+    # Import the planner only for runs that exceed this bound.
     from deepspeed.planning.run_plan import shortage
 
     try:
@@ -57,10 +57,10 @@ def check_fits(run: RunSpec) -> None:
 
 
 def write_model_info_if_tuning(run: RunSpec) -> None:
-    """Write the memory that each ZeRO stage would need, on rank 0, if the autotuner asks for it."""
+    """Write the memory need of each ZeRO stage, on rank 0, if the autotuner asks for it."""
     tuning = run.config.autotuning_config
     asked = tuning.enabled and tuning.model_info_path and tuning.model_info and tuning.model_info.profile
     if asked and is_rank_zero():
-        from deepspeed.planning.model_info import write_model_info  # the planner
+        from deepspeed.planning.model_info import write_model_info  # imports the planner
 
         write_model_info(run)

@@ -1,4 +1,4 @@
-"""Listeners that are told what a rehearsed step does, in the order of the thread that trains."""
+"""Journals of a rehearsed step: its events in the order of the training thread."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from deepspeed.planning.ledger import MemoryPhase
 
 class Journal(Protocol):
     def begin_step(self) -> None:
-        """Another one of the rehearsal's steps begins."""
+        """Record the beginning of a rehearsed step."""
 
     def begin_micro_batch(self) -> None: ...
 
     def compute(self, phase: MemoryPhase, call: int) -> None:
-        """The forward or backward of a call runs now; what it needs is there."""
+        """Record the forward or backward of a call; the parameters that it needs are gathered."""
 
     def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
-        """One is started. ``nbytes``: of the whole buffer that all ranks fill or sum, or that each sends from;
-        ``apart``: 1, where the ranks are neighbours; else how far each is from the next."""
+        """Record the start of a collective; waiting on the result records its end. ``nbytes``: size of the full buffer
+        that all ranks fill or sum, or that each sends from; ``apart``: stride between the ranks (1: neighbours)."""
         ...
 
 
 class _Silent:
-    """Nobody is told."""
+    """A journal that records nothing."""
 
     def begin_step(self) -> None: ...
 
@@ -42,7 +42,7 @@ SILENT = _Silent()
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A call of the model; ``call`` counts those of a forward."""
+    """Compute of one call of the model; ``call``: its index within a forward."""
 
     phase: MemoryPhase
     call: int
@@ -50,8 +50,8 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective. ``nbytes``: of the whole buffer. ``ranks``: how many take part, each ``apart`` from the next (1:
-    neighbours); ``number``: to wait for it."""
+    """Start of a collective. ``nbytes``: size of the full buffer. ``ranks``: number of participants, with stride
+    ``apart`` (1: neighbours). ``number``: identifies it in `JournalWait`."""
 
     number: int
     operation: str
@@ -67,7 +67,7 @@ class JournalWait:
 
 @dataclass(slots=True)
 class Notebook:
-    """Keeps what the last step did, by micro-batch."""
+    """A journal that keeps the events of the last step, by micro-batch."""
 
     parts: list[list[Compute | Start | JournalWait]] = field(default_factory=list)
     started: int = 0

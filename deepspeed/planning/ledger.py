@@ -1,4 +1,4 @@
-"""A memory plan: the bytes of one rank by phase, place and kind."""
+"""A memory plan: the bytes of one rank by phase, place and kind of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MemoryPlace(enum.Enum):
 
 
 class MemoryPhase(enum.Enum):
-    """Moments of a run at which memory is counted. The first update creates what later ones reuse."""
+    """Moments of a run at which memory is counted. The first update creates state and buffers that later ones reuse."""
 
     BUILD = "building the model"
     INITIALIZE = "inside initialize"
@@ -32,7 +32,7 @@ FROM_READY = (MemoryPhase.READY, *TRAINING)
 
 
 class MemoryKind(enum.Enum):
-    """Uses of memory. Kinds in ``ESTIMATED`` are formulas for what depends on the model's code; all others are
+    """Uses of memory. Kinds in ``ESTIMATED`` depend on the model's code and come from formulas; all others are
     exact."""
 
     PARAMETERS = "parameters"
@@ -59,12 +59,12 @@ MODEL_STATES = (
     MemoryKind.PARAMETERS, MemoryKind.BUFFERS, MemoryKind.MASTERS, MemoryKind.STATE, MemoryKind.GRADIENTS,
     MemoryKind.SWAP,
 )  # fmt: skip
-"""What must exist whatever the model does."""
+"""Kinds that exist regardless of the model's code."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes of one rank. Entries add up; ``notes`` say what is not counted."""
+    """Bytes of one rank. Entries accumulate; ``notes`` list assumptions and uncounted memory."""
 
     entries: Counter[tuple[MemoryPhase, MemoryPlace, MemoryKind]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Ledger:
             self.entries[phase, place, kind] += nbytes
 
     def kinds(self, phase: MemoryPhase, place: MemoryPlace) -> dict[MemoryKind, int]:
-        """Non-zero entries of one phase and place, in the order of ``MemoryKind``."""
+        """Return the non-zero entries of one phase and place, in the order of ``MemoryKind``."""
         found = {kind: self.entries[phase, place, kind] for kind in MemoryKind}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
@@ -90,12 +90,12 @@ class Ledger:
         *,
         estimates: bool = True,
     ) -> tuple[int, MemoryPhase]:
-        """Bytes and phase of the maximum."""
+        """Return the largest total in bytes, and its phase."""
         totals = [(self.total(phase, place, estimates=estimates), phase) for phase in phases]
         return max(totals, key=lambda entry: entry[0])
 
     def states(self, place: MemoryPlace) -> int:
-        """Bytes that must exist whatever the model does, initially or once trained."""
+        """Return the bytes of model states, after initialize or after an update, whichever are more."""
         return max(
             sum(self.entries[phase, place, kind] for kind in MODEL_STATES)
             for phase in (MemoryPhase.READY, MemoryPhase.STEP)

@@ -1,8 +1,8 @@
-"""Step time over a slow link between nodes: as the config is, and with each option that sends less.
+"""Step time over a slow link between nodes: with the config unchanged, and with each option that sends less.
 
-What a node sends is what it exchanges with other nodes: sums and gathers are taken among the ranks of a node first, as
-the collectives of this package do on CPUs and NCCL does on GPUs. Nothing is assumed to be hidden behind arithmetic,
-so that times are upper bounds, and times to encode are left out, so that they are lower ones for fast links.
+Only inter-node traffic counts: sums and gathers run within a node first, as the collectives of this package do on CPUs
+and NCCL does on GPUs. No overlap with compute is assumed, which overestimates times; encoding time is left out, which
+underestimates them on fast links.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from deepspeed.ops.formats.codecs import Codec, codec_named
 from deepspeed.planning.request import PlanAnswer
 
 ENOUGH = 0.1
-"""Share of the time to compute that a link may take before an option that loses more is worth it."""
+"""Share of the compute time that communication may take before an option that loses more precision is worth it."""
 SYNC_EVERY, LOCAL_STEPS = 100, 16
 _SAMPLE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A change of the config, those that lose less first; ``nbytes``: what a node sends per step."""
+    """A change of the config. ``nbytes``: bytes that a node sends per step."""
 
     name: str
     change: str
@@ -31,8 +31,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """``options``: the config as it is, then what could be changed. ``compute`` and ``bandwidth``: seconds and bytes
-    per second."""
+    """Step times by option. ``options``: the config unchanged, then the changes in order of lost precision.
+    ``compute``: seconds per step; ``bandwidth``: bytes per second."""
 
     options: Sequence[Option]
     compute: float
@@ -43,7 +43,7 @@ class LinkTimes:
 
     @property
     def recommended(self) -> Option:
-        """The first that leaves the link little to do; else the fastest."""
+        """The first option whose communication takes at most ``ENOUGH`` of the compute time; else the fastest."""
         enough = [o for o in self.options if o.nbytes / self.bandwidth <= ENOUGH * self.compute]
         return enough[0] if enough else min(self.options, key=lambda option: option.nbytes)
 
@@ -73,8 +73,8 @@ class LinkTimes:
 
 
 def link_times(found: PlanAnswer, compute: float, bandwidth: float) -> LinkTimes:
-    """Compute step times over the links between the request's nodes. ``bandwidth``: of a node's link, bytes per
-    second."""
+    """Compute step times over the links between the request's nodes. ``compute``: seconds per step; ``bandwidth``: of a
+    node's link, in bytes per second."""
     nodes, setting = found.request.nodes, found.setting
     specs = setting.facts.specs[: setting.facts.trained]
     numel = sum(spec.numel for spec in specs)
@@ -83,18 +83,19 @@ def link_times(found: PlanAnswer, compute: float, bandwidth: float) -> LinkTimes
     gradients = float(reduced.itemsize) if reduced is not None else weights
     make = _with_shards if found.plan.zero.shard_params else _with_whole_weights
     per_element = make(found, weights, gradients)
-    share = (nodes - 1) / nodes  # of what all exchange, that leaves one of them
+    share = (nodes - 1) / nodes  # of the exchanged data, the part that leaves one node
     options = [Option(name, change, share * numel * nbytes) for name, change, nbytes in per_element]
     return LinkTimes(options=options, compute=compute, bandwidth=bandwidth)
 
 
 def bytes_per_element(codec: Codec) -> float:
-    """Scales included."""
+    """Return the encoded bytes per element, including scales."""
     return codec.nbytes(_SAMPLE) / _SAMPLE
 
 
 def _with_whole_weights(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
-    """Stages 0 to 2. A node sends its part of the gradients' sum, and receives the rest of it, or of the weights."""
+    """List (name, change, bytes per element) for stages 0 to 2: a gradient reduce-scatter, then an all-gather of sums
+    (stage 0) or weights."""
     zero, packing = found.plan.zero, found.plan.packing
     int8, int4, signs = (bytes_per_element(codec_named(name)) for name in ("int8", "int4", "signs"))
     sums = found.setting.micro_batches if zero.shard_grads else 1
@@ -119,7 +120,8 @@ def _with_whole_weights(found: PlanAnswer, weights: float, gradients: float) -> 
 
 
 def _with_shards(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
-    """Stage 3. Two gathers and a sum of gradients for each micro-batch; with hpZ one gather for all of them."""
+    """List (name, change, bytes per element) for stage 3: two gathers and a gradient sum per micro-batch; with hpZ, a
+    single gather per step."""
     packing, sums = found.plan.packing, found.setting.micro_batches
     int8, int4 = (bytes_per_element(codec_named(name)) for name in ("int8", "int4"))
     key = "zero_optimization."

@@ -1,4 +1,4 @@
-"""Memory capacity: on a device, on the host, on the disks of the swap folders."""
+"""Memory capacity of the device, the host, and the disks of the swap folders."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of each device, and of the host and the disks of one node; None if not known."""
+    """Bytes of each device, and of the host and the disks of one node; None if unknown."""
 
     device: int | None = None
     host: int | None = None
     disk: int | None = None
 
     def of(self, place: MemoryPlace) -> int | None:
-        from deepspeed.planning.ledger import MemoryPlace  # for those who plan
+        from deepspeed.planning.ledger import MemoryPlace  # imported only when planning
 
         return {MemoryPlace.DEVICE: self.device, MemoryPlace.HOST: self.host, MemoryPlace.DISK: self.disk}[
             place
@@ -39,7 +39,7 @@ class Capacity:
 
 
 def free_now(plan: Plan, device_type: str) -> Capacity:
-    """Return the bytes that could be allocated now."""
+    """Return the bytes that can be allocated now."""
     limit = _container_limit()
     host = machine_available_bytes()
     if limit is not None:
@@ -48,8 +48,8 @@ def free_now(plan: Plan, device_type: str) -> Capacity:
 
 
 def total_capacity(plan: Plan, device_type: str) -> Capacity:
-    """Return the bytes that no run can exceed: whole devices, the machine's memory and swap space; for disks the free
-    space."""
+    """Return the bytes that no run can exceed: the full device, the machine's memory plus swap space; for disks the
+    free space."""
     return Capacity(_device(device_type, total=True), _host_total(), free_disk(plan.swap_folders))
 
 
@@ -69,7 +69,7 @@ def _container_use() -> int:
 
 
 def _cgroup_number(*names: str) -> int | None:
-    """Read a figure of this container (cgroup v2, then v1); None if there is none."""
+    """Read a number of this container's cgroup (v2, then v1); None if there is none."""
     for name in names:
         try:
             text = (_CGROUP / name).read_text().strip()
@@ -81,7 +81,7 @@ def _cgroup_number(*names: str) -> int | None:
 
 
 def _device(device_type: str, *, total: bool) -> int | None:
-    """Memory of the device that this process would use; None if it is host memory or there is no device."""
+    """Return the memory of this process's device; None if ranks compute in host memory, or there is no such device."""
     accelerator = get_accelerator()
     if device_type == "cpu" or accelerator.device_name() != device_type or not accelerator.is_available():
         return None
@@ -92,7 +92,7 @@ def _device(device_type: str, *, total: bool) -> int | None:
 
 
 def free_disk(folders: Iterable[Path]) -> int | None:
-    """Free bytes on the file systems of ``folders``, which need not exist yet; None without folders."""
+    """Return the free bytes on the file systems of ``folders``, which need not exist yet; None without folders."""
     free: dict[int, int] = {}
     for folder in folders:
         there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
@@ -101,7 +101,8 @@ def free_disk(folders: Iterable[Path]) -> int | None:
 
 
 def neighbours() -> int:
-    """Ranks on this host, as far as a launcher tells; if too low, fewer runs are refused."""
+    """Return the number of ranks on this host according to the launcher's variables, else 1; too low a number only
+    makes the check more lenient."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:

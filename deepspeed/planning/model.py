@@ -1,4 +1,4 @@
-"""Facts about a model that a plan needs: its parameters in order, and which are gathered together in forward."""
+"""Facts about a model that a plan needs: its parameters in order, and the groups that forward gathers together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.zero.partitioning import TrainedParams, blocks_of, param_specs, t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """``specs[i]`` is parameter i: the ``trained`` ones first, then the frozen ones.
+    """The parameters of a model. ``specs[i]`` is parameter i: the ``trained`` ones first, then the frozen ones.
 
     ``calls``: for each call of a forward, in order, the parameters that stage 3 gathers for it. Registration order
     stands in for execution order. ``group_of[i]``: optimizer group of trained parameter i.
@@ -28,7 +28,7 @@ class PlannedModel:
     group_of: list[int]
     calls: list[list[int]]
     built_itemsizes: list[int]
-    """Bytes per element of each parameter as the module was made, before the engine casts it."""
+    """Bytes per element of each parameter as the module was built, before the engine casts it."""
     buffer_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -40,9 +40,9 @@ class PlannedModel:
 def facts_of(
     module: nn.Module, plan: Plan, param_groups: Sequence[dict[str, Any]] | None = None
 ) -> PlannedModel:
-    """Facts about ``module``, which may be on the meta device, partitioned, or in use. Nothing is changed.
+    """Collect the facts about ``module``, which may be on the meta device, partitioned, or in use; it is not changed.
 
-    ``param_groups``: the optimizer's; default: everything that requires a gradient, in one group.
+    ``param_groups``: the optimizer's; default: all parameters that require a gradient, in one group.
     """
     groups = param_groups
     if groups is None:
@@ -63,7 +63,7 @@ def facts_of(
 
 
 def cast_dtype(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
-    """Dtype of a parameter of ``dtype`` once the engine has cast it (``precision.cast_module``)."""
+    """Return the dtype of a parameter of ``dtype`` after the engine has cast it (``precision.cast_module``)."""
     return precision.param if precision.param is not None and dtype.is_floating_point else dtype
 
 
@@ -77,13 +77,13 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
 
 
 def hooked_modules(module: nn.Module) -> list[nn.Module]:
-    """The hooked modules of stage 3 in registration order (``parameter_offload.py``)."""
+    """Return the hooked modules of stage 3 in registration order (``parameter_offload.py``)."""
     return [owner for owner, _ in _hooked(module)]
 
 
 def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Return the hooked modules with their parameters: blocks and leaves are hooked as a whole, other modules with the
-    parameters they own."""
+    """Return the hooked modules with their parameters: blocks and leaf modules are hooked as a whole, other modules
+    with their direct parameters."""
     whole = set(blocks_of(module))
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     seen: set[nn.Module] = set()
@@ -105,7 +105,7 @@ def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
 
 
 def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
-    """Parameters by call of a hooked module; one call more for those of no module."""
+    """Return the parameters by call of a hooked module, plus a last call for those that belong to no module."""
     calls = [[index[id(param)] for param in params] for _, params in _hooked(module)]
     reached = {i for call in calls for i in call}
     outside = [i for i in range(len(everything.params)) if i not in reached]

@@ -1,5 +1,5 @@
-"""The memory that a run would need at each ZeRO stage, for the autotuner: planned where the model is, before it is
-trained."""
+"""Memory need of a run at each ZeRO stage, for the autotuner: planned in the process that has the model, before
+training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ STAGES = (0, 1, 2, 3)
 
 
 def write_model_info(run: RunSpec) -> None:
-    """Write what is known about the model to ``autotuning.model_info_path``: its parameters, and by stage the bytes
-    that the ranks of a node need together at the peak, without activations, beside those that are free."""
+    """Write the model's facts to ``autotuning.model_info_path``: its parameters and, by stage, the peak bytes that the
+    ranks of a node need together, without activations, and the free bytes."""
     tuning = run.config.autotuning_config
     assert tuning.model_info_path
     here = free_now(run.plan, get_accelerator().device_name().partition(":")[0])
@@ -45,7 +45,7 @@ def write_model_info(run: RunSpec) -> None:
 
 
 def planned(request: PlanRequest, stage: int) -> dict[str, Any]:
-    """Return bytes needed and available per place at this stage, or why the config cannot be used there."""
+    """Return the needed and the free bytes per place at this stage, or the error of an impossible config."""
     config = copy.deepcopy(dict(request.config))
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}

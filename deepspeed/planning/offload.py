@@ -1,4 +1,4 @@
-"""Host memory and files that offloaded masters and optimizer state take (``zero/offload/tiers.py``)."""
+"""Host memory and swap files of offloaded masters and optimizer state (``zero/offload/tiers.py``)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from deepspeed.zero.states.store import ResidentTier
 
 @dataclass(slots=True)
 class BucketUse:
-    """A bucket and where this rank's shard of it is stored. ``flat``: its parameters are views of one buffer."""
+    """A bucket and the place of this rank's shard. ``flat``: its parameters are views of one buffer."""
 
     layout: BucketLayout
     place: MemoryPlace
@@ -39,30 +39,30 @@ class BucketUse:
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes of the shard that stage 3 keeps."""
+        """Bytes of this rank's shard, which stage 3 keeps between uses."""
         return self.layout.shard_numel * self.layout.dtype.itemsize
 
     @property
     def state_place(self) -> MemoryPlace:
-        """Place of masters and state that are stored with the weights: a file holds only what was put there."""
+        """Place of resident masters and state: with the weights, but on the host if those are in a file."""
         return MemoryPlace.HOST if self.place is MemoryPlace.DISK else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFragment:
-    """An ``OwnedFragment`` to be: its sizes and places, without tensors."""
+    """Sizes and places of a future ``OwnedFragment``, without tensors."""
 
     fragment: Fragment
     separate: bool
-    """Whether the master is not the weights themselves."""
+    """Whether the master is separate from the weights."""
     storage: Any
-    """Names the memory of the master; ``start``: the element at which it begins there."""
+    """Key of the buffer that holds the master; ``start``: its first element there."""
     start: int
     master_size: int
-    """Bytes of an element of the master; ``low_size``: of the weights."""
+    """Bytes per element of the master; ``low_size``: of the weights."""
     low_size: int
     staged: bool
-    """Whether new weights pass through the slot."""
+    """Whether updated weights pass through the staging slot."""
     state: StateSize
 
     @property
@@ -75,7 +75,7 @@ class SimulatedFragment:
 
 
 class CountedMemory:
-    """Memory and files that are counted, not allocated."""
+    """Counts host allocations and swap files instead of making them."""
 
     def __init__(self, device_type: str) -> None:
         self.pins = device_type == "cuda"
@@ -85,7 +85,7 @@ class CountedMemory:
     def host(
         self, ledger: Ledger, phases: Iterable[MemoryPhase], kind: MemoryKind, nbytes: int, *, pin: bool
     ) -> None:
-        """One allocation. torch allocates pinned memory in powers of two."""
+        """Count one allocation. torch rounds pinned memory up to a power of two."""
         phases = tuple(phases)
         ledger.add(phases, MemoryPlace.HOST, kind, nbytes)
         if pin and self.pins and nbytes:
@@ -94,19 +94,19 @@ class CountedMemory:
             )
 
     def file(self, name: str, nbytes: int) -> None:
-        """One tensor stored in a file (``SwapFile.new``)."""
+        """Count one tensor in a file (``SwapFile.new``), which grows in steps of at least ``GROW_BYTES``."""
         self._used[name] += round_up(max(1, nbytes), swap_file.PAGE)
         if self._used[name] > self._grown[name]:
             self._grown[name] += max(self._used[name] - self._grown[name], swap_file.GROW_BYTES)
 
     def grown(self, name: str) -> int:
-        """Disk bytes that the file takes."""
+        """Return the bytes of the file on disk."""
         return self._grown[name]
 
 
 @dataclass(slots=True)
 class Offload:
-    """Places masters and state of the trained buckets in ``ledger``, as ``StateStore`` and its tier do."""
+    """Adds masters and state of the trained buckets to ``ledger``, placed as ``StateStore`` and its tier place them."""
 
     ledger: Ledger
     memory: CountedMemory
@@ -115,18 +115,18 @@ class Offload:
     apart: bool
     tier: ResidentTier = field(default_factory=ResidentTier)
     storing: int = 0
-    """Host bytes of the buffers through which masters are written to storage."""
+    """Host bytes of the buffer through which masters are written to storage."""
 
     def takes(self, layout: BucketLayout) -> bool:
         return self.tier.takes(layout)
 
     def files_gradients(self, layout: BucketLayout) -> bool:
-        """Tell whether its summed shard is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part
-        of the whole gradient."""
+        """Tell whether the bucket's summed gradient shard is stored in the file (``OffloadedTier.new_gradients``); at
+        stage 1 it is part of the whole gradient."""
         return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
-        """Bytes of the summed shard."""
+        """Return the bytes of the bucket's summed gradient shard."""
         return layout.shard_numel * (self.plan.precision.accumulate or layout.dtype).itemsize
 
     def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
@@ -142,7 +142,7 @@ class Offload:
         return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
 
     def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
-        """The run's own choice, without opening a file."""
+        """Choose the tier with the run's own code, without opening a file."""
         memory: Any = self.memory
         return make_tier(
             self.plan.state_offload,
@@ -155,7 +155,7 @@ class Offload:
         )
 
     def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[SimulatedFragment]:
-        """Count masters of one bucket, and state that stays with them; returns what goes through slots."""
+        """Count a bucket's masters and its resident state; return the fragments that an offloaded tier updates."""
         layout, tier = bucket.layout, self.tier.of(bucket.layout)
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
         taken = tier.takes(layout)
@@ -192,8 +192,7 @@ class Offload:
         return []
 
     def _shadow_copies(self, owned: Sequence[SimulatedFragment], place: MemoryPlace, *, here: bool) -> None:
-        """Count what ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded
-        weights."""
+        """Count the shadow copies that ``Speculation`` updates: masters, state, and weights in low precision."""
         if here and self.optimizer.elementwise:
             each = (
                 one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
@@ -204,8 +203,8 @@ class Offload:
     def _columns(
         self, owned: Sequence[SimulatedFragment], flow: ZenFlowPlan, near: MemoryPlace, host: MemoryPlace
     ) -> None:
-        """ZenFlow: what is packed of the chosen columns with their positions, the sum of the deferred gradients, and
-        their mean on the host."""
+        """Count ZenFlow's buffers: packed state of the selected columns and their positions, the sum of the deferred
+        gradients, and their mean on the host."""
         numel = sum(one.numel for one in owned)
         each = (one.numel * (one.master_size + sum(one.state.per_element)) for one in owned)
         self.ledger.add(
@@ -231,13 +230,13 @@ class Offload:
                 self.ledger.add(FROM_READY, bucket.state_place, MemoryKind.MASTERS, numel * size)
 
     def _pass_through_slots(self, owned: list[SimulatedFragment], gradients: Sequence[int]) -> None:
-        """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
-        the shards that are also stored in the file."""
+        """Count the sub-groups' state, their records in the file, and their staging slots. ``gradients``: bytes of the
+        gradient shards in the file."""
         if not owned or not isinstance(self.tier, OffloadedTier):
             return
         groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]
         if self.tier.resident:
-            groups.insert(0, [])  # what stays on the device is updated first
+            groups.insert(0, [])  # the device's resident part, without a slot, is updated first
         self.ledger.add(
             TRAINING, MemoryPlace.HOST, MemoryKind.STATE, sum(one.state.besides(one.numel) for one in owned)
         )
@@ -267,11 +266,11 @@ class Offload:
         self.ledger.add(TRAINING, MemoryPlace.DISK, MemoryKind.SWAP, self.memory.grown("optimizer"))
         self._slots([MemoryPhase.FIRST_UPDATE], first)
         self._slots(STEADY, later)
-        # The first update creates state in ordinary memory and copies it to the file, one sub-group at a time.
+        # The first update creates state in pageable memory and writes it to the file, one sub-group at a time.
         self.ledger.add([MemoryPhase.FIRST_UPDATE], MemoryPlace.HOST, MemoryKind.STAGING, 2 * max(states))
 
     def _slots(self, phases: Sequence[MemoryPhase], sub_groups: Sequence[int]) -> None:
-        """Sub-group i uses slot i modulo their number; a slot grows to the largest."""
+        """Count the staging slots: sub-group i uses slot i modulo their number; a slot has the size of its largest."""
         count = self.plan.state_offload.slots if self.plan.state_offload is not None else 1
         for slot in range(count):
             nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
@@ -279,8 +278,8 @@ class Offload:
 
 
 def _master_records(group: Sequence[SimulatedFragment]) -> list[tuple[int, int]]:
-    """Return a sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous,
-    including the gaps between them."""
+    """Return a sub-group's records of masters in the file as ``(offset in the page, bytes)``: one contiguous record per
+    storage, including gaps."""
     spans: dict[Any, tuple[int, int]] = {}
     for one in group:
         if one.separate:
@@ -292,7 +291,7 @@ def _master_records(group: Sequence[SimulatedFragment]) -> list[tuple[int, int]]
 
 
 def _in_slot(records: Iterable[tuple[int, int]]) -> int:
-    """Bytes of a slot that records take (``SubGroup.spans``)."""
+    """Return the slot bytes of these records (``SubGroup.spans``)."""
     stop = 0
     for skew, nbytes in records:
         stop = round_up(stop, swap_file.PAGE) + skew + nbytes
@@ -300,5 +299,5 @@ def _in_slot(records: Iterable[tuple[int, int]]) -> int:
 
 
 def _together(sizes: Iterable[int]) -> int:
-    """Bytes of tensors stored consecutively in a slot."""
+    """Return the bytes of tensors laid end to end in a slot, with alignment."""
     return sum(round_up(nbytes, ALIGN) for nbytes in sizes)

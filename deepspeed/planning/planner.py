@@ -1,7 +1,7 @@
-"""The memory plan of one rank: what is kept where, counted with the functions that build the engine.
+"""The memory plan of one rank: counts the memory at each place with the functions that build the engine.
 
 ``plan_memory`` is arithmetic: it reads no file, queries no device and contacts no rank. Persistent memory is counted
-here, temporaries of a step in ``rehearsal.py``, and what passes through host memory to storage in ``offload.py``.
+here, temporaries of a step in ``rehearsal.py``, offloaded states and their staging buffers in ``offload.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSetting:
-    """A model, a plan, and the ranks they run on.
+    """Input of the planner: a model, a plan, and the ranks.
 
-    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the
-    model is built under ``zero.Init`` (stage 3) and never exists whole.
+    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu", device memory is host memory. ``zero_init``: the
+    model is built under ``zero.Init`` (stage 3) and is never whole on a rank.
     """
 
     facts: PlannedModel
@@ -45,7 +45,7 @@ class PlanSetting:
     device_type: str = "cuda"
     zero_init: bool = False
     shared_memory: bool = True
-    """Whether ranks exchange what is in host memory without messages."""
+    """Whether CPU ranks communicate through shared memory."""
 
     @property
     def apart(self) -> bool:
@@ -60,11 +60,11 @@ class PlanSetting:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of dense weights: all, or those of a MiCS group."""
+        """Number of ranks that share one copy of dense weights: all, or a MiCS group."""
         return self.shards_by_group()[DENSE]
 
     def shards_by_group(self) -> dict[str, int]:
-        """Ranks that share one copy, by the replica group of the weights."""
+        """Return the number of ranks that share one copy, by replica group."""
         return self._shards_by_group
 
     @cached_property
@@ -93,14 +93,15 @@ class PlanSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """``peaks``: by phase, of what is in use beyond what persists. ``notebook``: what the last step did."""
+    """Result of a rehearsal. ``peaks``: temporary bytes by phase and kind. ``notebook``: the events of the last
+    step."""
 
     peaks: Mapping[MemoryPhase, Counter[MemoryKind]]
     notebook: Notebook
 
 
 def plan_memory(setting: PlanSetting) -> Ledger:
-    """Bytes of rank 0, which has the most: every bucket's padding is on the last ranks."""
+    """Plan the memory of rank 0, which needs the most: every bucket's padding is on the last ranks."""
     ledger = Ledger()
     buckets = setting.buckets
     _building(ledger, setting, buckets)
@@ -144,7 +145,7 @@ def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
 
 
 class _Resting:
-    """Places of stage-3 shards, decided in order of placement (``ParamStorage.keep``)."""
+    """Chooses the places of stage-3 shards, in the order of ``ParamStorage.keep``."""
 
     def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
         self.plan = plan
@@ -165,7 +166,7 @@ class _Resting:
 
 
 def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
-    """The module as its author builds it, and the peak while ``initialize`` partitions it."""
+    """Count the module as the script builds it, and the peak while ``initialize`` partitions it."""
     facts, near = setting.facts, setting.near
     sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
     whole = [spec.numel * size for spec, size in sizes]
@@ -198,7 +199,7 @@ def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]
 
 
 def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
-    """The peak while parameters of ``whole`` bytes are converted to ``parts`` bytes, one after another."""
+    """Return the peak in bytes while parameters of ``whole`` bytes are cast to ``parts`` bytes, one after another."""
     now = peak = sum(whole)
     for before, after in zip(whole, parts, strict=True):
         if before != after:
@@ -208,7 +209,7 @@ def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
 
 
 def _init_place(setting: PlanSetting) -> MemoryPlace:
-    """Return the place where ``zero.Init`` leaves a parameter's shards: the one the config offloads them to."""
+    """Return the place where ``zero.Init`` leaves a parameter's shards: the config's offload target, if any."""
     offload = setting.plan.param_offload
     if offload is None:
         return setting.near
@@ -218,8 +219,8 @@ def _init_place(setting: PlanSetting) -> MemoryPlace:
 def _built_in_shards(
     ledger: Ledger, setting: PlanSetting, parts: Sequence[int], whole: Sequence[int], place: MemoryPlace
 ) -> None:
-    """Under ``zero.Init`` parameters are whole one at a time, on the host if shards do not stay on the device.
-    Each is cast, then sharded: two copies of it at a time."""
+    """Count a model built under ``zero.Init``: parameters are whole one at a time, on the host if shards do not stay on
+    the device. Each is cast, then sharded: at most two copies of it exist."""
     building = setting.near if place is setting.near else MemoryPlace.HOST
     held = 0
     peaks: list[int] = []
@@ -239,7 +240,7 @@ def _built_in_shards(
 
 
 def _broadcast(setting: PlanSetting) -> int:
-    """The largest flat batch of the first broadcast."""
+    """Return the bytes of the largest flat buffer of the initial broadcast."""
     if setting.ranks == 1 or setting.zero_init:
         return 0
     largest = held = 0
@@ -251,7 +252,8 @@ def _broadcast(setting: PlanSetting) -> int:
 
 
 def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
-    """``initialize`` may peak at its end: masters exist, and so do the buffers that bring them to storage."""
+    """Raise the peak of ``initialize`` to its end, if that is higher: masters exist, and so do the buffers through
+    which they are written to storage."""
     for place in MemoryPlace:
         storing = offload.storing if place is MemoryPlace.HOST else 0
         if ledger.total(MemoryPhase.READY, place) + storing > ledger.total(MemoryPhase.INITIALIZE, place):
@@ -262,7 +264,7 @@ def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
             ledger.add([MemoryPhase.INITIALIZE], place, MemoryKind.STAGING, storing)
 
 
-# What persists -----------------------------------------------------------------------------------------------
+# Persistent memory -------------------------------------------------------------------------------------------
 
 
 def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
@@ -293,7 +295,7 @@ def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse])
 
 
 def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:
-    """Buffers that a bucket keeps permanently once they exist: from the first backward on."""
+    """Count the gradient buffers that buckets keep from the first backward on."""
     plan, near = setting.plan, setting.near
     late = 0
     for bucket in buckets:
@@ -308,7 +310,7 @@ def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse
         if leaves and plan.state_offload is not None:
             offload.memory.host(ledger, TRAINING, MemoryKind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
-    if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added through a copy
+    if setting.micro_batches > 1 and plan.zero.shard_grads:  # later micro-batches are added through a copy
         ledger.add([MemoryPhase.BACKWARD], MemoryPlace.HOST, MemoryKind.STAGING, late)
 
 
@@ -322,7 +324,7 @@ def _moving(ledger: Ledger, setting: PlanSetting) -> None:
 
 
 def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
-    """Make a rehearsal of the setting's buckets; ``journal`` is told what happens in which order."""
+    """Build a rehearsal of the setting's buckets, which records its events in ``journal``."""
     buckets = setting.buckets
     return Rehearsal(
         layouts=[bucket.layout for bucket in buckets],
@@ -341,7 +343,7 @@ def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
 
 
 def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:
-    """Copies that the update makes of what it reads."""
+    """Count the temporaries of the update."""
     plan, phases = setting.plan, (MemoryPhase.FIRST_UPDATE, MemoryPhase.STEP)
     resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
@@ -354,6 +356,6 @@ def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], 
         if master != (plan.precision.accumulate or bucket.layout.dtype):
             numel = sum(f.numel for f in bucket.layout.owned(0))
             ledger.add(phases, bucket.state_place, MemoryKind.UPDATE, numel * master.itemsize)
-    # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
+    # torch.optim, fp32: two temporaries of the largest tensor or, on devices (foreach), one of every tensor
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, MemoryKind.UPDATE, size)

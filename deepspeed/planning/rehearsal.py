@@ -1,8 +1,8 @@
 """A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
-``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, made by the
-functions that make a run's (``zero/wiring.py``). What they would allocate is counted instead: parameters and gradients
-are meta tensors, other ranks answer immediately. The order is that of a real backward pass, through a chain of scalars.
+``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, built by the
+same functions as in a run (``zero/wiring.py``). Their allocations are counted instead of made: parameters and gradients
+are meta tensors, other ranks answer immediately. A real backward pass through a chain of scalars gives the order.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 HERE = torch.device("cpu")
-"""Where messages to other ranks are built: their contents matter."""
+"""Device for messages to other ranks, whose contents matter."""
 
 STEPS = 3
-"""The first makes buffers, the second finds them and the order of gathers, after the third nothing changes any more."""
+"""Steps until the state is steady: the first creates buffers, the second reuses them and the recorded gather order."""
 
 
 class Meter:
-    """Bytes in use by kind, and for each phase their values when their sum was largest.
+    """Bytes in use by kind, and for each phase their values at the peak of the sum.
 
-    Gradients that have not reached their bucket depend on autograd: ``most`` is the largest sum including them.
+    Gradients that have not reached their bucket are counted separately, since they depend on autograd: ``most`` is the
+    peak including them.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Meter:
             self._look()
 
     def by_phase(self) -> dict[MemoryPhase, Counter[MemoryKind]]:
-        """The peaks, including what arriving gradients add to them."""
+        """Return the peaks by phase, including gradients that have not reached their bucket."""
         return {
             phase: kinds + Counter({MemoryKind.ARRIVING: self.most[phase] - kinds.total()})
             for phase, kinds in self.peaks.items()
@@ -93,7 +94,7 @@ class Meter:
 
 
 class SimulatedPool(BufferPool):
-    """The real pool, counted."""
+    """The real pool, with its bytes metered."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class SimulatedPool(BufferPool):
         self._count()
 
     def sizes(self) -> dict[Any, list[int]]:
-        """Elements of the free buffers, in the order in which they are taken."""
+        """Return the elements of the free buffers by key, in the order in which they are taken."""
         return {key: [buffer.numel() for buffer in buffers] for key, buffers in self._free.items()}
 
     def _count(self) -> None:
@@ -124,18 +125,18 @@ class SimulatedPool(BufferPool):
 
 
 class SumScratch(Enum):
-    """Scratch memory of a sum over ranks, by where the ranks are."""
+    """Scratch memory of a sum over ranks, by transport."""
 
     NONE = auto()
-    """They share host memory."""
+    """Ranks share host memory."""
     EXCHANGED = auto()
-    """Devices (``comm/transports/exchanged_sums.py``)."""
+    """Ranks on devices (``comm/transports/exchanged_sums.py``)."""
     MESSAGES = auto()
-    """Ranks in host memory that share none (``comm/transports/gloo.py``)."""
+    """CPU ranks without shared memory (``comm/transports/gloo.py``)."""
 
 
 class SimulatedCommunicator(Communicator):
-    """Other ranks that answer immediately. ``apart``: how far each is from the next."""
+    """A communicator whose peers answer immediately. ``apart``: stride between the ranks."""
 
     def __init__(
         self,
@@ -170,15 +171,16 @@ class SimulatedCommunicator(Communicator):
         return self._record(operation, tensor.nbytes)
 
     def _exchanged(self, tensor: Tensor) -> None:
-        """16-bit inputs are exchanged and summed in fp32, piece by piece; the next sum finds the memory free."""
+        """Count the buffers of a sum whose 16-bit inputs are exchanged and summed in fp32, piece by piece; they are
+        free before the next sum."""
         received = min(tensor.nbytes, SCRATCH_BYTES)
-        sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent from where it is
+        sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent in place
         total = received // tensor.element_size() // self.size * 4
         self.meter.change(MemoryKind.COMMUNICATION, sent + received + total)
         self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
     def _received(self, tensor: Tensor, told: Pending) -> Pending:
-        """This rank's shard arrives from every other one, from the start of the sum until somebody waits for it."""
+        """Count the buffers that receive this rank's shard from its peers, from the start of the sum until its wait."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
         self.meter.change(MemoryKind.COMMUNICATION, nbytes)
@@ -202,7 +204,7 @@ class SimulatedCommunicator(Communicator):
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Count payloads: what is sent, what is received, and what is decoded of one of them."""
+        """Count the payloads that are sent and received."""
         packed = input.nbytes + output.nbytes
         self.meter.change(MemoryKind.COMMUNICATION, packed)
         self.meter.change(MemoryKind.COMMUNICATION, -packed)
@@ -213,7 +215,7 @@ class SimulatedCommunicator(Communicator):
 
 
 class SimulatedChannel(SimulatedCommunicator):
-    """The ranks among which a bucket is gathered: its shard has no memory, but its layout has a size."""
+    """The communicator of a bucket's gather: takes the bytes from the layout, since the shard has no memory."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
         super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
@@ -224,8 +226,8 @@ class SimulatedChannel(SimulatedCommunicator):
 
 
 class SimulatedReplicaGroups:
-    """The replica groups of rank 0. ``shards``: ranks that share one copy, by replica group. ``scratch``: as in the
-    communicators. ``group``: neighbours among them that hold a copy of their own (hpZ)."""
+    """The replica groups of rank 0. ``shards``: ranks that share one copy, by replica group. ``scratch``: of their
+    communicators. ``group``: size of the groups of neighbours that hold a secondary copy (hpZ)."""
 
     def __init__(
         self,
@@ -241,7 +243,7 @@ class SimulatedReplicaGroups:
         self.journal = journal
         self.group = group
         self.near: dict[str, SimulatedCommunicator] = {}
-        """By replica group: the ranks among which gathers stay."""
+        """By replica group: the communicator in which gathers run."""
         self._known = {
             name: self._replica_group(
                 name, size, all_ranks // expert_parallel_size(name, all_ranks), meter, scratch
@@ -252,7 +254,7 @@ class SimulatedReplicaGroups:
     def _replica_group(
         self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch
     ) -> ReplicaGroup:
-        apart = self.all_ranks.size // holders  # experts are spread over neighbours
+        apart = self.all_ranks.size // holders  # stride: experts are spread over neighbours
         whole, shard, replicas = (
             SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
@@ -267,12 +269,12 @@ class SimulatedReplicaGroups:
 
 
 def in_groups(shards: int, group: int) -> bool:
-    """Tell whether the ranks that share a copy are several groups of several (``ReplicaGroup.grouped``)."""
+    """Tell whether ``shards`` ranks divide into several groups of ``group`` > 1 ranks (``ReplicaGroup.grouped``)."""
     return 1 < group < shards and shards % group == 0
 
 
 class SimulatedBucket(ShardedBucket):
-    """A bucket of parameters that is gathered and resharded without memory."""
+    """A bucket whose gather and reshard only change counted bytes."""
 
     def __init__(
         self,
@@ -307,7 +309,7 @@ class SimulatedBucket(ShardedBucket):
 
 
 class SimulatedServers(ShardServers):
-    """Other ranks' shards arrive immediately."""
+    """Shard servers that deliver other ranks' shards immediately."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], replica_groups: SimulatedReplicaGroups) -> None:
         self.buckets, self.servers = list(buckets), {}
@@ -321,7 +323,7 @@ class SimulatedServers(ShardServers):
 
 
 class SimulatedLinks(GatherLinks):
-    """Ranks that answer immediately."""
+    """Gather links over simulated servers and channels."""
 
     def __init__(self, replica_groups: SimulatedReplicaGroups) -> None:
         super().__init__(replica_groups, Packing())
@@ -337,7 +339,7 @@ class SimulatedLinks(GatherLinks):
 
 
 class SimulatedStorage(ParamStorage):
-    """Files without bytes."""
+    """Parameter storage whose reads do nothing."""
 
     def __init__(self, plan: ParamOffload | None) -> None:
         super().__init__(None)
@@ -353,12 +355,12 @@ class SimulatedStorage(ParamStorage):
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """A few optimizer steps; ``run`` returns by phase the peak of memory in use beyond what persists.
+    """A few simulated optimizer steps; ``run`` returns, by phase, the peak of temporary memory.
 
     Args:
-        layouts: all buckets; ``persistent`` and ``trained`` say which are which.
-        calls: parameters (slot numbers) by call of forward.
-        shards: ranks that share one copy, by replica group; ``all_ranks``: those with its replicas.
+        layouts: all buckets; ``persistent`` and ``trained``: flags by bucket.
+        calls: parameter indices by call of forward.
+        shards: ranks that share one copy, by replica group; ``all_ranks``: all data-parallel ranks.
         apart: whether the device has its own memory.
     """
 
@@ -398,7 +400,7 @@ class Rehearsal:
                 for layout, persistent in zip(self.layouts, self.persistent, strict=True)
             ]
             coordinator = self._coordinator(buckets, replica_groups) if self.plan.zero.shard_params else None
-            clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
+            clock = AccumulationClock(min(self.micro_batches, 2))  # the first stands for all but the last
             pool = SimulatedPool(self.meter)
             reducer = self._reducer(buckets, params, replica_groups, coordinator, clock, pool)
             known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
@@ -408,7 +410,7 @@ class Rehearsal:
                 self._step(step, buckets, coordinator, reducer, arrive, clock)
                 left = pool.sizes()
                 if coordinator is None and left == found:
-                    break  # the next would find what this one has found: nothing else is remembered
+                    break  # steady: without a coordinator, only the pool carries state between steps
                 found = left
         return self.meter.by_phase()
 
@@ -421,7 +423,7 @@ class Rehearsal:
         arrive: Arrivals,
         clock: AccumulationClock,
     ) -> None:
-        """Run the step's micro-batches, and what the update does to gathered parameters."""
+        """Run the step's micro-batches, and reshard gathered parameters as the update does."""
         self.journal.begin_step()
         for _ in range(clock.steps):
             self.journal.begin_micro_batch()
@@ -445,7 +447,7 @@ class Rehearsal:
         self.meter.enter(MemoryPhase.FIRST_UPDATE if step == 0 and phase is MemoryPhase.STEP else phase)
 
     def _params(self) -> list[nn.Parameter]:
-        """One per slot number, without memory."""
+        """Return one meta parameter per parameter index."""
         slots = {slot.param: (slot.numel, layout.dtype) for layout in self.layouts for slot in layout.slots}
         return [
             nn.Parameter(torch.empty(numel, dtype=dtype, device=META), requires_grad=dtype.is_floating_point)
@@ -473,7 +475,7 @@ class Rehearsal:
         clock: AccumulationClock,
         pool: SimulatedPool,
     ) -> GradReducer:
-        """Sums of rows are planned as the dense sums that they may have to be."""
+        """Build the reducer. Sparse (row) sums are planned as dense ones, the worst case."""
         grads = make_grad_buckets(
             [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
             self.plan,
@@ -492,7 +494,7 @@ class Rehearsal:
         )
 
     def _needs(self, buckets: Sequence[SimulatedBucket]) -> list[list[int]]:
-        """Return, by call, the buckets that have to be whole."""
+        """Return, by call, the indices of the non-persistent buckets that it needs whole."""
         place = {slot.param: b for b, bucket in enumerate(buckets) for slot in bucket.layout.slots}
         found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
         return [[b for b in needs if not buckets[b].persistent] for needs in found]
@@ -500,7 +502,7 @@ class Rehearsal:
     def _forward(
         self, coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any
     ) -> Tensor:
-        """Compute a chain of scalars, one link per call; backward through it acts like the hooks in a model."""
+        """Build a chain of scalars, one link per call, whose hooks act in backward like those of a model."""
         link = torch.zeros((), requires_grad=True)
         for call, buckets in enumerate(needs):
             frame: Frame | None = None
@@ -529,8 +531,8 @@ def _reached(
 
 
 class Arrivals:
-    """Gradients as backward traverses the calls. That of a parameter with several uses waits inside autograd until the
-    first of them; where two meet there are briefly three: one from each use, and their sum."""
+    """Delivers gradients as backward traverses the calls. The gradient of a parameter with several uses accumulates
+    inside autograd until backward reaches its first use; adding two briefly takes three buffers: both and their sum."""
 
     def __init__(
         self,
@@ -547,7 +549,7 @@ class Arrivals:
         self.meter = meter
         self.waiting: set[int] = set()
         self.grads: dict[int, Tensor] = {}
-        """What arrives, by parameter: without memory, it may be the same each time."""
+        """Gradients by parameter: they have no memory, so each is reused."""
 
     def __call__(self, call: int) -> None:
         for index in reversed(self.uses[call]):
@@ -572,7 +574,7 @@ class Arrivals:
 
 
 def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
-    """Return, by call, the parameters in ``known`` that it is the first to use."""
+    """Return, by call, the parameters in ``known`` whose first use it is."""
     seen: set[int] = set()
     result: list[list[int]] = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""A memory plan as human-readable text."""
+"""Text and JSON form of a memory plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADINGS = {
 
 
 def size(nbytes: int) -> str:
-    """Bytes with three or four significant digits: "1.50 GiB"."""
+    """Format a number of bytes: "1.50 GiB"."""
     for unit, name in _UNITS:
         if abs(nbytes) >= unit:
             value = nbytes / unit
@@ -50,7 +50,7 @@ def headline(answer: PlanAnswer) -> str:
 
 
 def table(answer: PlanAnswer) -> Iterator[str]:
-    """One block per place: kinds down, phases across."""
+    """Yield one block of lines per place: a row per kind, a column per phase."""
     shown = [place for place in MemoryPlace if answer.ledger.peak(place)[0]]
     for place in shown:
         yield from _block(answer, place)
@@ -81,7 +81,7 @@ def _place_name(answer: PlanAnswer, place: MemoryPlace) -> str:
 
 
 def verdict(answer: PlanAnswer) -> Iterator[str]:
-    """Need compared to what is available, for each place."""
+    """Yield a line per place that compares the need with the available memory."""
     for place in MemoryPlace:
         need, phase = answer.need(place)
         if not need:
@@ -128,7 +128,7 @@ def advice_lines(advice: Advice) -> Iterator[str]:
 
 
 def waiting_lines(answer: PlanAnswer) -> Iterator[str]:
-    """Yield what would hide an update on the host, and whether this machine has the memory for it."""
+    """Yield the changes that would overlap the host's update with the device, and their additional memory."""
     changes = hidden_updates(answer)
     if changes:
         yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"
@@ -150,7 +150,7 @@ def full_report(answer: PlanAnswer, advice: Advice | None) -> str:
 
 
 def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
-    """Everything in the report, bytes as numbers."""
+    """Return the content of the report for JSON, with bytes as numbers."""
     ledger = answer.ledger
     return {
         "ranks": answer.request.all_ranks,

@@ -1,4 +1,4 @@
-"""A request to the planner: this model with this config on this many ranks, and the available memory."""
+"""Requests to the planner (a model, a config, a number of ranks, the available memory), and their answers."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from deepspeed.zero.replica_groups import expert_parallel_size
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 _NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
-"""Sections whose values make no difference here."""
+"""Keys whose values do not affect memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """``config`` as written. ``optimizer``: the client's, if it already exists; else the config's is created on
-    ``trained`` (parameters and group dicts; default: whatever requires a gradient; they may be on the meta device)."""
+    """A run to plan. ``config``: as written. ``optimizer``: the client's, if it already exists; else the config's is
+    built on ``trained`` (parameters and group dicts; default: all that require a gradient; may be on the meta
+    device)."""
 
     module: nn.Module
     config: Mapping[str, Any]
     ranks: int
-    """Those that share the model states."""
+    """Ranks that share the model states."""
     ranks_per_sequence: int = 1
-    """How many of them work on the same data."""
+    """Sequence-parallel degree: how many of them work on the same samples."""
     nodes: int = 1
     device_type: str = "cuda"
     optimizer: torch.optim.Optimizer | None = None
@@ -61,13 +62,13 @@ class PlanRequest:
     checkpointing: bool = False
     capacity: Capacity = field(default_factory=Capacity)
     split: Split = Split()
-    """What of the model a rank has (default: all); ``ranks`` share the states of that part."""
+    """A rank's part of the model (default: all); ``ranks`` share the states of that part."""
     follow_disk: bool = False
-    """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
+    """Whether ``capacity.disk`` is the free space of the config's swap folders."""
 
     @property
     def all_ranks(self) -> int:
-        """Ranks, with those that have other parts of the model."""
+        """World size, including ranks with other parts of the model."""
         return self.ranks * self.split.ways
 
     @property
@@ -75,7 +76,7 @@ class PlanRequest:
         return -(-self.all_ranks // self.nodes)
 
     def neighbours(self, place: MemoryPlace) -> int:
-        """Ranks that share the same memory at that place."""
+        """Return the number of ranks that share the memory at that place."""
         return 1 if place is MemoryPlace.DEVICE else self.ranks_per_node
 
 
@@ -95,18 +96,18 @@ class PlanAnswer:
         return Capacity(known.device, known.host, free_disk(self.plan.swap_folders))
 
     def need(self, place: MemoryPlace) -> tuple[int, MemoryPhase]:
-        """Bytes that ranks sharing a memory need together at the peak, and the phase of that peak."""
+        """Return the peak bytes that the ranks sharing a memory need together, and the phase of the peak."""
         nbytes, phase = self.ledger.peak(place)
         return nbytes * self.request.neighbours(place), phase
 
     def lacking(self) -> dict[MemoryPlace, int]:
-        """Bytes that are missing, for each place that lacks any."""
+        """Return the missing bytes of each place that lacks memory."""
         found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in MemoryPlace}
         return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
 
 
 class _Ranks:
-    """Tells a config how many data-parallel ranks there are."""
+    """Stand-in for an ``mpu``: tells the config the data-parallel world size."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -116,7 +117,7 @@ class _Ranks:
 
 
 def config_of(request: PlanRequest) -> DeepSpeedConfig:
-    """The config as it is read. Raises DeepSpeedConfigError as ``initialize`` would."""
+    """Return the parsed config. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
         readers = _Ranks(request.ranks // request.ranks_per_sequence)
         return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
@@ -154,8 +155,8 @@ def answer(request: PlanRequest) -> PlanAnswer:
 
 
 def _states_between_updates(ledger: Ledger) -> None:
-    """``compile.offload_opt_states``: while gradients are made, masters and state are on the host, in memory that
-    stays."""
+    """Move masters and state to the host during forward and backward (``compile.offload_opt_states``); the host keeps
+    their memory during the update."""
     forward, backward, update = STEADY
     for kind in (MemoryKind.MASTERS, MemoryKind.STATE):
         ledger.add(STEADY, MemoryPlace.HOST, kind, ledger.entries[update, MemoryPlace.DEVICE, kind])
@@ -170,7 +171,7 @@ def _experts(facts: PlannedModel, ranks: int) -> list[str]:
 
 
 def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys whose value is left to a client."""
+    """Yield the dotted keys that are "auto", left to a client."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _auto_keys(value, f"{prefix}{key}.")
@@ -179,7 +180,7 @@ def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, Any]:
-    """The config with the requested micro-batch size, and with "auto" batch sizes left to their defaults."""
+    """Return the config with the requested micro-batch size, and without "auto" batch sizes."""
     result = copy.deepcopy(dict(config))
     for key in BATCH:
         if result.get(key) == "auto":
@@ -259,8 +260,8 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
 def _counted(
     ledger: Ledger, module: nn.Module, setting: PlanSetting, limit: float, batch: int, tokens: int
 ) -> bool:
-    """Enter what the blocks keep of ``tokens`` tokens of each sequence within the budget, by a forward on fake tensors;
-    False: it cannot run there."""
+    """Count the activations that blocks keep within the budget, for ``tokens`` tokens per sequence, by a forward on
+    fake tensors; return False if it cannot run there."""
     from deepspeed.planning.counted import CannotCount, choice_within
     from deepspeed.transforms.recompute.budget import report
 
@@ -279,7 +280,7 @@ def _counted(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings about a config: the code that uses it issues them once, not for every variant tried."""
+    """Suppress warnings about a config: a run issues them once, not for every variant that is planned."""
     before, logger.disabled = logger.disabled, True
     try:
         yield

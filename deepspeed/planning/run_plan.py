@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start: its request, and what is said if its model states do not fit."""
+"""The plan of a run that is about to start: its request, and the message if its model states do not fit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deepspeed.planning.run_spec import RunSpec
 
 
 def shortage(run: RunSpec, capacity: Capacity, near: int, skip: str) -> str | None:
-    """Say what does not fit ``capacity`` with ``near`` ranks on this host, and what to change; None if all fits.
-    ``skip``: environment variable that starts the run anyway."""
+    """Return a message on the model states that exceed ``capacity`` with ``near`` ranks on this host, and on what to
+    change; None if they fit. ``skip``: environment variable that starts the run anyway."""
     planned = answer(request_of(run, capacity))
     return _message(planned, skip) if _lacking(planned, near) else None
 
@@ -48,7 +48,7 @@ def _lacking(planned: PlanAnswer, near: int) -> bool:
     in_use = planned.request.zero_init and planned.plan.param_offload is not None
     for place in MemoryPlace:
         limit = have.of(place)
-        # A model built on storage has already taken its share.
+        # A model built on storage already occupies its share of the disk.
         if limit is None or place is MemoryPlace.DISK and in_use:
             continue
         if planned.ledger.states(place) * (1 if place is MemoryPlace.DEVICE else near) > limit:

@@ -1,4 +1,4 @@
-"""The run that ``initialize`` is about to build, as the planner is asked about it."""
+"""Description of the run that ``initialize`` is about to build, for the planner."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """The arguments of ``initialize``, with what was decided from them. Nothing of the run is allocated yet."""
+    """The arguments of ``initialize``, and the plan and mesh derived from them. Nothing of the run is allocated yet."""
 
     module: nn.Module
     plan: Plan
     config: DeepSpeedConfig
     mesh: ProcessMesh
     optimizer: Any = None
-    """The client's, or a callable that makes it; None: the one the config names."""
+    """The client's optimizer, or a callable that builds it; None: the config's."""
     model_parameters: Sequence[Any] | None = None
-    """Parameters and group dicts that the config's optimizer trains; None: whatever requires a gradient."""
+    """Parameters and group dicts that the config's optimizer trains; None: all that require a gradient."""

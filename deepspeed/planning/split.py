@@ -1,4 +1,4 @@
-"""The share of one rank in a model whose layers are divided: tensor-parallel parts, a stage of a pipeline."""
+"""One rank's part of a model under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from deepspeed.zero.layout import ParamSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """``tensor``: ranks that share each layer. ``stages``, and which one is meant. ``held``: of how many micro-batches
-    that stage holds activations at a time."""
+    """Model-parallel position of a rank. ``tensor``: tensor-parallel degree. ``stages``: pipeline stages; ``stage``:
+    this rank's. ``held``: micro-batches in flight, whose activations the stage holds at the same time."""
 
     tensor: int = 1
     stages: int = 1
@@ -24,11 +24,12 @@ class Split:
 
     @property
     def ways(self) -> int:
-        """Number of different parts."""
+        """Number of parts into which the model is divided."""
         return self.tensor * self.stages
 
     def facts(self, facts: PlannedModel, module: nn.Module) -> PlannedModel:
-        """Return the facts for a rank of that stage: every matrix is cut, other parameters are whole."""
+        """Return the facts for a rank of this stage: every matrix is divided by ``tensor``, other parameters are
+        whole."""
         if self.ways == 1:
             return facts
         first, stop = self._calls(facts)
@@ -52,7 +53,7 @@ class Split:
         return replace(spec, index=index, numel=-(-spec.numel // parts))
 
     def _calls(self, facts: PlannedModel) -> tuple[int, int]:
-        """The calls of the stage, such that all have about as many parameters."""
+        """Return the range of calls of this stage, balanced by parameters."""
         if self.stages == 1:
             return 0, len(facts.calls)
         sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
@@ -60,8 +61,8 @@ class Split:
         return bounds[self.stage], bounds[self.stage + 1]
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
-        """Return the shape whose activations a rank of that stage holds. Norms and residuals are whole everywhere;
-        logits are on the last stage."""
+        """Return the shape whose activations a rank of this stage holds. Norms and residuals are not divided; logits
+        are on the last stage."""
         last = self.stage == self.stages - 1
         return replace(
             shape,

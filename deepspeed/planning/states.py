@@ -1,4 +1,4 @@
-"""Bytes of optimizer state per element, measured by one step of a stand-in on a tiny matrix."""
+"""Bytes of optimizer state per element, measured by one step of a stand-in optimizer on a tiny matrix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHAPE = (4, 4)
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Bytes of optimizer state: of each tensor with one value per element, of those with one per block of ``block``
-    elements, and of all others together."""
+    """Bytes of optimizer state: per element for each tensor of the parameter's shape, per block of ``block`` elements,
+    and per tensor for the rest."""
 
     per_element: tuple[int, ...] = (4, 4)
     per_tensor: int = 4
@@ -26,13 +26,13 @@ class StateSize:
     block: int = 1
 
     def besides(self, numel: int) -> int:
-        """Bytes that a fragment of ``numel`` elements takes besides the values of its elements."""
+        """Return the bytes of a fragment of ``numel`` elements in addition to its per-element state."""
         return self.per_tensor + self.per_block * -(-numel // self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """``groups[g]``: state of the parameters of optimizer group g."""
+    """Facts about an optimizer. ``groups[g]``: state sizes of optimizer group g."""
 
     name: str
     groups: tuple[StateSize, ...]
@@ -41,17 +41,17 @@ class OptimizerFacts:
     elementwise: bool
     """Whether tensors may be updated in pieces."""
     grain: int = 1
-    """They are cut at multiples of this."""
+    """Pieces begin at multiples of this many elements."""
 
 
 ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
-"""What is assumed where no optimizer is known."""
+"""Assumed if no optimizer is known."""
 
 
 def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerFacts:
-    """Facts about ``optimizer``, whose parameters may be on the meta device. It is not touched.
+    """Collect the facts about ``optimizer``, whose parameters may be on the meta device; it is not changed.
 
-    ``master``: dtype of what it updates; None: the dtype of its parameters.
+    ``master``: dtype of the master weights that it updates; None: the dtype of its parameters.
     """
     groups: list[StateSize] = []
     traits = traits_of(optimizer)
@@ -74,7 +74,7 @@ def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: 
     try:
         with torch.enable_grad():
             type(optimizer).step(substitute)
-    except Exception as error:  # whatever a foreign optimizer raises: its state is not known
+    except Exception as error:  # a foreign optimizer may raise anything: its state size is unknown
         logger.debug(
             f"{type(optimizer).__name__} cannot be tried: {error}; two fp32 values per element assumed"
         )
@@ -83,7 +83,7 @@ def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: 
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     traits = traits_of(optimizer)
     others = [t for t in tensors if t.shape != param.shape]
-    blocks = [t for t in others if traits.coded and t.dim()]  # one value here, where all is one block
+    blocks = [t for t in others if traits.coded and t.dim()]  # one value: the tiny matrix is a single block
     return StateSize(
         per_element=tuple(t.element_size() for t in tensors if t.shape == param.shape),
         per_tensor=sum(t.numel() * t.element_size() for t in others if not any(t is b for b in blocks)),

@@ -1,4 +1,4 @@
-"""Planned changes of a config, for the autotuner: what each would need, send and update."""
+"""Planned config variants for the autotuner: memory need, bytes sent and elements updated by each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def note_variants(request: PlanRequest, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what is known before the model is touched: `variants` in their order, how many blocks it has, and what
-    this process takes without the model."""
+    """Return, before the model is changed: the planned `variants` in order, its number of blocks, and this process's
+    resident bytes without the model."""
     weights = sum(p.numel() * p.element_size() for p in request.module.parameters() if p.device.type == "cpu")
     return {
         "variants": [{"changes": dict(changes), **planned_variant(request, changes)} for changes in variants],
@@ -33,11 +33,11 @@ def note_variants(request: PlanRequest, variants: Sequence[Mapping[str, Any]]) -
 
 
 def planned_variant(request: PlanRequest, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes per rank at the peak where the model computes, whether all places have enough, bytes that a rank sends in a
-    step, and how many elements it updates; or why the config cannot be used.
+    """Return a rank's peak bytes where the model computes, whether every place has enough memory, bytes sent per step,
+    and elements updated; or the error of an impossible config.
 
-    `changes`: dotted key -> value. Names of environment variables and sizes of batches change nothing here. Parts of a
-    model that is split (tensor parallelism, pipelines) are counted as equal shares of what can be split.
+    `changes`: dotted key -> value. Environment variables and batch sizes are ignored. Under tensor and pipeline
+    parallelism, a rank holds an equal share of what can be divided.
     """
     config = changed(request.config, {key: value for key, value in changes.items() if key not in BATCH})
     parts = int(changes.get(TENSOR, 1)) * int(changes.get(STAGES, 1))
@@ -69,7 +69,7 @@ def planned_variant(request: PlanRequest, changes: Mapping[str, Any]) -> dict[st
 
 
 def refuse_beyond(limit: int | None, planned: Mapping[str, Any], sharing: int) -> None:
-    """Raise ValueError if the run that begins needs more than each rank may use. ``sharing``: ranks per node."""
+    """Raise ValueError if the current run needs more than ``limit`` bytes per rank. ``sharing``: ranks per node."""
     if limit is None or "need" not in planned:
         return
     near = planned["near"]
@@ -82,7 +82,8 @@ def refuse_beyond(limit: int | None, planned: Mapping[str, Any], sharing: int) -
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with other values of these dotted keys; names in capitals belong to the environment."""
+    """Return a copy of the config with these dotted keys changed; names in capitals are environment variables and
+    skipped."""
     result = copy.deepcopy(dict(config))
     for key, value in changes.items():
         if key.isupper():
@@ -92,7 +93,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a dotted key; sections on the way to it are copied, or made."""
+    """Set the value of a dotted key in place; sections on its path are copied or created."""
     *parents, last = key.split(".")
     for parent in parents:
         below = config.get(parent)
@@ -102,8 +103,8 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _left(module: nn.Module, changes: Mapping[str, Any]) -> float:
-    """The share of the model that a rank keeps: linear layers inside of blocks are split over tensor-parallel ranks,
-    blocks over the stages of a pipeline."""
+    """Return the share of the model on a rank: linear layers inside blocks are divided over tensor-parallel ranks,
+    blocks over pipeline stages."""
     total = sum(full_numel(p) for p in module.parameters()) or 1
     inside = [p for block in blocks_of(module) for p in block.parameters()]
     blocks = sum(full_numel(p) for p in inside) / total

@@ -1,7 +1,7 @@
-"""`ds_bench`: how fast the ranks of a job exchange tensors, by collective, size and transport.
+"""`ds_bench`: benchmark collectives by operation, size and transport.
 
-This side knows the options and starts the job, like any script, through the launcher; the ranks run
-`deepspeed/tools/bench_ranks.py`, which measures. Inside a job that another launcher has started, it measures at once.
+This module parses the options and starts the job through the launcher, like any script; the ranks run
+`deepspeed/tools/bench_ranks.py`, which measures. Inside a job of another launcher, it runs that module directly.
 """
 
 from __future__ import annotations

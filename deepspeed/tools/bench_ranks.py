@@ -1,9 +1,9 @@
-"""The ranks of `ds_bench` (`deepspeed/tools/bench.py`): time of each collective by size and transport.
+"""The ranks of `ds_bench` (`deepspeed/tools/bench.py`): time each collective by size and transport.
 
-The size is that of the whole tensor: what all_reduce sums, what all_gather has gathered, what reduce_scatter and
-all_to_all are given. Time is the median over the trials of a rank, of the slowest rank. Throughput is size over time;
-the bus bandwidth multiplies it with what each rank has to send at least, so that it can be compared with a link's,
-whatever the number of ranks.
+The size is that of the full tensor: the input of all_reduce, reduce_scatter and all_to_all, the output of all_gather.
+The time is the slowest rank's median over its trials. Throughput is size over time; the bus bandwidth multiplies it by
+the share of the tensor that each rank must send at least, so that it compares with a link's bandwidth at any world
+size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.init import init_distributed
 
 STEP = 4
-"""Powers of two from one size to the next."""
+"""Step of the exponent between measured sizes (powers of two)."""
 
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -109,12 +109,12 @@ def _device() -> torch.device:
 
 
 def _wires(wanted: Sequence[str] | None, device: torch.device) -> Iterator[tuple[str, Communicator | None]]:
-    """The transports by name; None is torch's own operations. Each that there is, once."""
+    """Yield each available transport once, by name; None stands for torch.distributed."""
     group, wanted = dist.group.WORLD, wanted or ("shared_memory", "gloo", "torch")
     assert group is not None
     attempts = [shared for shared, name in ((True, "shared_memory"), (False, "gloo")) if name in wanted]
     if device.type != "cpu":
-        attempts = attempts[:1]  # the process group moves its tensors, whatever is asked
+        attempts = attempts[:1]  # device tensors go through the process group in any case
     for shared in attempts:
         wire = Network(shared_memory=shared).communicator(group).prepare()
         yield wire.transport_name(device.type), wire
@@ -123,7 +123,7 @@ def _wires(wanted: Sequence[str] | None, device: torch.device) -> Iterator[tuple
 
 
 def _sizes(options: Namespace, dtype: torch.dtype, ranks: int) -> list[int]:
-    """Elements, in multiples of the ranks, as far as the free memory allows."""
+    """Return the sizes in elements, as multiples of the world size, limited by the free memory."""
     powers = range(options.minsize, options.maxsize + 1, 1 if options.scan else STEP)
     whole = sorted({max(ranks, 2**power // ranks * ranks) for power in {*powers, options.maxsize}})
     free = torch.tensor([_free_bytes() * options.mem_factor], dtype=torch.float64, device=_device())
@@ -133,7 +133,7 @@ def _sizes(options: Namespace, dtype: torch.dtype, ranks: int) -> list[int]:
 
 
 def _free_bytes() -> float:
-    """Per rank of this host."""
+    """Return the free memory in bytes per rank: of the device, or of the host divided by its ranks."""
     import psutil
 
     accelerator = get_accelerator()
@@ -146,7 +146,7 @@ def _free_bytes() -> float:
 def _call(
     operation: str, wire: Communicator | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Any] | None:
-    """Return a function that issues one call and returns its handle; None: this transport does not have the
+    """Return a function that issues one call and returns its handle; None if the transport does not support the
     operation."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(numel, dtype=dtype, device=device)
@@ -175,13 +175,13 @@ def _call(
 
 
 class _Done:
-    """The handle of a call that has waited."""
+    """Handle of a call that has already completed."""
 
     def wait(self) -> None: ...
 
 
 def _pair(tensor: Tensor, rank: int) -> Callable[[], Any]:
-    """Rank 0 sends to rank 1, which has received when it sends one element back."""
+    """Return a call in which rank 0 sends to rank 1, which sends one element back to confirm that all has arrived."""
     answer = tensor[:1].clone()
 
     def call() -> Any:
@@ -197,7 +197,7 @@ def _pair(tensor: Tensor, rank: int) -> Callable[[], Any]:
 
 
 def _timed(call: Callable[[], Any], options: Namespace, device: torch.device) -> float:
-    """Seconds per call, of the slowest rank."""
+    """Return the seconds per call of the slowest rank."""
     for _ in range(options.warmups):
         call().wait()
     synchronize = get_accelerator().synchronize if device.type != "cpu" else lambda: None
@@ -220,7 +220,7 @@ def _timed(call: Callable[[], Any], options: Namespace, device: torch.device) ->
 
 
 def table(rows: Sequence[Row], options: Namespace) -> list[str]:
-    """The lines that rank 0 prints."""
+    """Return the lines that rank 0 prints."""
     unit, factor = options.bw_unit, _UNITS[options.bw_unit]
     header = ("operation", "size", "transport", "time", "throughput", "bus bandwidth")
     if options.raw:
@@ -264,7 +264,7 @@ def _time_text(seconds: float) -> str:
 
 
 def plot(rows: Sequence[Row], options: Namespace) -> None:
-    """Bus bandwidth by size: a field per operation, a line per transport."""
+    """Plot the bus bandwidth over the size: a panel per operation, a line per transport."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`ds plan --calibrate`: a short training on one rank and on two, and what it says about this machine."""
+"""`ds plan --calibrate`: short training runs on one rank and on two, to measure this machine."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _SET_HERE = (
     "zero_optimization", "train_batch_size", "gradient_accumulation_steps", "steps_per_print",
     "wall_clock_breakdown", "monitor", "autotuning",
 )  # fmt: skip
-"""Parts of a config that a calibration replaces or leaves out."""
+"""Keys and sections of a config that a calibration replaces or drops."""
 _ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """``batch``: `module:function` that returns one, for a model of one's own. ``steps``: of each stage, or as many as
-    take ``seconds``. ``threads``: of a rank; 0: the processors shared out."""
+    """Arguments of a calibration. ``batch``: `module:function` that returns a batch, for the user's own model.
+    ``steps``: timed steps per stage, or more if those take less than ``seconds``. ``threads``: per rank; 0: half of the
+    cores."""
 
     model: str
     config: Mapping[str, Any]
@@ -57,11 +58,11 @@ class Asked:
 
 
 Place = Callable[[int], tuple[list[str], dict[str, str]]]
-"""For a rank: what to write before its command, and what its environment has besides."""
+"""Maps a rank to a prefix of its command line, and to additional environment variables."""
 
 
 def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], None] = print) -> Calibration:
-    """Run it. CalibrationError: it cannot be done, or failed; says what the ranks said."""
+    """Run the calibration. CalibrationError: it is not possible here, or failed; with the output of the ranks."""
     if not is_shape(asked.model) and asked.batch is None:
         raise CalibrationError(
             f"--model {asked.model}: a calibration trains, so it needs a batch: give --batch module:function, which "
@@ -109,7 +110,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def _model_facts(asked: Asked) -> tuple[int, float]:
-    """Trained elements, and operations of a forward."""
+    """Return the trained elements, and the FLOPs of a forward."""
     with torch.device("meta"):
         module = build_shape(asked.model) if is_shape(asked.model) else call_of(asked.model)()
     config = {"train_micro_batch_size_per_gpu": asked.micro, **asked.config}
@@ -152,7 +153,7 @@ def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[st
 
 
 def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
-    """Start the ranks and wait for all of them. CalibrationError: one failed, with the end of what it printed."""
+    """Start the ranks and wait for all of them. CalibrationError: one failed, with the end of the output."""
     port = find_free("127.0.0.1")
     with tempfile.TemporaryFile("w+") as log:
         running = []
@@ -174,7 +175,8 @@ def _start(command: list[str], ranks: int, threads: int, place: Place | None) ->
 
 
 def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The status of the first rank that fails; None: all have ended well. The others may wait for it for long."""
+    """Return the exit status of the first rank that fails, without waiting for the others, which may wait for it; None
+    if all have succeeded. CalibrationError: the ranks run longer than ``LIMIT_S``."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         statuses = [process.poll() for process in running]

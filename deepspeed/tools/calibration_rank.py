@@ -1,6 +1,6 @@
-"""One rank of a calibration: a few steps at each stage, timed, and collectives of several sizes.
+"""One rank of a calibration: times a few steps at each stage, and collectives of several sizes.
 
-Started by ``calibrate.py``; what it finds goes to the file that it is told, from rank 0.
+Started by ``calibrate.py``; rank 0 writes the results to the given file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepspeed.planning.step_time.shapes import build_shape, is_shape, random_ba
 from deepspeed.planning.step_time.user_model import call_of, loss_of
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
-"""Bytes that a rank sends in a collective that is timed."""
+"""Bytes per rank in the timed collectives."""
 ROUNDS = 3
 MAX_STEPS = 60
 
@@ -36,7 +36,7 @@ Parts = tuple[float, float, float]
 
 
 class Trained:
-    """A model of ``name`` under an engine of ``config``; ``step`` trains once and says what its parts took."""
+    """The model ``name`` under an engine with ``config``; ``step`` trains and times one step."""
 
     def __init__(
         self, name: str, batch: str | None, config: dict[str, Any], micro: int, sequence: int
@@ -55,7 +55,7 @@ class Trained:
         )[0]
 
     def step(self) -> Parts:
-        """Seconds of forward, backward and update."""
+        """Train one step; return the seconds of forward, backward and update."""
         begin = _now()
         loss = loss_of(self.engine, self.batch)
         forward = _now()
@@ -82,7 +82,8 @@ def _now() -> float:
 
 
 def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
-    """Time ``steps`` steps, or more where they are short, since their times vary."""
+    """Time at least ``steps`` steps, or, if those are short, as many as take ``seconds`` (at most ``MAX_STEPS``): short
+    steps vary."""
     taken = [sum(trained.step()) for _ in range(warmup)]
     slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
     world.all_reduce_max(slowest).wait()
@@ -91,7 +92,7 @@ def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Comm
 
 
 def medians(rows: Sequence[Parts]) -> dict[str, float]:
-    """Return the medians of the rows as ``calibration.Steps`` has them."""
+    """Return the medians of the rows, as fields of ``calibration.Steps``."""
     whole = [sum(row) for row in rows]
     forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
     step = statistics.median(whole)
@@ -105,8 +106,8 @@ def medians(rows: Sequence[Parts]) -> dict[str, float]:
 
 
 class CallTimes:
-    """Seconds of the forward, and of the backward, of each call that stage 3 would gather for. What runs between two
-    calls is counted with the one that began before."""
+    """Seconds of forward and backward of each call that stage 3 would gather for. Work between two calls counts towards
+    the earlier one."""
 
     def __init__(self, module: nn.Module) -> None:
         owners = hooked_modules(module)
@@ -121,7 +122,7 @@ class CallTimes:
             self._handles.append(owner.register_forward_hook(partial(self._watch, number)))
 
     def begin(self, times: list[float], number: int) -> None:
-        """Count time from now on for this call."""
+        """Attribute the time from now on to this call."""
         now = _now()
         if self._running is not None:
             running, last = self._running
@@ -134,7 +135,7 @@ class CallTimes:
                 tensor.register_hook(lambda grad: self.begin(self.backward, number))
 
     def measure(self, trained: Trained) -> None:
-        """One forward and backward."""
+        """Time one forward and backward."""
         self._running = None
         loss = loss_of(trained.engine, trained.batch)
         self.begin(self.backward, len(self.backward) - 1)
@@ -147,7 +148,7 @@ class CallTimes:
 
 
 def shares_of(trained: Trained, repeats: int = 4) -> tuple[list[float], list[float]]:
-    """Return the share of each call in the time of forward and backward."""
+    """Return each call's share of the forward time, and of the backward time."""
     times = CallTimes(trained.module)
     for _ in range(repeats):
         times.measure(trained)
@@ -165,14 +166,14 @@ def _normal(values: Sequence[float]) -> list[float]:
 
 
 def lines(world: Communicator, device: torch.device) -> dict[str, dict[str, float]]:
-    """Fit, for each operation, a line through its times, by the bytes that a rank sends."""
+    """Fit, for each operation, a line through its times over the bytes per rank."""
     made = {
         "all_gather": lambda n: _gather(world, n, device),
         "reduce_scatter": lambda n: _scatter(world, n, device),
         "all_reduce": lambda n: _reduce(world, n, device),
     }
     least = {(name, size): math.inf for name in made for size in SIZES}
-    for _ in range(ROUNDS):  # what only one of them has seen is not the collective's
+    for _ in range(ROUNDS):  # the minimum over rounds: a slow moment in one round is not the collective's
         for name, size in least:
             least[name, size] = min(least[name, size], _seconds(made[name](size)))
     return {name: _line([(size, least[name, size]) for size in SIZES]) for name in made}
@@ -196,7 +197,7 @@ def _reduce(world: Communicator, nbytes: int, device: torch.device) -> Callable[
 
 
 def _seconds(act: Callable[[], Any], repeats: int = 21) -> float:
-    for _ in range(5):  # the first ones connect
+    for _ in range(5):  # warm-up: the first calls connect
         act()
     taken = []
     for _ in range(repeats):
@@ -207,14 +208,15 @@ def _seconds(act: Callable[[], Any], repeats: int = 21) -> float:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """The start from the smallest, the cost of a byte from the two largest."""
+    """Fit the line: seconds per byte from the two largest sizes, the start-up time from the smallest."""
     (small, least), (first, low), (last, high) = points[0], points[-2], points[-1]
     byte = max(0.0, (high - low) / (last - first))
     return {"start": max(0.0, least - byte * small), "byte": byte}
 
 
 def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
-    """Stage 3 on processors asks the others for shards: timed with its own sockets."""
+    """Fit the line of stage 3's shard fetches between CPU ranks, timed over their own sockets; return ``gather`` where
+    shards are not served that way."""
     sharded = trained.engine.sharded
     servers = getattr(getattr(sharded, "gatherer", None), "server", None)
     if servers is None or not servers.servers:
@@ -243,7 +245,7 @@ def main() -> None:
     if world.size > 1:
         found["lines"] = lines(world, device)
     rows: dict[int, list[Parts]] = {stage: [] for stage in given["stages"]}
-    # There and back: where others share the machine, each stage gets its part of a slow moment.
+    # Up and down through the stages: if other jobs share the machine, a slow moment is spread over the stages.
     for stage in (*rows, *reversed(rows)):
         config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
         trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])

@@ -1,4 +1,4 @@
-"""`ds diff`: the first difference between two recorded runs."""
+"""`ds diff`: find the first difference between two recorded runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _tolerance(text: str) -> float:
 
 
 def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
-    """The answer in a few lines."""
+    """Yield the result in a few lines."""
     for name, run in (("A", a), ("B", b)):
         ranks, stage, precision = run.facts["ranks"], run.facts["stage"], run.facts["numerics"]["precision"]
         yield f"{name}: {run.folder}: {ranks} ranks, ZeRO stage {stage}, {precision}"
@@ -80,7 +80,7 @@ def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
 
 
 def show_table(differences: Sequence[Difference], rows: int) -> None:
-    """The first differences, by `rich` where it is installed."""
+    """Print the first differences as a table, with `rich` if it is installed."""
     shown = [
         (step_name(each.step).removeprefix("step "), each.phase, each.tensor, each.module, each.text)
         for each in differences[:rows]
@@ -94,7 +94,7 @@ def show_table(differences: Sequence[Difference], rows: int) -> None:
     else:
         table = Table()
         for column in COLUMNS:
-            table.add_column(column, overflow="fold")  # names are shown to their end
+            table.add_column(column, overflow="fold")  # long names wrap instead of being cut
         for row in shown:
             table.add_row(*row)
         Console().print(table)

@@ -1,8 +1,7 @@
-"""`ds doctor`: whether this machine, and the machines of a hostfile, are ready for a job. One table, a remedy per line.
+"""`ds doctor`: check that this machine, and the machines of a hostfile, are ready for a job. One table, with remedies.
 
-Each machine collects *facts* about itself (`collect`; over ssh for the others), and pure functions make *findings* of
-them: those of one machine by itself, and those that only the comparison shows. Nothing here imports torch, which may be
-what is broken.
+Each machine collects *facts* about itself (`collect`; over ssh for the others). Pure functions turn them into
+*findings*: about a single machine, and from comparing machines. Nothing here imports torch, which may itself be broken.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from deepspeed.version import __version__
 Facts = dict[str, Any]
 
 OK, WARNING, BAD = "ok", "warning", "bad"
-PACKAGES = ("torch", "numpy", "pydantic")  # what ranks have to agree on, beside Python and this package
+PACKAGES = ("torch", "numpy", "pydantic")  # must match on all ranks, like Python and this package
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 GIB = 2**30
@@ -66,8 +65,8 @@ class DoctorFinding(NamedTuple):
 def collect(
     port: int, folder: str, token: str = "", back_to: Sequence[Any] = (), names: Sequence[str] = ()
 ) -> Facts:
-    """Collect the facts of this machine. ``token``: a file that machines with the same folder see; ``back_to``:
-    address and port at which the first machine listens; ``names``: of the machines."""
+    """Collect the facts of this machine. ``token``: name of a file in the folder, visible to machines that share it;
+    ``back_to``: address and port at which the first machine listens; ``names``: host names of all machines."""
     open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
     return {
         "host": socket.gethostname(),
@@ -102,7 +101,7 @@ def _versions() -> dict[str, str]:
 
 
 def _limit(name: str) -> int | None:
-    """The limit in effect; None: no limit, or no such thing here."""
+    """Return the soft limit; None if unlimited, or unknown on this platform."""
     try:
         import resource
 
@@ -120,7 +119,7 @@ def _free(folder: str) -> int | None:
 
 
 def _reaches(address: str, port: int) -> str:
-    """Empty if a connection succeeds, else why not."""
+    """Try to connect; return the reason of a failure, or an empty string."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_S).close()
     except OSError as error:
@@ -132,7 +131,7 @@ def _reaches(address: str, port: int) -> str:
 
 
 def findings_of(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
-    """Return the findings of one machine by itself."""
+    """Yield the findings about a single machine."""
     yield _installed(facts, machine)
     yield _rendezvous_port(facts, machine)
     yield _shared_memory(facts, machine)
@@ -180,7 +179,7 @@ def _shared_memory(facts: Facts, machine: str) -> DoctorFinding:
 
 
 def _network_interface(facts: Facts, machine: str) -> DoctorFinding:
-    """Check that the interfaces that the environment chooses exist."""
+    """Check that the network interfaces chosen in the environment exist."""
     interfaces, chosen = facts["interfaces"], facts["chosen"]
     wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
     written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
@@ -219,7 +218,7 @@ def _folder(facts: Facts, machine: str) -> DoctorFinding:
 
 
 def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
-    """Check how one of several machines resolves their names."""
+    """Check how a machine resolves the names of all machines, and its own."""
     unknown = ", ".join(facts["unknown"])
     yield _line(
         not unknown,
@@ -242,7 +241,7 @@ def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
 
 
 def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[DoctorFinding]:
-    """Return the findings that only a comparison with the first machine shows. ``offset_s``: how far the other clock is
+    """Yield the findings from comparing a machine with the first one. ``offset_s``: seconds by which the other clock is
     ahead."""
     differing = [
         f"{name} {other['versions'].get(name) or 'missing'} (here {version or 'missing'})"
@@ -285,7 +284,7 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
 
 
 def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[DoctorFinding]:
-    """Compare the speed of each pair, both directions: slow is what is slow beside the others."""
+    """Check the bandwidth of each pair in both directions; slow means relative to the other pairs."""
     slow_ones = set(slow(found))
     for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
         both = [(one, other, found.get((one, other), "")), (other, one, found.get((other, one), ""))]
@@ -316,7 +315,8 @@ def _limit_line(value: int | None, least: int, machine: str, check: str, remedy:
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:
-    """Tell whether a list as gloo and NCCL read it (prefixes; ^ excludes, = is exact) fits any interface."""
+    """Tell whether a list in the syntax of gloo and NCCL (prefixes; ^ excludes; = is accepted, but not checked as
+    exact) matches any interface."""
     names = [name for name in value.lstrip("^=").split(",") if name]
     if value.startswith("^"):
         return any(not interface.startswith(tuple(names)) for interface in interfaces)
@@ -347,7 +347,7 @@ def parser() -> ArgumentParser:
 
 @ends_quietly("ds doctor")
 def main(argv: Sequence[str] | None = None) -> int:
-    """1 if anything is bad."""
+    """Run the command; return 1 if any finding is bad, else 0."""
     options = parser().parse_args(argv)
     if options.facts:
         print(json.dumps(collect(**json.loads(options.facts))))
@@ -422,14 +422,15 @@ def _bandwidths(hosts: Sequence[str], others: Sequence[str], ssh: Sequence[str])
 def _token(folder: str) -> Any:
     try:
         return tempfile.NamedTemporaryFile(prefix=".ds_doctor_", dir=folder)
-    except OSError:  # not writable: nobody sees it
+    except OSError:  # not writable: no other machine will see it
         return tempfile.NamedTemporaryFile(prefix=f".ds_doctor_{secrets.token_hex(4)}")
 
 
 def _facts_of(
     host: str, ssh: Sequence[str], asked: Mapping[str, Any], folder: str
 ) -> tuple[Facts | str, float]:
-    """Return a machine's facts and how far its clock is ahead of ours, or why there are none."""
+    """Return a machine's facts, or the reason why they cannot be had, and the seconds by which its clock is ahead of
+    ours."""
     words = [sys.executable, "-m", "deepspeed.tools.doctor", "--facts", json.dumps(asked)]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
@@ -442,12 +443,12 @@ def _facts_of(
     except (ValueError, IndexError):
         return "it answers by ssh, but deepspeed does not run there", 0.0
     end = time.time()
-    early, late = facts["time"] - end, facts["time"] - begin  # it was asked between these two
+    early, late = facts["time"] - end, facts["time"] - begin  # bounds: it read its clock in between
     return facts, max(early, 0.0) if early > 0 else min(late, 0.0)
 
 
 def table(findings: Sequence[DoctorFinding]) -> list[str]:
-    """The lines that are printed."""
+    """Return the lines to print."""
     texts = [("", "machine", "check", "found"), *(finding[:4] for finding in findings)]
     widths = [max(len(text[column]) for text in texts) for column in range(3)]
     lines = []

@@ -1,4 +1,4 @@
-"""The `ds` command: lists the tools, runs the named one, and treats anything else as `deepspeed` does."""
+"""The `ds` command: lists the tools or runs the named one; any other arguments go to the `deepspeed` launcher."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Tool(NamedTuple):
-    """One of our commands. Its module is imported when it runs: most import torch, which the launcher does not need."""
+    """A command of this package. Its module is imported only when it runs: most need torch, the launcher does not."""
 
     module: str
     function: str
     arguments: str
     purpose: str
     parser: Callable[[], argparse.ArgumentParser] | None = None
-    """Of a tool whose module imports torch: help and wrong arguments end before that import."""
+    """Set if the tool's module imports torch: help and usage errors then exit before that import."""
     is_short: bool = False
-    """It reads a config and ends: its start is most of its time."""
+    """Whether it only reads a config: start-up is most of its run time."""
 
 
 TOOLS = {
@@ -135,7 +135,7 @@ TOOLS = {
 
 
 def usage() -> str:
-    """Return what `ds` alone prints."""
+    """Return the text that `ds` prints without arguments."""
     rows = [(f"ds {name} {tool.arguments}", tool.purpose) for name, tool in TOOLS.items()]
     rows.append(("ds [options] script.py ...", "run a script on every device, as `deepspeed` does"))
     width = max(len(call) for call, _ in rows)
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return run_tool(first, rest)
     if first in ("-h", "--help"):
         print(usage(), end="\n\n")
-    import difflib  # what follows is not needed for a tool that is named, as with `ds check`
+    import difflib  # imported here: not needed if a tool is named, as with `ds check`
 
     from deepspeed.tools.launcher import runner
     from deepspeed.tools.launcher.shim import USAGE_ERROR
@@ -169,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 
 def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
-    """Runs a tool with these arguments, or those of the command line; returns its exit code."""
+    """Run a tool with these arguments, or with the command line's; return its exit code."""
 
     @ends_quietly(f"ds {name}")
-    def run() -> int | None:  # importing torch takes seconds, in which Ctrl-C may come too
+    def run() -> int | None:  # importing torch takes seconds, during which Ctrl-C may arrive, too
         tool = TOOLS[name]
         if tool.parser is not None:
             tool.parser().parse_args(arguments)
@@ -186,8 +186,8 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
 
 @contextmanager
 def _short_start() -> Iterator[None]:
-    """Without collections of garbage, and without pydantic's search for plugins in every installed package: a fifth of
-    the CPU time of a tool that only reads a config."""
+    """Pause garbage collection and disable pydantic's plugin search over all installed packages: a fifth of the CPU
+    time of a tool that only reads a config."""
     chosen = _PLUGINS in os.environ
     os.environ.setdefault(_PLUGINS, "__all__")
     try:
@@ -198,7 +198,7 @@ def _short_start() -> Iterator[None]:
             del os.environ[_PLUGINS]
 
 
-# The scripts of the same tools: what imports torch is imported where Ctrl-C is already known.
+# Entry points of the same tools as scripts: torch is imported inside `run_tool`, which handles Ctrl-C.
 ds_report = partial(run_tool, "report")
 ds_check = partial(run_tool, "check")
 ds_io = partial(run_tool, "io")

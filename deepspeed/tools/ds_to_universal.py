@@ -1,9 +1,9 @@
-"""Turn a checkpoint into a universal one, in the layout of release 0.19:
+"""Convert a checkpoint to a universal one, in the layout of release 0.19:
 
     python -m deepspeed.tools.ds_to_universal --input_folder ckpt/global_step3 --output_folder ckpt/universal
 
-Then ``"checkpoint": {"load_universal": true}`` and ``load_checkpoint("ckpt")`` load it, here and in that release. Here
-no checkpoint needs this: all of them load on any number of ranks as they are.
+Then ``"checkpoint": {"load_universal": true}`` and ``load_checkpoint("ckpt")`` load it, here and in that release.
+Checkpoints of this package do not need the conversion: they load on any number of ranks as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from deepspeed.checkpoint.foreign.universal_export import convert
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The arguments of the command."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Convert a checkpoint to a universal checkpoint.")
     options = {
         "--input_folder": takes("folder of one checkpoint, such as global_step3", required=True),
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Convert as ``args`` say (``parse_arguments``; only the two folders are required). CheckpointError: see
+    """Convert according to ``args`` (``parse_arguments``; only the two folders are required). CheckpointError: see
     ``universal_export.convert``."""
     folder = convert(
         args.input_folder,

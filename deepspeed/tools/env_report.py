@@ -1,8 +1,8 @@
-"""``ds_report``: what this machine and this installation offer.
+"""``ds_report``: report the ops and the environment of this machine and installation.
 
 Two parts: the ops with the path each takes here, and the environment (versions, devices, cores, memory,
 communication backends). ``[WARNING]`` lines say what to install or change for a faster or a working path.
-``--bench`` times every op, and every kernel of inference, on the path it takes.
+``--bench`` times every op and every inference kernel on its path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
 RULE = "-" * 70
 NAME_WIDTH = 26
 TITLE_WIDTH = 34
-BUILD_PREFIX = "DS_BUILD_"  # of the variables that select ops to compile, where ops are compiled
+BUILD_PREFIX = "DS_BUILD_"  # of the variables that select the ops to compile; here nothing is compiled
 PACKAGE = Path(__file__).parents[1]
 SHARED_MEMORY = "/dev/shm"
 ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange data through it
@@ -63,7 +63,7 @@ def _row(title: str, value: object) -> str:
 
 
 def human_readable_size(size: float) -> str:
-    """``"1.50 GB"`` for a number of bytes."""
+    """Format a number of bytes as ``"1.50 GB"``, in powers of 1024."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 1024:
             return f"{size:.2f} {unit}"
@@ -75,15 +75,15 @@ def human_readable_size(size: float) -> str:
 
 
 def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None = None) -> None:
-    """Prints each op with whether it can be used here and what runs it; ``verbose`` adds the hints, ``bench``
-    measured speeds (files are timed in ``bench_dir``).
+    """Print for each op whether it is available here and on which path; ``verbose`` adds hints, ``bench`` measured
+    speeds (file ops are timed in ``bench_dir``).
     """
     print(RULE)
     print("DeepSpeed op report: kernels come with the package, nothing is compiled when a program runs")
     print(f"{BUILD_PREFIX}* variables are accepted and have no effect{_build_variables()}")
     print(RULE)
     print(f"{'op name':{NAME_WIDTH}} status    path")
-    hints: dict[str, None] = {}  # in order, each once
+    hints: dict[str, None] = {}  # an ordered set
     for builder in (make() for make in ALL_OPS.values()):
         path = builder.path()
         status = _paint("[OKAY]", GREEN) + "  " if path else _paint("[NO]", RED) + "    "
@@ -104,8 +104,8 @@ def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None =
 
 
 def _inference_report() -> None:
-    """Prints the speeds of the kernels with which models generate."""
-    from deepspeed.inference.kernel_speed import Machine, kernel_speeds  # imports the engine of inference
+    """Print the speeds of the inference kernels."""
+    from deepspeed.inference.kernel_speed import Machine, kernel_speeds  # imports the inference engine
 
     machine = Machine()
     stream = machine.stream()
@@ -139,7 +139,7 @@ def _load_hints() -> Iterator[str]:
 
 
 def get_shm_size() -> int | None:
-    """Bytes of the shared memory file system, None if there is none."""
+    """Return the size in bytes of the shared-memory file system; None if there is none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).total
     except OSError:
@@ -147,7 +147,7 @@ def get_shm_size() -> int | None:
 
 
 def debug_report(verbose: bool = True) -> None:
-    """Prints versions, devices, cores, memory and communication backends; ``verbose`` adds the hints."""
+    """Print versions, devices, cores, memory and communication backends; ``verbose`` adds the hints."""
     print(RULE)
     print("DeepSpeed general environment info")
     print(RULE)
@@ -167,7 +167,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> str:
-    """Commit and branch the package was built from, else those of the source tree it is in."""
+    """Return commit and branch from which the package was built, else those of its source tree, else "unknown"."""
     if git_hash != "unknown":
         return f"{git_hash} {git_branch}"
     root = PACKAGE.parent

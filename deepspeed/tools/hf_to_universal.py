@@ -1,11 +1,11 @@
-"""Turn the weights of a Transformers checkpoint into a universal checkpoint without optimizer state.
+"""Convert the weights of a Transformers checkpoint to a universal checkpoint without optimizer state.
 
     python -m deepspeed.tools.hf_to_universal --hf_checkpoint_dir gpt2/ --save_dir checkpoints/gpt2
 
-``load_checkpoint`` takes the folder of Transformers itself as well; this is for tools that read the universal layout
-(``universal_format``), which find weights by the names of the model: where Transformers is installed and the folder has
-the model's ``config.json``, names and tensors are those that ``from_pretrained`` would give it. Of a floating-point
-tensor it has the fp32 value.
+``load_checkpoint`` reads the Transformers folder directly; this is for tools that read the universal layout
+(``universal_format``), which find weights by the names of the model. If Transformers is installed and the folder has
+the model's ``config.json``, names and tensors are those that ``from_pretrained`` would load. Floating-point tensors are
+stored in fp32.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def convert(
     safe_serialization: bool = False,
 ) -> Path:
     """Write the weights in ``hf_checkpoint_dir``, one file in memory at a time, to ``save_dir``, and that folder's name
-    to ``latest_universal`` beside it; returns the folder, which appears when it is complete.
+    to ``latest_universal`` next to it; return the folder, which appears only once it is complete.
 
-    ``safe_serialization``: the weights must be ``.safetensors`` files, which are taken first anyway.
-    CheckpointNotFoundError: there are no weights, or no such ones.
+    ``safe_serialization``: accept only ``.safetensors`` files, which are preferred anyway. CheckpointNotFoundError:
+    there are no (such) weights.
     """
     source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
     staged = StagedFolder(target.parent, target.name, alone=False)
@@ -73,8 +73,8 @@ def _write(source: Path, described: Path, folder: Path) -> None:
 
 
 def _named_as_in_model(source: Path, described: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``source`` as the model has them that the config in the folder ``described`` describes; as they
-    are, if there is none or Transformers does not know the model."""
+    """Yield the tensors of ``source`` under the names and in the form of the model that the config in ``described``
+    defines; unchanged if there is no config or Transformers does not know the model."""
     module = model_described_in(described)
     return tensors_of(source) if module is None else as_in_model(module, tensors_of(source))
 

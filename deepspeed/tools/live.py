@@ -1,4 +1,4 @@
-"""`ds live FOLDER`: the page of a run from its record, while it runs elsewhere or when it has ended."""
+"""`ds live FOLDER`: the live page of a run from its record, while it runs elsewhere or after it has ended."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LOOK_S = 1.0
 
 
 class Follower:
-    """A history that follows a file."""
+    """A metric history that follows a growing record file."""
 
     def __init__(self, path: Path) -> None:
         self.history = MetricHistory()
         self._path, self._offset = path, 0
 
     def look(self) -> None:
-        """Take what has come. OSError, ValueError: it cannot be read."""
-        if self._path.stat().st_size < self._offset:  # another run has begun there
+        """Read the new entries. OSError, ValueError: the file cannot be read."""
+        if self._path.stat().st_size < self._offset:  # a new run has overwritten the file
             self._offset = 0
             self.history.clear()
         entries, self._offset = read_more(self._path, self._offset)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def follow(follower: Follower, end: threading.Event) -> None:
-    """Until ``end``. A file that cannot be read for a while is read later."""
+    """Read new entries until ``end`` is set; after an error, print it and retry later."""
     while not end.wait(LOOK_S):
         try:
             follower.look()

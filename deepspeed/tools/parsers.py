@@ -1,4 +1,4 @@
-"""Arguments of the tools whose work needs torch. Help and mistakes in arguments cost none of its import.
+"""Argument parsers of the tools that need torch, in a separate module: help and usage errors do not import torch.
 
 Each function returns the parser of one tool; the module that does the work parses with the same one.
 """
@@ -13,7 +13,7 @@ from deepspeed.base.tool_arguments import ArgumentParser, add_options, positive,
 from deepspeed.planning.step_time.options import STEP_TIME
 
 IO_ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
-"""Ways in which `ds_io` accesses files."""
+"""File access methods of `ds_io`."""
 
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -61,7 +61,8 @@ def _bytes(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """`400M` -> 419430400. ValueError for anything but a positive integer, optionally followed by K, M, G or T."""
+    """Parse `400M` to 419430400. ValueError for anything but a positive integer, optionally followed by K, M, G or
+    T."""
     number, factor = text.strip().upper().removesuffix("B"), 1
     if number and number[-1] in _SIZES:
         number, factor = number[:-1], _SIZES[number[-1]]
@@ -81,7 +82,7 @@ _RUN = {
         "dtype in which the training script builds the model", "fp32", choices=("fp32", "bf16", "fp16")
     ),
 }
-"""The run to plan: its ranks, its batch, and how the script builds the model."""
+"""Options for the run to plan: ranks, batch, and how the script builds the model."""
 
 MACHINE = {
     "--device": takes("type of device, such as cuda or cpu (default: the one of this machine, else cuda)"),
@@ -91,7 +92,7 @@ MACHINE = {
     ),
     "--disk SIZE": takes("space for swap files on each node", type=_size),
 }
-"""The kind of device and the sizes of memory."""
+"""Options for the device type and the memory sizes."""
 
 _LINK = {
     "--link-mbits RATE": takes(
@@ -102,7 +103,7 @@ _LINK = {
         "with --link-mbits: compute time per step (default: 1)", 1.0, type=positive_number
     ),
 }
-"""The slow link between nodes, for a prediction of the step time over it."""
+"""Options for the link between nodes, to predict the step time over it."""
 
 
 def plan() -> argparse.ArgumentParser:

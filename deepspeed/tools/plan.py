@@ -1,4 +1,4 @@
-"""`ds plan`: what a config needs on device, host and disk, before anything is allocated."""
+"""`ds plan`: plan the memory of a config on device, host and disk, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     request = make_request(args)
     found = answer(request)
-    # With --choices the table says what would fit, of more than can be advised.
+    # With --choices the table already lists what fits, over a larger set than the advice.
     advice = advise(found) if found.lacking() and not args.choices else None
     parts = dict(_times(args, found))
     if args.json:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _times(args: argparse.Namespace, found: PlanAnswer) -> Iterator[tuple[str, LinkTimes | PlanTimes]]:
-    """Yield the predicted times, by their names in JSON."""
+    """Yield the predicted times, with their keys in the JSON output."""
     link = _link_times(args, found)
     if link is not None:
         yield "link", link
@@ -83,7 +83,8 @@ def _times(args: argparse.Namespace, found: PlanAnswer) -> Iterator[tuple[str, L
 
 
 def _spread_models(args: argparse.Namespace, request: PlanRequest) -> dict[int, nn.Module]:
-    """The model with its experts spread over 1, 2, 4, ... ranks; one entry if it has none that can be."""
+    """Return copies of the model with its experts spread over 1, 2, 4, ... ranks; a single entry if it has no experts
+    to spread."""
     if next(iter(stacked_experts(request.module)), None) is None:
         return {1: request.module}
     found: dict[int, nn.Module] = {}
@@ -112,7 +113,7 @@ class ModelError(ExplainedError, ValueError):
 
 
 def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None) -> PlanRequest:
-    """Return the request for these arguments of `ds plan`, with ``config`` instead of the one that they name."""
+    """Return the planner's request for these arguments of `ds plan`; ``config`` replaces the config file."""
     config = read_config(args.config, args.gpus * args.nodes) if config is None else dict(config)
     for text in args.set:
         _set(config, text)
@@ -124,7 +125,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
     _spread_experts(module, config.get("expert_parallel"))
     _check_experts(args.model, module, args.gpus * args.nodes)
     tensor = axes.layout.tp if axes.layout is not None else 1
-    if tensor > 1:  # they do not share the states
+    if tensor > 1:  # tensor-parallel ranks do not share states
         config.pop("tensor_parallel")
     request = PlanRequest(
         module=module,
@@ -152,7 +153,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
 
 
 def _spread_experts(module: nn.Module, section: Any) -> None:
-    """Each rank has its share of the experts only. What is wrong with the section is said where configs are read."""
+    """Keep only a rank's share of the experts. Errors in the section are reported where the config is read."""
     if isinstance(section, dict) and section.get("enabled") is True:
         size = section.get("autoep_size", 1)
         if isinstance(size, int) and size >= 1:
@@ -160,7 +161,7 @@ def _spread_experts(module: nn.Module, section: Any) -> None:
 
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
-    """Raises ModelError: its experts are spread over more ranks than there are."""
+    """Raise ModelError if the model's experts do not fit the number of ranks."""
     for replica_group in {replica_group_name(param) for param in module.parameters()}:
         try:
             expert_parallel_size(replica_group, ranks)
@@ -169,7 +170,8 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
 
 
 def read_config(given: str, ranks: int) -> dict[str, Any]:
-    """The config in a DeepSpeed config file, or in one of Accelerate or TrainingArguments."""
+    """Return the config in a DeepSpeed config file, or in a file of Accelerate or TrainingArguments.
+    DeepSpeedConfigError: it cannot be read, or its client refuses it."""
     try:
         source = read_any(given)
     except UnreadableConfig as error:
@@ -191,7 +193,7 @@ def _device_type(args: argparse.Namespace) -> str:
 
 
 def build_model(name: str, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device. Raises ModelError naming what is wrong with ``name``."""
+    """Build the model on the meta device. Raises ModelError that says what is wrong with ``name``."""
     if is_shape(name):
         try:
             with torch.device("meta"):
@@ -217,13 +219,13 @@ def _call(name: str) -> nn.Module:
 
 
 def _check_callable(name: str, found: Any) -> None:
-    """Raises ModelError unless ``found()`` is a call that Python accepts."""
+    """Raise ModelError unless ``found`` can be called without arguments."""
     remedy = "give a function without arguments that returns the model, as module:function"
     if isinstance(found, nn.Module) or not callable(found):
         raise ModelError(f"--model {name} is an object of {type(found).__name__}; {remedy}")
     try:
         parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # some written in C have no signature
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
@@ -254,7 +256,8 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """The class that builds the model described by ``config``: its own, else a causal one, else the bare one."""
+    """Return a function that builds the model of ``config``: of its own class, else as a causal LM, else the bare
+    model."""
     own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if own is not None and hasattr(own, "_from_config"):
         return lambda config, dtype: own._from_config(config, dtype=dtype)

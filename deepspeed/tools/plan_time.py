@@ -1,4 +1,4 @@
-"""The part of `ds plan` that is about time: what its options (``options.py``) do and print."""
+"""Step times in `ds plan`: calibration and prediction, for the options in ``options.py``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LOCAL = NetworkSpec(name="none", rate=1e12, source="one node")
 
 
 def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
-    """Train, write the file, and say what it holds."""
+    """Run the calibration, write its file, and return lines that describe it."""
     folder = Path(args.calibrate).absolute().parent
-    if not folder.is_dir():  # said before anybody has waited for it
+    if not folder.is_dir():  # checked before the run, not after it
         raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
     micro = config.get("train_micro_batch_size_per_gpu")
     asked = Asked(
@@ -49,7 +49,7 @@ def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTimes:
-    """Predicted times: of the config as it is, and of the alternatives."""
+    """Predicted step times of the given config and of the alternatives."""
 
     where: str
     step: StepTime
@@ -81,7 +81,8 @@ class PlanTimes:
 def times_of(
     args: argparse.Namespace, found: PlanAnswer, modules: Callable[[], Mapping[int, nn.Module]]
 ) -> PlanTimes:
-    """``modules``: the model with its experts spread over so many ranks."""
+    """Predict the step times. ``modules``: by number of ranks, the model with its experts spread over them. TimeError:
+    the options do not describe the machine or the batch."""
     joined = network(args.network) if args.network is not None else LOCAL
     chosen = device(args.on) if args.on is not None else None
     measured = load(args.calibration) if args.calibration is not None else None

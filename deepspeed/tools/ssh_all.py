@@ -38,7 +38,7 @@ def parser() -> ArgumentParser:
 
 @ends_quietly("ds_ssh")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the largest exit code of all machines."""
+    """Run the command; return the largest exit code of all machines."""
     args = parser().parse_args(argv)
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None:
@@ -52,13 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ssh_command(args: argparse.Namespace) -> list[str]:
-    """ssh with the options that were given."""
+    """Return the ssh command line with the given options."""
     port = ["-p", str(args.ssh_port)] if args.ssh_port is not None else []
     return ["ssh", *shlex.split(args.launcher_args), *OPTIONS, *port]
 
 
 def run(hosts: Sequence[str], command: str, ssh: Sequence[str]) -> int:
-    """Runs a shell command on all hosts at once; each line of output has its host's name before it."""
+    """Run a shell command on all hosts in parallel, with each output line prefixed by the host name; return the largest
+    exit code."""
     running = []
     for host in hosts:
         try:

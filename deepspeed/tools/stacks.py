@@ -1,9 +1,8 @@
-"""`ds stacks`: what every rank of a running job does, asked of the ranks themselves.
+"""`ds stacks`: print the Python stacks and last collectives of every rank of a running job, by asking the ranks.
 
-A rank of a job with several ranks answers at an abstract Unix socket with its user and process in the name
-(`deepspeed/comm/hangs/watch.py`), so that the kernel's list of sockets is the list of ranks. A rank that does
-not answer is stopped or inside native code that holds the interpreter's lock; of it, only what the kernel knows is
-shown.
+Each rank of a multi-rank job listens on an abstract Unix socket named by its user and process id
+(`deepspeed/comm/hangs/watch.py`), so that the kernel's list of sockets is the list of ranks. A rank that does not
+answer is stopped, or in native code that holds the GIL; for such a rank, only the kernel's process state is shown.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ranks_of_user() -> list[int]:
-    """Process ids, from the kernel's list of Unix sockets."""
+    """Return the process ids of this user's ranks, from the kernel's list of Unix sockets."""
     prefix = "@" + RANK_SOCKET.format(user=os.getuid(), process="")
     try:
         lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -84,7 +83,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ask(process: int) -> dict[str, Any] | None:
-    """Return what a rank answers; None: nothing in time."""
+    """Return the rank's answer; None if it does not answer within ``ANSWER_S``."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
         try:
@@ -105,7 +104,7 @@ def state_of(process: int) -> str:
 
 
 def told(process: int, answer: dict[str, Any] | None, *, every: bool = False) -> list[str]:
-    """The lines about one rank. ``every``: threads that run no code of the script are more than named."""
+    """Return the lines about one rank. ``every``: also print the stacks of threads without code of the script."""
     if answer is None:
         return [f"== process {process} does not answer: {state_of(process)}", ""]
     facts = [answer["position"], f"in {answer['call']}" if answer["call"] else answer["doing"]]

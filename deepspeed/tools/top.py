@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _keep_showing(args.ranks)
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # `| head` has seen enough; nothing may be flushed into it at exit either
+    except BrokenPipeError:  # `| head` has closed it; nothing may be flushed into it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
@@ -84,7 +84,7 @@ def _keep_showing(ranks: bool) -> None:
 
 
 def _rich() -> Any:
-    """Return a console of `rich`, None where it is not installed."""
+    """Return a `rich` console, or None if `rich` is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -93,7 +93,7 @@ def _rich() -> Any:
 
 
 def _pretty(jobs: list[Job], ranks: bool) -> Any:
-    """Render the page as ``plain`` does, by `rich`."""
+    """Render with `rich` the page that ``plain`` renders as text."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -183,7 +183,7 @@ def _ranks(job: Job) -> str:
 
 
 def notes(jobs: list[Job], ranks: bool, now: float) -> Iterator[str]:
-    """Return what does not fit into a row: hangs, last checkpoints, ranks."""
+    """Yield the lines below the table: hangs, last checkpoints, ranks."""
     for job in jobs:
         name = f"{(job.get('run') or {}).get('name', '?')} ({job['pid']})"
         if job.get("saved"):

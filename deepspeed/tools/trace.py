@@ -1,4 +1,4 @@
-"""`ds trace`: what a timeline says about waiting, and one file of all ranks."""
+"""`ds trace`: waiting times in a timeline, and a merged file of all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(traces: Sequence[RankTrace], rows: int) -> Iterator[str]:
-    """Tables in plain text. All times are milliseconds."""
+    """Yield plain-text tables. All times are in milliseconds."""
     steps = [step for trace in traces for step in steps_of(trace)]
     yield "steps, in ms"
     yield from table(
@@ -80,7 +80,7 @@ def summary(traces: Sequence[RankTrace], rows: int) -> Iterator[str]:
 
 
 def _sentences(traces: Sequence[RankTrace]) -> Iterator[str]:
-    """The answer in words."""
+    """Yield one sentence per rank: its shares of exposed communication and of waiting for data."""
     for trace in traces:
         steps = steps_of(trace)
         total = sum(step.total for step in steps) or 1.0

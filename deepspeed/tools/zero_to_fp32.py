@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn a checkpoint into plain fp32 weights that load without this package.
+"""Convert a checkpoint to plain fp32 weights that load without this package.
 
     ./zero_to_fp32.py . out/                      # in a folder of checkpoints: the one that "latest" names
     ./zero_to_fp32.py . out/ --safe_serialization --max_shard_size 2GB
@@ -37,11 +37,11 @@ OUTPUT_DTYPE_NAMES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-"""What exports can be written in, by the words for it."""
+"""Dtypes of exports, by name."""
 
 
 class GatheredTensor:
-    """A tensor that is assembled from its shards when ``contiguous()`` is called."""
+    """A placeholder for a tensor that ``contiguous()`` gathers from its shards."""
 
     def __init__(self, lazy: LazyTensor) -> None:
         self._lazy = lazy
@@ -55,10 +55,10 @@ class GatheredTensor:
 def to_torch_tensor(
     state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: torch.dtype | str | None = None
 ) -> OrderedDict[str, Tensor]:
-    """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
+    """Replace the placeholders of ``lazy_mode`` by tensors; tied ones share memory.
 
-    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for determining sizes. ``dtype``: of those
-    of floating-point numbers, as ``OUTPUT_DTYPE_NAMES`` or torch name it; None leaves each as it is.
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, to determine sizes. ``dtype``: dtype of the
+    floating-point tensors, a torch dtype or a name in ``OUTPUT_DTYPE_NAMES``; None leaves them unchanged.
     """
     wanted = None if dtype is None else _output_dtype(dtype)
     made: dict[int, Tensor] = {}
@@ -85,10 +85,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> OrderedDict[str, Any]:
-    """The whole fp32 state dict on the CPU, for ``model.load_state_dict``.
+    """Return the full fp32 state dict on the CPU, for ``model.load_state_dict``.
 
-    ``checkpoint_dir`` may be a URL. ``tag`` defaults to what ``latest`` names (FileNotFoundError, a ValueError too, if
-    there is none). ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
+    ``checkpoint_dir`` may be a URL. ``tag`` defaults to the one that ``latest`` names (FileNotFoundError, also a
+    ValueError, if there is none). ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory
+    at a time.
     """
     folder = os.fspath(checkpoint_dir)
     if is_url(folder):
@@ -108,10 +109,11 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index if
-    they exceed ``max_shard_size``. Holds one tensor in memory at a time.
+    """Write the weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in several files with an
+    index if they exceed ``max_shard_size``. Holds one tensor in memory at a time.
 
-    Numbers in floating point are written as ``dtype``: float32, float16 or bfloat16, or one of their names.
+    Floating-point tensors are written as ``dtype``: float32, float16 or bfloat16, or one of their names. With float32,
+    tensors that the fp32 state dict holds in 16 bits keep their dtype.
     """
     wanted = _output_dtype(dtype)
     state = get_fp32_state_dict_from_zero_checkpoint(
@@ -130,8 +132,8 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def _written(value: GatheredTensor | Tensor, dtype: torch.dtype) -> LazyTensor:
-    """The tensor in the dtype of the export; read when it is written. What the fp32 weights hold in 16 bits (buffers of
-    such models) is not widened."""
+    """Return the tensor in the export's dtype, read only when it is written. 16-bit tensors of the fp32 state dict
+    (buffers of 16-bit models) are not widened."""
     kept = dtype if value.dtype.is_floating_point and dtype is not torch.float32 else value.dtype
     return LazyTensor(tuple(value.shape), kept, lambda: (value.contiguous().to(kept),))
 
@@ -144,7 +146,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
+    """Write the fp32 weights, as ``convert_zero_checkpoint_to_state_dict`` does."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -159,8 +161,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Move ``model`` to the CPU and load the fp32 weights into it, leniently; returns it. It may be wrapped otherwise
-    than the one that was saved (``torch.compile``)."""
+    """Move ``model`` to the CPU, load the fp32 weights into it with ``strict=False``, and return it. It may be wrapped
+    differently from the saved model (``torch.compile``)."""
     model = model.cpu()
     saved = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     rename = renaming(saved, model.state_dict(), "") or str
@@ -169,7 +171,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """Path of rank 0's model states. FileNotFoundError."""
+    """Return the path of rank 0's model states. FileNotFoundError: there is no such file."""
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointNotFoundError(f"the folder {checkpoint_dir} does not exist")
     name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -180,7 +182,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
-    """Matching files in natural order. FileNotFoundError if there is none."""
+    """Return the matching files in natural order. FileNotFoundError if there is none."""
     files = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)), key=natural_keys)
     if not files:
         raise CheckpointNotFoundError(f"there is no {glob_pattern} in {checkpoint_dir}")
@@ -200,7 +202,7 @@ def atoi(text: str) -> int | str:
 
 
 def natural_keys(text: str) -> list[int | str]:
-    """Sort key that puts ``rank_10`` after ``rank_9``."""
+    """Return a sort key that puts ``rank_10`` after ``rank_9``."""
     return [atoi(part) for part in re.split(r"(\d+)", text)]
 
 
@@ -225,7 +227,8 @@ def command_parser(description: str) -> argparse.ArgumentParser:
 def run_command(
     parser: argparse.ArgumentParser, args: Sequence[str] | None, convert: Callable[..., None], name: str
 ) -> None:
-    """``convert`` with what the command line says; its errors without a traceback, unless that is asked for."""
+    """Run ``convert`` with the command line's arguments; print errors without a traceback, unless ``--debug`` is
+    set."""
     given = vars(parser.parse_args(args))
     debug, folder, output = (given.pop(key) for key in ("debug", "checkpoint_dir", "output_dir"))
     try:

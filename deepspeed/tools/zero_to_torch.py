@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Turn a checkpoint into plain weights of 32 or 16 bits that load without this package.
+"""Convert a checkpoint to plain 32-bit or 16-bit weights that load without this package.
 
     ./zero_to_torch.py . out/ --dtype bf16        # in a folder of checkpoints: the one that "latest" names
 
-A copy of this file is stored next to every checkpoint, beside ``zero_to_fp32.py``, which does the work; it needs the
+A copy of this file is stored next to every checkpoint, with ``zero_to_fp32.py``, which does the work; it needs the
 installed package.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 if __package__:
     from deepspeed.tools import zero_to_fp32
-else:  # the copy beside a checkpoint
+else:  # the copy next to a checkpoint
     import zero_to_fp32  # type: ignore[no-redef]  # pyright: ignore[reportMissingImports]
 
 

@@ -1,1 +1,1 @@
-"""Small records of what each step of a run computed, and what is different between two of them."""
+"""Compact records of each step's results, and the comparison of two recorded runs."""

@@ -1,13 +1,13 @@
 """Differences between two recorded runs, in the order in which a step computes them.
 
-Where both runs do the same arithmetic, every bit counts. Elsewhere (another number of ranks, another precision) numbers
+If both runs do the same arithmetic, every bit is compared. Otherwise (another world size, another precision) numbers
 are compared within a tolerance:
 
-- losses and norms relatively; gradients relatively to the larger of their own norm and a thousandth of the norm of all,
-  since gradients that are zero but for rounding differ freely;
-- weights relatively to their norm, or to a share of how far they have moved since the start: an optimizer such as Adam
-  turns the rounding of small gradients into steps of full size. Weights whose gradient is nothing but rounding are left
-  out for the same reason.
+- losses and norms by relative error; gradients relative to the larger of their own norm and a thousandth of the global
+  norm, since gradients that are zero up to rounding differ arbitrarily;
+- weights relative to their norm, or to a share of their distance from the start: an optimizer such as Adam turns
+  rounding in small gradients into full-size steps. For the same reason, weights whose gradient is only rounding are
+  skipped.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PHASES = {
     WEIGHT: "weight for the next forward",
 }
 WITHOUT_WIDTH = 1e-4
-"""Tolerance between runs in fp32 whose sums have another order."""
+"""Tolerance between fp32 runs with different summation orders."""
 OF_16_BITS = 5e-2
 OF_QUANTIZED_PAYLOADS = 0.25
 QUIET = 1e-3
-"""A gradient below this part of all gradients, times the tolerance, is taken for rounding."""
+"""A gradient whose norm is below 10 times this share of the global norm, times the tolerance, counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Difference:
     tensor: str
     """Name of the parameter or the input; empty for numbers such as the loss."""
     module: str
-    """Path and class of the module that has the parameter."""
+    """Class and path of the module that owns the parameter."""
     relative: float
     text: str
 
@@ -56,8 +56,8 @@ def step_name(step: int) -> str:
 
 @dataclass
 class Comparison:
-    """``tolerance`` 0: every bit was compared. ``reasons``: why it is not 0. ``causes``: what differs but is not a
-    result (seeds, which rank sees which samples). ``remarks``: what the records themselves complain about."""
+    """Result of a comparison. ``tolerance`` 0: every bit was compared. ``reasons``: numeric settings that differ.
+    ``causes``: differing inputs (seeds, samples by rank). ``remarks``: problems recorded in the runs themselves."""
 
     steps: list[int]
     tolerance: float
@@ -72,12 +72,13 @@ class Comparison:
 
     @property
     def first_tensor(self) -> Difference | None:
-        """The first difference of a parameter."""
+        """The first difference in a parameter tensor."""
         return next((each for each in self.differences if each.phase in PHASES.values()), None)
 
 
 def compare(a: Run, b: Run, tolerance: float | None = None) -> Comparison:
-    """``tolerance``: None chooses; 0: every bit. ValueError: the runs have no step in common."""
+    """Compare two runs. ``tolerance``: relative; 0: every bit; None: chosen. ValueError: no step is recorded in
+    both."""
     steps = sorted(a.steps.keys() & b.steps.keys())
     if not any(steps):
         recorded = [", ".join(str(step) for step in run.steps if step) or "none" for run in (a, b)]
@@ -99,7 +100,7 @@ def compare(a: Run, b: Run, tolerance: float | None = None) -> Comparison:
 
 
 def other_numerics(a: Run, b: Run) -> list[str]:
-    """Why the two runs cannot be expected to have equal bits."""
+    """Return the numeric settings that differ, so that equal bits cannot be expected."""
     left, right = a.facts["numerics"], b.facts["numerics"]
     return [
         f"{key} {_short(left.get(key))} and {_short(right.get(key))}"
@@ -179,7 +180,7 @@ class _Comparer:
             limit = 10 * self.tolerance * QUIET * everything
             self.quiet |= {name for name, each in left.items() if each.norm <= limit}
         order = [name for name in left if name in right]
-        for name in reversed(order) if kind == GRADIENT else order:  # as backward computes them
+        for name in reversed(order) if kind == GRADIENT else order:  # in the order of backward
             x, y = left[name], right[name]
             text = self._text(kind, name, x, y, everything)
             if text:
@@ -215,12 +216,12 @@ class _Comparer:
 
 
 def distance(x: FullTensor, y: FullTensor) -> float:
-    """An estimate of the Euclidean distance."""
+    """Estimate the Euclidean distance of two tensors from their sketches."""
     return math.sqrt(sum((q - p) ** 2 for p, q in zip(x.sketch, y.sketch, strict=True)) / len(x.sketch))
 
 
 def how_far(x: FullTensor, y: FullTensor) -> str:
-    """By how much ``y`` is another tensor than ``x``, and what the difference looks like."""
+    """Describe the size and the kind of the difference between ``x`` (run A) and ``y`` (run B)."""
     if not (math.isfinite(x.squares) and math.isfinite(y.squares)):
         names = [run for run, whole in (("A", x), ("B", y)) if not math.isfinite(whole.squares)]
         return f"not finite in {' and '.join(names)}"
@@ -254,7 +255,7 @@ def _module(run: Run, name: str) -> str:
 
 
 def _which_batches(a: AuditedStep, b: AuditedStep) -> str:
-    """The ranks and micro-batches whose inputs differ, if they are arranged alike."""
+    """Name the ranks and micro-batches whose inputs differ, if both runs have the same number of each."""
     left, right = a.arrangement(), b.arrangement()
     if [len(each) for each in left] != [len(each) for each in right]:
         return "other samples"

@@ -1,17 +1,17 @@
-"""Fingerprints of tensors that do not depend on how a tensor is divided among ranks or buckets.
+"""Fingerprints of tensors, independent of how a tensor is sharded over ranks or buckets.
 
-Each is a sum over elements of something that depends on an element's value and its place in the whole tensor. So the
-fingerprints of the parts add up to that of the whole, and nothing has to be gathered:
+Each is a sum over elements of a function of an element's value and its index in the global tensor. The fingerprints of
+the parts therefore add up to the tensor's, without a gather:
 
-- *hash*: sum of bits(x_i) * r_i modulo 2^64 with fixed odd numbers r_i. One changed bit always changes it, since an odd
-  factor loses none; two different tensors agree by chance about once in 2^32 (multilinear hashing, Carter and Wegman
+- *hash*: sum of bits(x_i) * r_i modulo 2^64 with fixed odd numbers r_i. A single changed bit always changes it, since
+  an odd factor loses none; two different tensors collide about once in 2^32 (multilinear hashing, Carter and Wegman
   1979). -0 counts as 0.
-- *sketch*: s_j = sum of sign_j(i) * x_i in fp64 with fixed pseudo-random signs. For two tensors the mean of
-  (s_j(x) - s_j(y))^2 estimates |x - y|^2 (Alon, Matias and Szegedy 1996): how far two runs are apart, from the numbers
-  of either alone.
+- *sketch*: s_j = sum of sign_j(i) * x_i in fp64 with fixed pseudo-random signs. For two tensors, the mean of
+  (s_j(x) - s_j(y))^2 estimates |x - y|^2 (Alon, Matias and Szegedy 1996): the distance of two runs, from separately
+  recorded numbers.
 - *squares*: sum of x_i^2.
 
-Values are compared as fp32, whatever narrower dtype holds them, so that 16-bit and fp32 runs have a common scale.
+Narrower dtypes are converted to fp32 first, so that 16-bit and fp32 runs have a common scale.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 SKETCHES = 8
-"""Signed sums per tensor: the distance of two tensors is known to about a quarter."""
+"""Signed sums per tensor; with 8, the distance of two tensors is known to about 25%."""
 
 _RUN = 1 << 16
-"""The tables of signs and factors repeat after this many elements, each time with other signs and another factor."""
+"""Elements per table of signs and factors; each repetition uses different signs and a different factor."""
 _MASK = (1 << 64) - 1
 
 
 class Fingerprints:
-    """Takes fingerprints on one device, with the tables that this needs."""
+    """Computes fingerprints on one device, and holds the tables for it."""
 
     def __init__(self, device: torch.device) -> None:
         mixed = _mixed(torch.arange(_RUN, dtype=torch.int64) + 1)
@@ -41,8 +41,8 @@ class Fingerprints:
         self.device = device
 
     def part(self, flat: Tensor, start: int = 0) -> Tensor:
-        """[2 + SKETCHES] fp64 of the elements of a tensor from ``start`` on: squares, the hash in the bits of the
-        second number, signed sums."""
+        """Return the fingerprint of a tensor's elements from index ``start`` on, [2 + SKETCHES] fp64: squares, the hash
+        in the bits of the second number, signed sums."""
         total = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=self.device)
         hashed = torch.zeros((), dtype=torch.int64, device=self.device)
         for run, place, values in _runs(flat.detach().reshape(-1), start):
@@ -55,7 +55,7 @@ class Fingerprints:
         return torch.cat([total[:1], hashed.view(1).view(torch.float64), total[1:]])
 
     def samples(self, rows: Tensor) -> Tensor:
-        """[samples] int64: a hash of each of the rows (first dim) of an input."""
+        """Return a hash of each row (first dim) of an input, [samples] int64."""
         flat = rows.detach().reshape(rows.shape[0], -1) if rows.dim() else rows.detach().reshape(1, 1)
         hashed = torch.zeros(flat.shape[0], dtype=torch.int64, device=self.device)
         for low in range(0, flat.shape[1], _RUN):
@@ -65,16 +65,15 @@ class Fingerprints:
 
 
 def entry(start: int, numel: int, part: Tensor) -> list[Any]:
-    """Return the record of a part: [start, elements, hash, squares, [signed sums]]."""
+    """Return the JSON record of a part: [start, elements, hash, squares, [signed sums]]."""
     bits = int(part[1:2].view(torch.int64).item()) & _MASK
     squares, _, *sketch = part.tolist()
     return [start, numel, f"{bits:016x}", squares, sketch]
 
 
 def batch_entry(fingerprints: Fingerprints, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the fingerprints of the inputs of one forward: the sum of the hashes of their samples, by name, and under
-    "" that of the samples as they stand beside each other. Sums, since another number of ranks sees the samples in
-    other batches."""
+    """Return the fingerprints of one forward's inputs: by name the sum of its samples' hashes, and under "" the sum of
+    hashes over all inputs of a sample together. They are sums since another world size batches samples differently."""
     found: dict[str, str] = {}
     together: dict[int, Tensor] = {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -91,7 +90,7 @@ def _hexadecimal(number: Tensor) -> str:
 
 
 def _comparable(values: Tensor) -> Tensor:
-    """In fp32 (fp64 and integers as they are), with one zero."""
+    """Convert to fp32 (fp64 and integers unchanged), with -0 as 0."""
     if not values.is_floating_point():
         return values.view(torch.uint8) if values.dtype == torch.bool else values
     return (values if values.dtype == torch.float64 else values.float()) + 0.0
@@ -106,7 +105,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _runs(flat: Tensor, start: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """(number of the run, places in the tables, values)."""
+    """Yield (index of the repetition, slice of the tables, values)."""
     position, stop = start, start + flat.numel()
     while position < stop:
         run, low = divmod(position, _RUN)
@@ -116,14 +115,15 @@ def _runs(flat: Tensor, start: int) -> Iterator[tuple[int, slice, Tensor]]:
 
 
 def _of_run(run: int) -> tuple[int, Tensor]:
-    """The factor of a run, odd and as a signed number, and its signs."""
+    """Return the factor of a repetition (odd, as a signed int64), and its signs."""
     mixed = _mixed(torch.tensor(-(run + 1), dtype=torch.int64))
     signs = torch.tensor([((int(mixed) >> j) & 1) * 2 - 1 for j in range(8, 8 + SKETCHES)])
     return int(mixed) | 1, signs.to(torch.float64)
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Every bit of the result depends on every bit of the int64 (the finalizer of splitmix64, Steele et al. 2014)."""
+    """Mix int64 numbers so that every bit of the result depends on every input bit (the finalizer of splitmix64, Steele
+    et al. 2014)."""
     numbers = numbers + -7046029254386353131
     numbers = (numbers ^ ((numbers >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     numbers = (numbers ^ ((numbers >> 27) & ((1 << 37) - 1))) * -7723592293110705685

@@ -1,7 +1,7 @@
-"""The files of an audit: one per rank, a JSON object per line; read together they describe the run.
+"""Files of an audit: one JSON Lines file per rank, which a reader combines.
 
-A rank writes what it holds, without asking others. Parts of a tensor that start at different elements add up
-(``fingerprints.py``); those that start at the same one are copies, which must be equal.
+A rank records its own parts, without communication. Parts of a tensor that start at different elements add up
+(``fingerprints.py``); parts that start at the same one are copies, which must be equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRADIENT, MASTER, WEIGHT = "gradients", "master", "weights"
 
 
 class UnreadableRecord(ExplainedError, ValueError):
-    """A folder that does not hold the record of a run."""
+    """A folder does not hold the complete record of a run."""
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -27,7 +27,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 class AuditFile:
-    """One rank's file. Each line is on its way to the disk when ``write`` returns: a run that dies leaves its steps."""
+    """One rank's file. ``write`` closes it after each line, so that a crashed process leaves its finished steps."""
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self.path = file_of(folder, rank)
@@ -42,14 +42,14 @@ class AuditFile:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A tensor of a run, put together from the parts on its ranks."""
+    """Fingerprint of a full tensor, combined from the parts on its ranks."""
 
     numel: int
     hash: int
     squares: float
     sketch: tuple[float, ...]
     copies: dict[int, str] = field(default_factory=dict)
-    """Ranks whose part has another content than the same part on the first rank that holds it."""
+    """Ranks whose copy of a part differs from the first one, with its hash."""
 
     @property
     def norm(self) -> float:
@@ -58,13 +58,13 @@ class FullTensor:
 
 @dataclass(frozen=True)
 class AuditedStep:
-    """One recorded step of all ranks; ``number`` 0: the weights before the first one."""
+    """One recorded step of all ranks; ``number`` 0: the weights before the first recorded step."""
 
     number: int
     ranks: list[dict[str, Any]]
-    """The lines of the ranks, in their order."""
+    """Recorded lines, by rank."""
     of_data: list[int]
-    """Ranks that see samples of their own."""
+    """Ranks with their own inputs: the first tensor-parallel rank of the first pipeline stage, in each replica."""
 
     def tensors(self, kind: str) -> dict[str, FullTensor]:
         parts: dict[str, list[tuple[int, list[Any]]]] = {}
@@ -81,11 +81,11 @@ class AuditedStep:
         return [value for value in values if value is not None]
 
     def arrangement(self) -> list[list[dict[str, str]]]:
-        """The batches, by rank and micro-batch."""
+        """Return the input fingerprints, by data rank and micro-batch."""
         return [self.ranks[rank].get("batches", []) for rank in self.of_data]
 
     def batch(self) -> dict[str, str]:
-        """By input, a number for all samples of the step in any order."""
+        """Return, by input, a fingerprint of all samples of the step, independent of their order."""
         totals: dict[str, int] = {}
         for batches in self.arrangement():
             for batch in batches:
@@ -94,7 +94,7 @@ class AuditedStep:
         return {name: f"{value:016x}" for name, value in totals.items()}
 
     def disproved(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(rank, what it found) of each bucket whose sum was not that of the ranks' gradients."""
+        """Yield (rank, proof) of each bucket whose reduced gradient was not the sum of the ranks' gradients."""
         for rank, line in enumerate(self.ranks):
             for found in line.get("proof", ()):
                 if not found["equal"]:
@@ -105,12 +105,12 @@ class AuditedStep:
 class Run:
     folder: Path
     facts: dict[str, Any]
-    """What rank 0 wrote about the run."""
+    """Rank 0's facts about the run, with the parameters of all ranks."""
     steps: dict[int, AuditedStep]
 
 
 def read_run(folder: Path) -> Run:
-    """UnreadableRecord: there is none, or files of it are missing."""
+    """Read the record in a folder. UnreadableRecord: there is none, or files are missing or malformed."""
     first = file_of(folder, 0)
     if not first.is_file():
         raise UnreadableRecord(
@@ -144,7 +144,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             if number == 0:
                 raise UnreadableRecord(f"{path} is not a file of an audit") from None
-            break  # the rank died while it wrote
+            break  # the rank died while writing this line
     if not found or not isinstance(found[0], dict) or "facts" not in found[0]:
         raise UnreadableRecord(f"{path} is not a file of an audit")
     return found

@@ -1,1 +1,1 @@
-"""FLOPs, multiply-accumulates, parameters and time of a model, module by module."""
+"""FLOPs, multiply-accumulates, parameters and time of a model, by module."""

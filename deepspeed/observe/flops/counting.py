@@ -1,9 +1,9 @@
-"""Counts every operation where torch dispatches it, for the module that it belongs to.
+"""Counts every operation at torch's dispatcher, and attributes it to a module.
 
-Forward hooks tell which module runs. An operation of a backward belongs to the module whose forward made the autograd
-node that computes it: nodes are numbered in the order of their making, so that the numbers at which a forward entered
-and left its modules say which module made which node. What runs with gradients enabled during a backward is a forward
-that activation checkpointing repeats.
+Forward hooks track the running module. An operation of a backward belongs to the module whose forward created its
+autograd node: nodes carry increasing sequence numbers, so the numbers at which a forward enters and leaves modules map
+each node to its module. Operations with gradients enabled during a backward belong to a forward that activation
+checkpointing recomputes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from deepspeed.base.accelerator import get_accelerator, synchronize_stream
 from deepspeed.observe.flops.formulas import FORMULAS, Formula, OpWork
 
 NONE_RUNS = -1
-"""What torch calls the backward that runs if there is none."""
+"""torch's graph task id while no backward runs."""
 
 
 @dataclass
 class Amount:
-    """A sum of work."""
+    """Accumulated MACs and flops."""
 
     macs: int = 0
     flops: int = 0
@@ -44,7 +44,7 @@ class Amount:
 
 @dataclass
 class CountRecord:
-    """Counts of one module without the modules inside it; its time includes them."""
+    """Counts of one module. MACs and flops exclude its submodules; time and bytes include them."""
 
     forward: Amount = field(default_factory=Amount)
     backward: Amount = field(default_factory=Amount)
@@ -52,10 +52,10 @@ class CountRecord:
     seconds: float = 0.0
     calls: int = 0
     held: int = 0
-    """Bytes that its forward made and left alive: its outputs, and what the backward will need; the most of its
+    """Bytes that its forward allocated and left alive (outputs, tensors saved for backward); the maximum over its
     calls."""
     peak: int = 0
-    """Bytes that its forward made and that were alive at once."""
+    """Peak bytes that its forward allocated; the maximum over its calls."""
 
     def amounts(self) -> tuple[Amount, Amount, Amount]:
         return self.forward, self.backward, self.recomputed
@@ -69,7 +69,7 @@ _RECORD = "_flops_record"
 
 
 def record_of(module: nn.Module) -> CountRecord | None:
-    """Return the counts of the module; None if it is not being profiled."""
+    """Return the record of the module; None if it is not profiled."""
     return vars(module).get(_RECORD)
 
 
@@ -79,16 +79,16 @@ def forget(model: nn.Module) -> None:
 
 
 class Makers:
-    """Modules that made autograd nodes, by the numbers that nodes have in the thread that makes them."""
+    """Maps the autograd nodes that one thread created to modules, by the nodes' sequence numbers."""
 
     def __init__(self) -> None:
         self.task = NONE_RUNS
-        """The backward in which this thread last noted a maker."""
+        """Graph task id of the backward in which this thread last noted a maker."""
         self._from: list[int] = []
         self._records: list[CountRecord | None] = []
 
     def note(self, record: CountRecord | None) -> None:
-        """``record`` makes the nodes from here on."""
+        """Attribute the nodes created from now on to ``record``."""
         self.task = torch._C._current_graph_task_id()
         number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         self._from.append(number)
@@ -100,11 +100,11 @@ class Makers:
 
 
 class Counter(TorchDispatchMode):
-    """Counts what modules of ``model`` do between ``begin`` and ``end``. The records stay on the modules.
+    """Counts the operations of the modules of ``model`` between ``begin`` and ``end``. The records stay on the modules.
 
     Args:
-        model: Every module in it has a record; those of the types ``ignored`` leave their work to the module that
-            calls them.
+        model: Every module in it gets a record.
+        ignored: Module types whose operations count for the module that calls them.
     """
 
     supports_higher_order_operators = True
@@ -116,10 +116,10 @@ class Counter(TorchDispatchMode):
             module for module in model.modules() if not isinstance(module, (*ignored, torch.jit.ScriptModule))
         ]
         self._running: list[tuple[CountRecord, float]] = []
-        """Records of the modules that run, outermost first, each with the time at which it began."""
+        """Records of the running modules, outermost first, each with its start time in seconds."""
         self._thread = threading.get_ident()
         self._makers: dict[int, Makers] = {}
-        """By thread: a backward on a device runs, and repeats forwards, in a thread of its own."""
+        """By thread: a device's backward, and the forwards that it recomputes, run in an autograd thread."""
         self._formulas: dict[Any, Formula | None] = {}
         self._composite: set[Any] = set()
         self._own_seconds = 0.0
@@ -132,7 +132,8 @@ class Counter(TorchDispatchMode):
     # Beginning and end ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start counting, from nothing. Compiled modules run eagerly until ``end``: fused kernels have no names."""
+        """Reset all counts and start counting. Compiled modules run eagerly until ``end``: fused kernels cannot be
+        counted."""
         self.clear()
         for module in self.model.modules():
             vars(module)[_RECORD] = CountRecord()
@@ -164,7 +165,7 @@ class Counter(TorchDispatchMode):
             self._live.end()
             self._live = None
         modes = _python_dispatch._get_current_dispatch_mode_stack()
-        # Otherwise the caller has entered a mode and not left it yet.
+        # Otherwise the caller is still inside another dispatch mode, entered since.
         if self._entered and modes and modes[-1] is self:
             self._entered = False
             self.__exit__(None, None, None)
@@ -209,13 +210,13 @@ class Counter(TorchDispatchMode):
             self._makers.setdefault(threading.get_ident(), Makers()).note(record)
 
     def _maker(self) -> CountRecord | None:
-        """Return the counts of the module whose autograd node is evaluated; None: no module that is profiled."""
+        """Return the record of the module whose autograd node is being evaluated; None if it is not profiled."""
         node = torch._C._current_autograd_node()
         if node is None:
             return None
         makers = self._makers.get(threading.get_ident())
         if makers is None or makers.task == torch._C._current_graph_task_id():
-            # The node is not of a forward that was repeated in this thread.
+            # The node does not belong to a forward that was recomputed in this thread.
             makers = self._makers[self._thread]
         return makers.of(node)
 
@@ -223,7 +224,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it will call what it does with the part of this rank
+            return NotImplemented  # DTensor will dispatch the operation on the local tensor
         began = time.perf_counter()
         kwargs = kwargs or {}
         try:
@@ -253,7 +254,7 @@ class Counter(TorchDispatchMode):
         return formula
 
     def count(self, work: OpWork) -> None:
-        """Add what an operation took to what it belongs to."""
+        """Add an operation's work to the record that it belongs to."""
         if torch._C._current_graph_task_id() == NONE_RUNS:
             if self._running:
                 self._running[-1][0].forward.add(work)
@@ -266,7 +267,7 @@ class Counter(TorchDispatchMode):
             record.backward.add(work)
 
     def counted_as(self, work: OpWork, function: Callable[[], Any]) -> Any:
-        """Call ``function``, whose operations count as ``work`` and not by themselves."""
+        """Call ``function``, and count ``work`` instead of its operations."""
         suspended, self._suspended = self._suspended, True
         try:
             return function()
@@ -277,8 +278,8 @@ class Counter(TorchDispatchMode):
 
 
 def load_dispatch() -> None:
-    """Import what torch imports at the first operation under any dispatch mode: it takes seconds that are no
-    module's."""
+    """Trigger torch's imports at the first operation under a dispatch mode: their seconds must not count for a
+    module."""
 
     class Nothing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -289,27 +290,28 @@ def load_dispatch() -> None:
 
 
 def running_counter() -> Counter | None:
-    """The innermost one that counts now in this thread."""
+    """Return the innermost counter that is active in this thread, or None."""
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Counter)), None)
 
 
-# Bytes alive while a profile runs: every storage that an operation makes, until it is freed.
+# Live bytes during a profile: every storage that an operation allocates, until it is freed.
 #
-# Storages are followed by weak references, so that what the script keeps, autograd keeps or a module returns is seen
-# alike. On the meta device a storage has a size and no memory: the numbers are the same.
+# Storages are tracked by weak references, so it does not matter whether the script, autograd or a module's output keeps
+# them alive. On the meta device storages have sizes without memory: the numbers are the same.
 
 
 @dataclass(slots=True)
 class MemorySpan:
-    """A module that runs: the bytes that were alive when it began, and the most since."""
+    """A running module: the live bytes when it began, and their maximum since."""
 
     base: int
     most: int
 
 
 class LiveBytes:
-    """Parameters, buffers and what there was before are not counted: only what the model makes."""
+    """Tracks live bytes of storages that the model's operations allocate; parameters, buffers and earlier tensors are
+    not counted."""
 
     def __init__(self, model: nn.Module) -> None:
         self.now = 0
@@ -322,16 +324,14 @@ class LiveBytes:
         self.spans.append(MemorySpan(self.now, self.now))
 
     def leave(self) -> tuple[int, int]:
-        """Close the innermost span and return (bytes that it made and left alive, the most that were alive at once in
-        it).
-        """
+        """Close the innermost span and return (bytes that it allocated and left alive, its peak bytes)."""
         span = self.spans.pop()
         if self.spans and span.most > self.spans[-1].most:
             self.spans[-1].most = span.most
         return max(0, self.now - span.base), span.most - span.base
 
     def see(self, made: Any, arguments: Iterable[Any]) -> None:
-        """``made``: what an operation returned for these arguments, with which it may share storage."""
+        """Track the storages of an operation's result ``made``; storages shared with its arguments are not counted."""
         for tensor in (made,) if isinstance(made, Tensor) else _tensors(made):
             key = _key(tensor)
             if key is None or key in self._known:
@@ -360,7 +360,7 @@ class LiveBytes:
 
 
 def _key(tensor: Tensor) -> int | None:
-    """Return the key of the tensor's storage, valid as long as that lives; None: it has none of its own."""
+    """Return the key of the tensor's storage, valid while the storage lives; None if it has no storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

@@ -1,9 +1,9 @@
-"""Formulas for the multiply-accumulates (MACs) and floating-point operations (flops) of each operation of torch.
+"""Formulas for the multiply-accumulates (MACs) and floating-point operations (flops) of torch's operations.
 
-MACs are those of products: matrices, convolutions, attention, recurrent layers. Flops are two per MAC, and what the
-documented profile also counts: the bias of a convolution or a recurrent layer, activations, softmax, pooling and
-resizing (one per element), normalization (four or five per element). Plain arithmetic, comparisons, copies and look-ups
-count nothing.
+MACs are counted for GEMMs, convolutions, attention and recurrent layers. Flops are two per MAC, plus those that the
+documented profile counts: biases of convolutions and recurrent layers, activations, softmax, pooling and resizing (one
+per element), normalization (four or five per element). Plain arithmetic, comparisons, copies and look-ups count as
+zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OpWork(NamedTuple):
 
 
 Formula = Callable[[Sequence[Any], dict[str, Any], Any], OpWork]
-"""Of the arguments, the keyword arguments and the result of an operation."""
+"""Maps the arguments, the keyword arguments and the result of an operation to its work."""
 
 
 def products(macs: int, besides: int = 0) -> OpWork:
@@ -37,11 +37,11 @@ def _argument(
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-# Products of matrices -------------------------------------------------------------------------------------------
+# GEMMs ----------------------------------------------------------------------------------------------------------
 
 
 def _matmul(left: int) -> Formula:
-    """Matrices, or batches of them, without broadcasting: the arguments ``left`` and ``left + 1``."""
+    """Return the formula of a (batched) GEMM without broadcasting of the arguments ``left`` and ``left + 1``."""
 
     def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         return products(args[left].numel() * args[left + 1].shape[-1])
@@ -50,31 +50,31 @@ def _matmul(left: int) -> Formula:
 
 
 def _by_vector(left: int) -> Formula:
-    """A matrix or a vector (the argument ``left``) times a vector."""
+    """Return the formula of a matrix or vector (the argument ``left``) times a vector."""
     return lambda args, kwargs, out: products(args[left].numel())
 
 
 def _general_matmul(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``torch.matmul``, with its rules of broadcasting."""
+    """Count ``torch.matmul``, with its broadcasting rules."""
     return products(out.numel() * args[0].shape[-1])
 
 
 def _linear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``input @ weight.T``, the weight possibly packed: the columns are those of the result."""
+    """Count ``input @ weight.T``. The weight may be packed, so the columns are taken from the result."""
     return products(args[0].numel() * out.shape[-1])
 
 
 def _grouped(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """Rows (or columns) in groups, each multiplied with its own matrix; two dimensions hold groups one after another,
-    three keep them apart."""
+    """Count a grouped GEMM: groups of rows (or columns), each multiplied with its own matrix. 2-d arguments hold the
+    groups end to end, 3-d ones in the first dim."""
     a, b = args[0], args[1]
     rows = a.shape[0] * a.shape[1] if a.dim() == 3 and b.dim() == 3 else a.shape[-2]
     return products(rows * a.shape[-1] * b.shape[-1])
 
 
 def _trilinear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """A sum of products of three factors, broadcast against each other: ``nn.Bilinear``. The product of the two smaller
-    ones is not counted."""
+    """Count the sum of products of three broadcast factors (``nn.Bilinear``), without the product of the two smaller
+    ones."""
     shapes = []
     for factor, added in zip(args[:3], args[3:6], strict=True):
         shape = list(factor.shape)
@@ -88,7 +88,7 @@ def _trilinear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
 
 
 def _convolution_macs(of: Tensor, weight: Tensor) -> int:
-    """``of``: the result, or the input of a transposed convolution; each element of it takes one kernel."""
+    """Count a convolution's MACs: one kernel per element of ``of``, the result or a transposed convolution's input."""
     return of.numel() * prod(weight.shape[1:])
 
 
@@ -102,7 +102,7 @@ def _convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWor
 
 
 def _plain_convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """Kernels that are given the input, the weight and a bias, and do not transpose."""
+    """Count a non-transposed convolution with arguments input, weight and optional bias."""
     bias = next((a for a in args[2:4] if isinstance(a, Tensor)), None)
     return products(_convolution_macs(out, args[1]), out.numel() if bias is not None else 0)
 
@@ -128,7 +128,7 @@ def _recurrent_products(tokens: int, weights: Sequence[Tensor]) -> OpWork:
 
 
 def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``_cudnn_rnn`` and ``miopen_rnn``: all layers and directions at once."""
+    """Count ``_cudnn_rnn`` and ``miopen_rnn``: all layers and directions in one call."""
     return _recurrent_products(args[0].numel() // args[0].shape[-1], args[1])
 
 
@@ -138,7 +138,7 @@ def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 
 def _recurrent_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``mkldnn_rnn_layer``: one layer in one direction."""
+    """Count ``mkldnn_rnn_layer``: one layer in one direction."""
     weights = [weight for weight in args[1:5] if isinstance(weight, Tensor)]
     tokens = args[0].numel() // args[0].shape[-1]
     return _recurrent_products(tokens, weights)
@@ -152,7 +152,8 @@ def _recurrent_layer_backward(args: Sequence[Any], kwargs: dict[str, Any], out: 
 
 
 def _attention_macs(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Scores and their product with the values; (..., heads, sequence, size of a head). Masked pairs count, too."""
+    """Count the MACs of scores and of their product with the values, [..., heads, sequence, head_dim]. Masked pairs
+    count, too."""
     return query.numel() * key.shape[-2] + prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
@@ -161,12 +162,12 @@ def _attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
 
 
 def _attention_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """Two products for each of the forward's; the scores that a kernel computes again are not counted."""
+    """Count two GEMMs for each of the forward's; scores that a kernel recomputes are not counted."""
     return products(2 * _attention_macs(*args[1:4]))
 
 
 def _attention_by_position(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """(batch, sequence, heads, size of a head)."""
+    """Count attention over [batch, sequence, heads, head_dim]."""
     return products(_attention_macs(*(tensor.transpose(-3, -2) for tensor in args[:3])))
 
 
@@ -175,7 +176,8 @@ def _attention_by_position_backward(args: Sequence[Any], kwargs: dict[str, Any],
 
 
 def _packed_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``_native_multi_head_attention``: (batch, sequence, width), the three projections packed in one weight."""
+    """Count ``_native_multi_head_attention`` over [batch, sequence, width], with the projections packed in one
+    weight."""
     query, key, width = args[0], args[1], args[3]
     batch, length, others = query.shape[0], query.shape[1], key.shape[1]
     projections = batch * width * width * (2 * length + 2 * others)
@@ -183,7 +185,7 @@ def _packed_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
 
 
 def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
-    """``_transformer_encoder_layer_fwd``: attention over itself and two linear layers."""
+    """Count ``_transformer_encoder_layer_fwd``: self-attention, two linear layers, two norms and an activation."""
     source, width = args[0], args[1]
     batch, length, hidden = source.shape[0], source.shape[1], args[14].shape[0]
     macs = batch * length * (4 * width * width + 2 * width * hidden) + 2 * batch * length * length * width
@@ -191,11 +193,11 @@ def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpW
     return products(macs, norms + batch * length * hidden)
 
 
-# One or a few operations per element ----------------------------------------------------------------------------
+# Elementwise operations and normalizations ----------------------------------------------------------------------
 
 
 def _per_element(count: int = 1, of: int | None = 0) -> Formula:
-    """``count`` per element of the argument ``of``, or of the result (None)."""
+    """Return the formula of ``count`` flops per element of the argument ``of``, or of the result (None)."""
 
     def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         tensor = out if of is None else args[of]
@@ -205,8 +207,8 @@ def _per_element(count: int = 1, of: int | None = 0) -> Formula:
 
 
 def _norm(weight: int, training: int | None = None, of: int = 0, times: int = 1) -> Formula:
-    """Mean, variance, difference and quotient; weight and bias are one more. With the statistics of earlier batches
-    (the argument ``training`` is false) one, and one more."""
+    """Return the formula of a normalization: per element four flops (mean, variance, difference, quotient), or one with
+    running statistics (the argument ``training`` is false), plus one with a weight; all multiplied by ``times``."""
 
     def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         affine = len(args) > weight and args[weight] is not None
@@ -315,4 +317,4 @@ FORMULAS: dict[str, Formula] = {
         0, (1 + (args[1] is not None)) * args[0].numel()
     ),
 }
-"""By the name of an operation without its overload."""
+"""Formulas by operation name, without the overload."""

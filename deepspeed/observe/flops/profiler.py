@@ -1,4 +1,4 @@
-"""The documented profiler of a model's forward, which also counts a backward that runs before it is stopped."""
+"""The documented profiler of a model's forward; it also counts backwards that run before it is stopped."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ MODES = ("forward", "generate")
 class FlopsProfiler:
     """Flops, MACs, parameters and time of a model and of every module in it.
 
-    Everything that torch dispatches between ``start_profile`` and ``stop_profile`` is counted, whoever calls it:
-    functions, custom autograd functions, attention kernels. What runs forward is the profile; a backward, and what
-    activation checkpointing repeats in it, are counted beside it (``get_total_backward_flops``,
+    Every operation that torch dispatches between ``start_profile`` and ``stop_profile`` is counted, including those of
+    functionals, custom autograd functions and attention kernels. The forward is the profile; backward, and the
+    recomputation of activation checkpointing in it, are counted separately (``get_total_backward_flops``,
     ``get_total_recomputed_flops``). Tensors may be on the meta device.
 
     Args:
         model: Any module.
-        ds_engine: Its engine, whose ranks and times the printed profile then shows.
-        recompute_fwd_factor: The share of the forward that checkpointing repeats, for the estimated FLOPS of the
+        ds_engine: The model's engine, whose ranks the printed profile then shows.
+        recompute_fwd_factor: The share of the forward that checkpointing recomputes, for the estimated FLOPS of the
             backward.
     """
 
@@ -62,8 +62,8 @@ class FlopsProfiler:
     # Start and stop -------------------------------------------------------------------------------------------
 
     def start_profile(self, ignore_list: Collection[type] | None = None) -> None:
-        """Count from here on, from nothing. Modules of the types in ``ignore_list`` have no row of their own: what
-        they do is counted for the module that calls them."""
+        """Reset all counts and start counting. Operations of modules of the types in ``ignore_list`` count for the
+        module that calls them."""
         if self.started:
             self.stop_profile()
         self.started, self._totals = True, None
@@ -71,7 +71,7 @@ class FlopsProfiler:
         self._counter.begin()
 
     def stop_profile(self, passes: int = 1) -> None:
-        """Stop counting. The numbers stay, divided by ``passes``: over how many forwards to take the mean."""
+        """Stop counting. The numbers are kept, averaged over ``passes`` forwards."""
         if self._counter is None:
             return
         self._counter.end()
@@ -81,7 +81,7 @@ class FlopsProfiler:
         self._totals = self._sum()
 
     def reset_profile(self) -> None:
-        """Forget what was counted; go on counting if it was started."""
+        """Reset all counts; a running profile keeps counting."""
         for record in tree.records_in(self.model):
             record.reset()
         if self._counter is not None:
@@ -89,7 +89,7 @@ class FlopsProfiler:
         self._totals = None
 
     def end_profile(self) -> None:
-        """Stop, and remove what the profile has attached to the model. The totals can still be asked for."""
+        """Stop, and remove the records from the model's modules. The totals remain available."""
         self.stop_profile()
         forget(self.model)
 
@@ -107,48 +107,48 @@ class FlopsProfiler:
 
     @property
     def totals(self) -> FlopsTotals:
-        """Return the totals of the whole model: up to now while it counts, else of the last profile."""
+        """Totals of the whole model: up to now while counting, else of the last profile."""
         return self._totals if self._totals is not None else self._sum()
 
     # Totals ---------------------------------------------------------------------------------------------------
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Floating-point operations of the forward; as a string ``"9.28 M"``."""
+        """Return the flops of the forward; as a string ``"9.28 M"``."""
         flops = self.totals.forward.flops
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiply-accumulate operations of the forward; as a string ``"4.6 MMACs"``."""
+        """Return the MACs of the forward; as a string ``"4.6 MMACs"``."""
         macs = self.totals.forward.macs
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds of the forward; as a string ``"76.39 ms"``."""
+        """Return the seconds of the forward; as a string ``"76.39 ms"``."""
         seconds = self.totals.seconds
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Parameters on this rank, partitioned ones whole; as a string ``"336.23 M"``."""
+        """Return the parameters on this rank, partitioned ones in full; as a string ``"336.23 M"``."""
         params = self.totals.params
         return params_to_string(params) if as_string else params
 
     def get_total_backward_flops(self, as_string: bool = False) -> int | str:
-        """Flops of the backwards that ran while it counted, without repeated forwards."""
+        """Return the flops of the counted backwards, without recomputed forwards."""
         flops = self.totals.backward.flops
         return number_to_string(flops) if as_string else flops
 
     def get_total_recomputed_flops(self, as_string: bool = False) -> int | str:
-        """Flops of forwards that checkpointing repeated in those backwards."""
+        """Return the flops of forwards that checkpointing recomputed in those backwards."""
         flops = self.totals.recomputed.flops
         return number_to_string(flops) if as_string else flops
 
     def get_total_held_memory(self, as_string: bool = False) -> int | str:
-        """Bytes that the forward made and left alive: outputs, and what the backward needs."""
+        """Return the bytes that the forward allocated and left alive: outputs, and tensors saved for backward."""
         held = self.totals.held
         return bytes_to_string(held) if as_string else held
 
     def get_total_peak_memory(self, as_string: bool = False) -> int | str:
-        """The most bytes that the forward made and that were alive at once; weights are not among them."""
+        """Return the peak bytes that the forward allocated, without weights."""
         peak = self.totals.peak
         return bytes_to_string(peak) if as_string else peak
 
@@ -157,12 +157,12 @@ class FlopsProfiler:
     params = property(attrgetter("totals.params"))
 
     def is_expert_tensor_parallelism_enabled(self) -> bool:
-        """Return whether experts are split over tensor-parallel ranks."""
+        """Tell whether experts are split over tensor-parallel ranks."""
         return any(
             getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
         )
 
-    # Printed --------------------------------------------------------------------------------------------------
+    # Report ---------------------------------------------------------------------------------------------------
 
     def print_model_profile(
         self,
@@ -172,14 +172,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the profile, or write it to a file; before ``end_profile``.
+        """Print the profile, or write it to a file; call it before ``end_profile``.
 
         Args:
-            profile_step: The step that the title names.
-            module_depth: How many levels of the tree the aggregated profile shows; -1: all but the innermost.
-            top_modules: How many classes of modules it shows per level.
-            detailed: Print the whole tree as well.
-            output_file: Path of a file, whose folder is made; None prints to standard output.
+            profile_step: Step number for the title.
+            module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
+            top_modules: Number of module classes per level.
+            detailed: Also print the full module tree.
+            output_file: Path of a file, whose folder is created; None prints to standard output.
         """
         totals = self.totals
         ranks = self.ranks
@@ -200,16 +200,16 @@ class FlopsProfiler:
             report.write(lines, file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the classes of modules with the most parameters, MACs and time at each level of the tree."""
+        """Print the module classes with the most parameters, MACs and time at each level of the tree."""
         report.write(report.aggregated(self.model, module_depth, top_modules), sys.stdout)
 
 
 def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
-    """``func``, counted by a formula of its arguments wherever a profile runs.
+    """Wrap ``func`` so that a running profile counts it by a formula of its arguments.
 
     Args:
-        func: A function whose work torch does not see, such as a kernel called through ctypes.
-        funcFlopCompute: Given the same arguments, (flops, MACs).
+        func: A function that bypasses torch's dispatcher, such as a kernel called through ctypes.
+        funcFlopCompute: Returns (flops, MACs) for the same arguments.
     """
 
     @functools.wraps(func)
@@ -242,21 +242,21 @@ def get_model_profile(
 
     Args:
         model: Any module.
-        input_shape: Shape of a random tensor, which is then the first positional argument.
+        input_shape: Shape of a random tensor to pass as the first positional argument.
         args: Positional arguments.
         kwargs: Keyword arguments.
         print_profile: Print the profile.
-        detailed: Print the whole tree of modules as well.
-        module_depth: How many levels of the tree the aggregated profile shows; -1: all but the innermost.
-        top_modules: How many classes of modules it shows per level.
-        warm_up: How many times the model runs before it is measured.
+        detailed: Also print the full module tree.
+        module_depth: Number of tree levels in the aggregated profile; -1: all but the innermost.
+        top_modules: Number of module classes per level.
+        warm_up: Number of runs before the measured one.
         as_string: Return ``("9.28 M", "4.6 MMACs", "79.24 K")`` instead of numbers.
         output_file: File for the profile; None prints to standard output.
-        ignore_modules: Types of modules without a row of their own.
+        ignore_modules: Module types whose operations count for the module that calls them.
         mode: "forward" calls the model, "generate" its ``generate``.
 
     Raises:
-        ValueError: There is nothing to call the model with, or the mode is another.
+        ValueError: There are no inputs, or the mode is unknown.
     """
     given = _inputs(model, input_shape, args, kwargs)
     if mode not in MODES:
@@ -285,7 +285,7 @@ def get_model_profile(
 
 
 def _inputs(model: nn.Module, shape: tuple[int, ...] | None, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The positional arguments."""
+    """Return the positional arguments."""
     if shape is None:
         if not args and not kwargs:
             raise ValueError("get_model_profile needs input_shape, args or kwargs to call the model with")

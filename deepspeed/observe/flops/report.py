@@ -19,7 +19,7 @@ from deepspeed.observe.flops.tree import (
     weight_bytes,
 )
 
-# Numbers as the profile writes them: rounded, with a prefix of their unit.
+# Number formats of the profile: rounded, with an SI prefix.
 
 
 DEFAULT_PRECISION = 2
@@ -30,7 +30,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "B": 1e9, "n": 1e-9, **dict(_LARGE), **dict(_SMA
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """``1234`` as ``"1.23 K"`` and ``7e9`` as ``"7 G"``; ``units`` fixes the prefix: T, G, M, K, m, u, or none
+    """Format ``1234`` as ``"1.23 K"`` and ``7e9`` as ``"7 G"``; ``units`` fixes the prefix: T, G, M, K, m, u, or none
     (``""``)."""
     prefix = _prefix_for(num) if units is None else units
     if prefix not in _PREFIXES:
@@ -48,33 +48,33 @@ def _prefix_for(num: float) -> str:
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """Floating-point operations per second: ``"81.9 TFLOPS"``."""
+    """Format floating-point operations per second: ``"81.9 TFLOPS"``."""
     return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """``"3139.93 GMACs"``."""
+    """Format a number of MACs: ``"3139.93 GMACs"``."""
     return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """``"1.5 MB"``, of 10^6 bytes."""
+    """Format bytes in powers of 1000: ``"1.5 MB"``."""
     return f"{number_to_string(b, units, precision)}B"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """``"336.23 M"``; billions are ``B``."""
+    """Format a number of parameters: ``"336.23 M"``; billions are ``B``."""
     text = number_to_string(params_num, units.replace("B", "G") if units else units, precision)
     return text.replace("G", "B").strip()
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """Seconds: ``"76.67 ms"``; ``units``: s, ms or us."""
+    """Format seconds: ``"76.67 ms"``; ``units``: s, ms or us."""
     prefix = units
     if units is not None:
         prefix = units.removesuffix("s")
     elif abs(duration) >= 1:
-        prefix = ""  # thousands of seconds stay seconds
+        prefix = ""  # no kiloseconds
     return f"{number_to_string(duration, prefix, precision)}s"
 
 
@@ -101,12 +101,12 @@ than the maximum system throughput.
 thus it's less than the fwd latency shown above which is captured in DeepSpeed."""
 WIDTH = 70
 MAX_RANKS = 64
-"""Of which a line of their own is printed."""
+"""Maximum number of ranks with their own line in the report."""
 
 
 @dataclass(frozen=True)
 class ModuleTimes:
-    """Seconds of one micro-batch's forward and backward, and of the update."""
+    """Seconds of a micro-batch's forward and backward, and of the update."""
 
     forward: float
     backward: float
@@ -115,43 +115,42 @@ class ModuleTimes:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Ranks of the profiled engine."""
+    """World sizes of the profiled engine, and counts over all ranks."""
 
     world: int
     data: int
     model: int
     batch: int
-    """Samples of a micro-batch on each."""
+    """Samples per micro-batch and rank."""
     forward_flops: int
-    """Of one micro-batch, summed over all of them."""
+    """Forward flops of one micro-batch, summed over all ranks."""
     by_rank: tuple[tuple[int, ...], ...] = ()
-    """For each rank: params, flops of forward, backward and repeated forwards, bytes held and at the peak. Empty: not
-    known."""
+    """By rank: params, flops of forward, backward and recomputation, bytes held, peak bytes. Empty: unknown."""
     copies: int = 1
-    """Ranks that do the same for other data: data-parallel ones."""
+    """Number of data-parallel replicas, which do the same work on different data."""
 
 
 @dataclass(frozen=True)
 class FlopsTotals:
-    """Work of one rank for one micro-batch."""
+    """Totals of one rank for one micro-batch."""
 
     params: int
     forward: Amount
     backward: Amount
     recomputed: Amount
     seconds: float
-    """Of the forward, measured at the module."""
+    """Time of the forward, measured at the module."""
     weights: int = 0
     """Bytes of parameters and buffers."""
     held: int = 0
-    """Bytes that the forward left alive."""
+    """Bytes that the forward allocated and left alive."""
     peak: int = 0
-    """Bytes that the forward made and that were alive at once."""
+    """Largest number of bytes allocated by the forward that were alive at once."""
 
 
 def ranks_of(engine: Any, totals: FlopsTotals) -> RankCounts:
-    """Without asking the others: as if all had done the same. Where ranks share sequences, those of one sequence count
-    as data-parallel ones."""
+    """Return the rank counts without communication, assuming equal work on all ranks. Sequence-parallel ranks count as
+    data-parallel ones if the engine has no data-parallel size."""
     data = engine.dp_world_size
     if data is None:
         data = engine.seq_dp_world_size
@@ -172,7 +171,7 @@ def _line(label: str, value: object) -> str:
 def summary(
     totals: FlopsTotals, step: int, recompute: float, times: ModuleTimes | None, ranks: RankCounts | None
 ) -> list[str]:
-    """The lines above the profiles of single modules."""
+    """Return the lines of the profile's summary."""
     lines = ["", TITLE, f"Profile Summary at step {step}:", NOTATIONS, ""]
     if ranks is not None:
         lines += [
@@ -206,7 +205,7 @@ def summary(
 
 
 def _iteration(flops: int, times: ModuleTimes, recompute: float, ranks: RankCounts | None) -> list[str]:
-    """Backward and step: the backward is taken to be twice the forward, as documented."""
+    """Return the lines on backward and step; as documented, a backward is assumed to take twice the forward's flops."""
     backward, both = 2 + recompute, 3 + recompute
     together = times.forward + times.backward
     iteration = together + times.step
@@ -229,7 +228,7 @@ def _iteration(flops: int, times: ModuleTimes, recompute: float, ranks: RankCoun
 
 
 def _counted(totals: FlopsTotals, times: ModuleTimes | None, ranks: RankCounts | None) -> list[str]:
-    """Return lines with counted values of what the documented lines assume."""
+    """Return lines with counted values, where the documented lines assume them."""
     lines = []
     back = totals.backward.flops
     if back:
@@ -253,7 +252,7 @@ def _counted(totals: FlopsTotals, times: ModuleTimes | None, ranks: RankCounts |
 
 
 def _every_rank(ranks: RankCounts) -> list[str]:
-    """The whole model, and what its ranks do where they do not all do the same."""
+    """Return the line for the whole model, and a line per rank if ranks differ."""
     if not ranks.by_rank:
         return []
     forward = sum(row[1] for row in ranks.by_rank)
@@ -275,7 +274,7 @@ def _every_rank(ranks: RankCounts) -> list[str]:
 
 
 def memory(model: nn.Module) -> list[str]:
-    """A row for each module: what it weighs, what its forward left alive, and the most that it made at once."""
+    """Return a table by module: bytes of weights, bytes held after its forward, peak bytes in its forward."""
     rows: list[tuple[str, ...]] = [("module", "class", "weights", "held after fwd", "peak in fwd")]
     for name, module in model.named_modules():
         sizes = (weight_bytes(module), held_bytes(module), peak_bytes(module))
@@ -290,7 +289,7 @@ def memory(model: nn.Module) -> list[str]:
 
 
 def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[str]:
-    """For each depth the classes of modules with the most parameters, MACs and time."""
+    """Return, for each depth, the module classes with the most parameters, MACs and time."""
     levels = by_class_and_depth(model)
     shown = levels[: len(levels) - 1 or 1] if module_depth == -1 else levels[:module_depth]
     lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
@@ -308,7 +307,7 @@ def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[st
 
 
 def detailed(model: nn.Module, totals: FlopsTotals) -> list[str]:
-    """The tree of modules, with what each of them took."""
+    """Return the module tree with the figures of each module."""
     return [ORDER, "", NOTES, "", *_module_lines(model, "", 0, totals)]
 
 

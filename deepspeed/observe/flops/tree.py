@@ -1,4 +1,4 @@
-"""Counts summed over the tree of modules."""
+"""Counts, summed over the module tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.observe.flops.counting import Amount, CountRecord, record_of
 
 
 def records_in(module: nn.Module) -> Iterator[CountRecord]:
-    """Yield the records of the module and all inside it, each once."""
+    """Yield the records of the module and all its submodules, each once."""
     for inside in module.modules():
         record = record_of(inside)
         if record is not None:
@@ -36,17 +36,18 @@ def _total(amounts: list[Amount]) -> Amount:
 
 
 def get_module_flops(module: nn.Module) -> int:
-    """Flops of its forward, with all modules inside it; 0 if it is not being profiled."""
+    """Return the flops of the module's forward, including submodules; 0 if it is not profiled."""
     return forward_of(module).flops
 
 
 def get_module_macs(module: nn.Module) -> int:
-    """MACs of its forward, with all modules inside it; 0 if it is not being profiled."""
+    """Return the MACs of the module's forward, including submodules; 0 if it is not profiled."""
     return forward_of(module).macs
 
 
 def get_module_duration(module: nn.Module) -> float:
-    """Seconds of its forward. A module that is never called, such as a list, takes what the modules inside it take."""
+    """Return the seconds of the module's forward; for a module that is never called, such as a ModuleList, the sum of
+    its children."""
     record = record_of(module)
     if record is not None and record.calls:
         return record.seconds
@@ -54,8 +55,8 @@ def get_module_duration(module: nn.Module) -> float:
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Bytes that its forward made and left alive: outputs, and what the backward needs. A module that is never called
-    holds what the modules inside it hold."""
+    """Return the bytes that the module's forward allocated and left alive: outputs, and tensors saved for backward; for
+    a module that is never called, the sum of its children."""
     record = record_of(module)
     if record is not None and record.calls:
         return record.held
@@ -63,7 +64,8 @@ def held_bytes(module: nn.Module) -> int:
 
 
 def peak_bytes(module: nn.Module) -> int:
-    """The most bytes that its forward made and that were alive at once."""
+    """Return the peak bytes that the module's forward allocated; for a module that is never called, the largest of its
+    children."""
     record = record_of(module)
     if record is not None and record.calls:
         return record.peak
@@ -71,20 +73,19 @@ def peak_bytes(module: nn.Module) -> int:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of the module's parameters and buffers, each counted once; those that ZeRO has partitioned count
-    whole.
-    """
+    """Return the bytes of the module's parameters and buffers, each counted once; partitioned ones count in full."""
     weights = sum(full_numel(param) * param.element_size() for param in module.parameters())
     return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
 
 
 def params_of(module: nn.Module) -> int:
-    """Elements of its parameters, each counted once; those that ZeRO has partitioned count whole."""
+    """Return the number of the module's parameter elements, each parameter counted once; partitioned ones count in
+    full."""
     return sum(full_numel(param) for param in module.parameters())
 
 
 def average(model: nn.Module, passes: int) -> None:
-    """Divide what was counted by the number of passes in which it was."""
+    """Divide all counts and times by the number of counted passes."""
     if passes < 2:
         return
     for record in records_in(model):
@@ -94,7 +95,8 @@ def average(model: nn.Module, passes: int) -> None:
 
 
 def by_class_and_depth(model: nn.Module) -> list[dict[str, tuple[int, int, float]]]:
-    """For every depth of the tree: class name -> (parameters, MACs, seconds) of all modules of that class there."""
+    """Return, by depth of the tree: class name -> (parameters, MACs, seconds), summed over the modules of that
+    class."""
     levels: list[dict[str, tuple[int, int, float]]] = []
     row = [model]
     while row:

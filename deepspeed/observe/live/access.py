@@ -1,4 +1,4 @@
-"""Access rules of the HTTP servers of this package: addresses and names of this machine, tokens."""
+"""Access rules of this package's HTTP servers: local addresses, host names, tokens."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from urllib.parse import urlsplit
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address or name can be reached from this machine only."""
+    """Tell whether an address or name is reachable from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def names_this_machine(header: str) -> bool:
-    """Return whether a request with this header ``Host`` was meant for this machine.
+    """Tell whether a request's ``Host`` header names this machine.
 
-    A server without a token refuses others: a page of elsewhere can give its own name this machine's address, and its
-    script may then read what a browser here fetches.
+    A server without a token refuses other names, against DNS rebinding: a foreign page may resolve its own name to this
+    machine's address, and its script could then read the answers.
     """
     try:
         return is_local(urlsplit(f"//{header}").hostname or "")
@@ -28,7 +28,7 @@ def names_this_machine(header: str) -> bool:
 
 
 def check_token(token: str, origin: str) -> None:
-    """ValueError: no client could send this token in a header; ``origin`` says where it comes from."""
+    """Raise ValueError if clients cannot send this token in a header; ``origin``: its source, for the message."""
     if not re.fullmatch(r"[!-~]+", token):
         what = "is empty" if not token else "contains a space or a character that is not ASCII"
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Recent history of a run for the live page, in a bounded amount of memory, with queries for what is new since a
-visitor asked last.
+"""Recent history of a run for the live page, in bounded memory, with queries for the entries since a visitor's last
+request.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from deepspeed.observe.live.record import (  # fmt: skip
 MAX_ROWS = 4096
 MAX_EVENTS = 500
 MAX_VALUES = 30_000
-"""Of curves of others, all together."""
+"""Limit on the values of additional curves, over all of them."""
 
 SPEED_ROWS, SPEED_S = 20, 10.0
 
 
 class MetricHistory:
-    """Rows, events and curves in the order of their steps, each with a number that only rises.
+    """Rows, events and curves in order of their steps, each with an increasing number.
 
-    When there are too many rows, neighbours become one, and visitors get everything anew (``epoch``). Any thread may
-    call any method.
+    If there are too many rows, neighbours are merged, and visitors receive everything again (``epoch``). Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -52,10 +51,10 @@ class MetricHistory:
         self._values = 0
         self._state: dict[str, Any] = {}
 
-    # ---- what comes in
+    # ---- input
 
     def take(self, entries: Iterable[Row | Item]) -> None:
-        """Entries of a record, in its order."""
+        """Add entries of a record, in its order."""
         with self._lock:
             for entry in entries:
                 if isinstance(entry, list):
@@ -74,7 +73,7 @@ class MetricHistory:
             self._thin_out()
 
     def tell(self, **state: Any) -> None:
-        """Set facts that hold now; replaces earlier ones of the same name."""
+        """Set current facts; replaces earlier ones of the same name."""
         with self._lock:
             self._state |= state
 
@@ -90,7 +89,7 @@ class MetricHistory:
         return self._number
 
     def _resume(self, entry: Item) -> None:
-        """Steps behind the one from which the run went on are done again."""
+        """Drop everything after the step from which the run resumes: those steps are repeated."""
         step = entry["resume"]
         self._rows = [(number, _until(row, step)) for number, row in self._rows if row[FIRST] <= step]
         self._keep_curves([each for each in self._curves if each[1]["step"] <= step])
@@ -120,7 +119,7 @@ class MetricHistory:
         self._curves = curves
         self._values = sum(len(each["curves"]) for _, each in curves)
 
-    # ---- what goes out
+    # ---- queries
 
     @property
     def last_step(self) -> int | None:
@@ -137,12 +136,12 @@ class MetricHistory:
             return [row for _, row in self._rows[-count:]]
 
     def seconds(self) -> float:
-        """Return the seconds of all steps."""
+        """Return the total seconds of all steps."""
         with self._lock:
             return sum(row[SECONDS] or 0.0 for _, row in self._rows)
 
     def answer(self, epoch: int, since: int) -> dict[str, Any]:
-        """Return what is new since ``(epoch, since)`` of an earlier answer; everything if it is too old."""
+        """Return the entries since ``(epoch, number)`` of an earlier answer, or everything if that epoch is over."""
         with self._lock:
             if epoch != self.epoch or not 0 <= since <= self._number:
                 since = -1
@@ -159,7 +158,8 @@ class MetricHistory:
 
 
 def _behind(numbered: list[tuple[int, Any]], since: int) -> list[Any]:
-    """From the end, so that it costs what is new."""
+    """Return the entries numbered above ``since``. Searches from the end, so the cost grows with the new entries
+    only."""
     found = []
     for number, entry in reversed(numbered):
         if number <= since:
@@ -173,8 +173,8 @@ def _until(row: Row, step: int) -> Row:
 
 
 def standing_of(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
-    """Summarize the newest rows. Speeds are those of the last seconds, or of the last step if it took longer; ``mfu``
-    is the share of the devices' peak that went into the model's own work."""
+    """Summarize the newest rows. Speeds are over the last ``SPEED_S`` seconds, or over the last row if it took longer;
+    ``mfu`` is model FLOPS utilization."""
     recent: list[Row] = []
     seconds = 0.0
     for row in reversed(rows):

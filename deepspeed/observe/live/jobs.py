@@ -1,6 +1,6 @@
-"""Registry of this user's runs on this machine: a folder in memory with a small file for each, kept by its rank 0.
+"""Registry of this user's runs on this machine: a folder in shared memory with a small file per run, written by rank 0.
 
-A file whose process has ended, or whose number another process has by now, is removed by whoever looks.
+Readers remove the files of processes that have ended, also if their process id is in use again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 import psutil
 
 VARIABLE = "DEEPSPEED_RUNTIME_DIR"
-"""Environment variable: another folder for these files."""
+"""Environment variable that overrides the folder of these files."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def runtime_folder() -> Path:
-    """A job's environment may differ from a terminal's (TMPDIR, XDG_RUNTIME_DIR), so neither says where it is."""
+    """Return the registry's folder. It does not depend on TMPDIR or XDG_RUNTIME_DIR, which may differ between a job and
+    a terminal, unless there is no shared memory."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
@@ -32,7 +33,7 @@ def runtime_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """OSError: it cannot be made, or belongs to someone else."""
+    """Create a folder that only this user can write to. OSError: it cannot be created, or others can write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -40,7 +41,7 @@ def make_private(folder: Path) -> None:
 
 
 class JobEntry:
-    """The file of one run. ``facts``: what stays the same."""
+    """The registry file of one run. ``facts``: constant for the run."""
 
     def __init__(self, facts: dict[str, Any], folder: Path | None = None) -> None:
         self.folder = folder or runtime_folder()
@@ -55,7 +56,7 @@ class JobEntry:
         self._is_private = False
 
     def write(self, state: dict[str, Any]) -> None:
-        """Replaces what was written. A folder that cannot be written to is passed over: only `ds top` misses it."""
+        """Replace the file atomically. Errors are ignored: only `ds top` misses the run."""
         text = json.dumps({**self.facts, **state})
         try:
             if not self._is_private:
@@ -64,7 +65,7 @@ class JobEntry:
             self._partial.write_text(text, encoding="utf-8")
             self._partial.replace(self.path)
         except OSError:
-            self._is_private = False  # looked at again: the folder may have been removed
+            self._is_private = False  # check again next time: the folder may have been removed
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -86,14 +87,14 @@ def running_jobs(
             if began is None or abs(began - job["started"]) > 1.0:
                 path.unlink(missing_ok=True)
                 continue
-        except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or not one of ours
+        except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or not a registry file
             continue
         found.append(job)
     return sorted(found, key=lambda job: (job["started"], job["pid"]))
 
 
 def start_of(pid: int) -> float | None:
-    """Seconds since the epoch; None: there is no such process."""
+    """Return the start time of a process in seconds since the epoch; None if it does not run."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

@@ -1,8 +1,8 @@
-"""Status of every rank, exchanged every other second through the store of the default process group.
+"""Status of every rank, exchanged every two seconds through the store of the default process group.
 
-No collective, and nothing in a step: a thread of each rank puts a line of JSON there, that of rank 0 reads them all.
-Rank 0 notes when a line was new, by its own clock: a rank whose line stays the same has ended, is stopped or cannot be
-reached.
+No collectives, and no work in a step: a thread of each rank writes a JSON line to the store, rank 0's reads them all.
+Rank 0 notes by its own clock when a line has changed: a rank whose line stays the same has ended, is stopped or is
+unreachable.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from deepspeed.comm.hangs.stragglers import clone, common_key, store_of_default_
 
 PAUSE_S = 2.0
 JOIN_S = 2.0
-FAILURES = 3  # in a row, after which the rank says no more
+FAILURES = 3  # consecutive ones, after which the rank stops reporting
 MAX_SHOWN = 128
-SLOWER = 1.1  # than the median: less is no difference
+SLOWER = 1.1  # times the median: smaller differences are not reported
 
 
 class RankStates:
-    """One per engine and rank, made by all ranks alike.
+    """Exchanges the status of all ranks; one per engine and rank, created equally often on all ranks.
 
     Args:
-        say: called by the thread: what this rank says, as plain values.
+        say: called by the thread; returns this rank's status as plain values.
     """
 
     def __init__(self, say: Callable[[], dict[str, Any]], now: Callable[[], float] = time.time) -> None:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._say, self._now = say, now
         self._group = dist.group.WORLD
-        self._of_group = store_of_default_group()  # what serves the others stays as long as this object
+        self._of_group = store_of_default_group()  # keep it alive: it serves other ranks
         self._key = common_key("live") if self._of_group is not None else ""
         self._store: Any = None
-        self._heard: dict[int, tuple[str, dict[str, Any], float]] = {}  # line, what it says, when it was new
+        self._heard: dict[int, tuple[str, dict[str, Any], float]] = {}  # line, its content, when it changed
         self._beat = 0
         self._pid = os.getpid()
         self._end = threading.Event()
@@ -56,7 +56,7 @@ class RankStates:
             return
         self._end.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_S)  # the interpreter must not end while a thread is inside the store
+            self._thread.join(JOIN_S)  # the interpreter must not exit while a thread is inside the store
 
     def _run(self) -> None:
         failures = 0
@@ -64,12 +64,12 @@ class RankStates:
             try:
                 self.exchange()
                 failures = 0
-            except Exception as error:  # the store went with its process
+            except Exception as error:  # the store may be gone with its process
                 logger.debug(f"the states of the ranks: {error!r}")
                 failures += 1
 
     def exchange(self) -> None:
-        """Say one's own, and on rank 0 read the others'."""
+        """Publish this rank's status, and on rank 0 read the others'."""
         if self._store is None:
             self._store = clone(self._of_group)
         self._beat += 1
@@ -89,7 +89,7 @@ class RankStates:
             self._heard[rank] = (line, json.loads(line), self._now())
 
     def table(self) -> dict[str, Any]:
-        """For the page: ``ranks``, those that are silent or late first if there are many, and the ``slowest``."""
+        """Return the page's data: ``ranks`` (if there are many, silent and late ones first), and the ``slowest``."""
         if self._of_group is None:
             return {"ranks": [{"rank": self.rank, **self._say(), "seen": round(self._now(), 1)}]}
         heard = dict(self._heard)
@@ -104,8 +104,8 @@ class RankStates:
 
 
 def slowest_of(rows: list[dict[str, Any]]) -> int | None:
-    """The rank that comes last to the reduction of gradients, if it is clearly later than most; the others wait
-    there."""
+    """Return the rank that reaches the gradient reduction last, where the others wait for it; None if it is not clearly
+    later than the median."""
     known = [(row["arrival_ms"], row["rank"]) for row in rows if row.get("arrival_ms")]
     if len(known) < 2:
         return None

@@ -1,13 +1,13 @@
-"""The record of a run: one file that only grows, in lines of JSON.
+"""The record of a run: an append-only JSON Lines file.
 
-A line is a *row* (an array: what a stretch of steps had in common, in the order of ``COLUMNS``) or an *item* (an
-object: the start of a process, a resume, an event, curves of others, the state of the ranks). Steps that are done
-again after a resume from an older checkpoint come later in the file, behind a line that says from which step on they
-count; a reader drops the earlier ones (``History``).
+A line is a *row* (an array: aggregates over consecutive steps, in the order of ``COLUMNS``) or an *item* (an object:
+the start of a process, a resume, an event, additional curves, the state of the ranks). Steps that are repeated after a
+resume from an older checkpoint follow later in the file, after a line with the step from which they count; readers
+drop the earlier ones (``MetricHistory``).
 
 Size: a row is about 130 bytes, and there is at most one per ``Window.width_s``: one second in the first hours, then
-``GROWTH`` of the time that the run has taken. So 24 hours need about 50,000 rows however short the steps are, and ten
-days three times as many.
+``GROWTH`` of the run's duration. So 24 hours need about 50,000 rows however short the steps are, and ten days three
+times as many.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SPANS: tuple[str, ...] = ("forward", "backward", "inner", "reduction", "update")
 COLUMNS = (
     "t", "first", "last", "seconds", "samples", "tokens", "loss", "low", "high", "lr", "norm", "memory", *SPANS,
 )  # fmt: skip
-"""Of a row: seconds since the epoch at its end, its first and last step, what the steps took together, samples and
-tokens in them; mean, least and largest loss; the last learning rate; mean gradient norm; bytes of rank 0;
-milliseconds per step."""
+"""Columns of a row: end time in seconds since the epoch, first and last step, total seconds, samples and tokens; mean,
+smallest and largest loss; last learning rate; mean gradient norm; memory of rank 0 in bytes; milliseconds per step by
+span."""
 
 T, FIRST, LAST, SECONDS, SAMPLES, TOKENS, LOSS, LOW, HIGH, LR, NORM, MEMORY, SPAN = range(13)
 
@@ -43,7 +43,7 @@ GROWTH = 1 / 20_000
 
 
 class LiveStep(NamedTuple):
-    """One optimizer step as rank 0 saw it. None: not known."""
+    """One optimizer step on rank 0. None: unknown."""
 
     number: int
     time: float
@@ -57,7 +57,7 @@ class LiveStep(NamedTuple):
 
 
 class Mean:
-    """Mean of the values that are known and finite."""
+    """Running mean of the finite values."""
 
     __slots__ = ("count", "total")
 
@@ -74,10 +74,10 @@ class Mean:
 
 
 class Window:
-    """Gathers consecutive steps into one row."""
+    """Aggregates consecutive steps into one row."""
 
     def __init__(self) -> None:
-        self.active_s = 0.0  # of all steps so far, over every process of the run
+        self.active_s = 0.0  # seconds of all steps so far, over every process of the run
         self._clear()
 
     def _clear(self) -> None:
@@ -118,7 +118,7 @@ class Window:
                 mean.add(value)
 
     def take(self, memory: int | None) -> Row:
-        """The row of what was added; the window is empty then."""
+        """Return the row of the added steps, and clear the window. ``memory``: bytes."""
         loss = self.loss.value()
         row: Row = [
             round(self.ended, 1), self.first, self.last, short(self.seconds), self.samples, self.tokens,
@@ -130,7 +130,7 @@ class Window:
 
 
 def merged(a: Row, b: Row) -> Row:
-    """Two neighbours as one row."""
+    """Merge two neighbouring rows into one."""
     counts = [row[LAST] - row[FIRST] + 1 for row in (a, b)]
 
     def mean(column: int) -> float | None:
@@ -155,7 +155,7 @@ def is_known(value: Any) -> bool:
 
 
 def short(value: float | None) -> float | None:
-    """Five digits; None for what JSON has no word for."""
+    """Round to five significant digits; None for NaN and infinities, which JSON lacks."""
     return float(f"{value:.5g}") if is_known(value) else None  # type: ignore[str-format]
 
 
@@ -164,16 +164,16 @@ def as_line(entry: Row | Item) -> bytes:
 
 
 def read_record(path: Path) -> Iterator[Row | Item]:
-    """Yield the rows and items of a record. Lines that a crash or a full disk has cut off are skipped.
+    """Yield the rows and items of a record, skipping lines that a crash or a full disk has truncated.
 
-    ValueError: it is not a record, or one of a later release.
+    ValueError: it is not a record, or of a later version.
     """
     with open(path, "rb") as file:
         yield from _entries(file, path, at_start=True)
 
 
 def read_more(path: Path, offset: int) -> tuple[list[Row | Item], int]:
-    """Return the entries behind ``offset``, and the offset of their end."""
+    """Return the complete entries after byte ``offset``, and the offset of their end."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read()
@@ -195,7 +195,7 @@ def _entries(lines: Iterable[bytes], path: Path, *, at_start: bool) -> Iterator[
 
 
 class InUse(OSError):
-    """Another run writes to this record."""
+    """Another run holds this record open."""
 
 
 class RecordFile:
@@ -207,7 +207,7 @@ class RecordFile:
         self._torn = False
 
     def open(self) -> list[Row | Item]:
-        """Open the file and return what it holds already. InUse: another job has it open."""
+        """Open the file and return its existing entries. InUse: another run has it open."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - as long as the run
         if not _lock(file):
@@ -221,12 +221,12 @@ class RecordFile:
             self._torn = old.read(1) != b"\n"
         try:
             return list(read_record(self.path))
-        except ValueError:  # something else of this name, or of a later release: kept, but not continued
+        except ValueError:  # another kind of file, or a later version: kept, but not continued
             self.set_aside()
             return []
 
     def set_aside(self) -> None:
-        """Begin a new file; the old one is kept beside it."""
+        """Begin a new file, and keep the old one under another name in the folder."""
         number = 1
         while (aside := self.path.with_name(f"history-{number}.jsonl")).exists():
             number += 1
@@ -262,7 +262,7 @@ class RecordFile:
 
 
 def _lock(file: Any) -> bool:
-    """Lock the file; return whether no other run has it, as far as this system can tell."""
+    """Lock the file; return False if another run holds the lock, True also where locks are not supported."""
     try:
         import fcntl  # not on every system
     except ImportError:

@@ -1,8 +1,8 @@
-"""Keeps the record of a run, in a thread of its own.
+"""Writes the record of a run, in a background thread.
 
-The training thread only appends to a queue (``put_step``, ``put_event``, ``put_curves``): whatever takes time, the
-disk, the job's entry for `ds top`, the numbers of other ranks, is done by the thread, which looks at the queue once a
-second. What fails there is said once and never reaches the training.
+The training thread only appends to a queue (``put_step``, ``put_event``, ``put_curves``). The background thread drains
+it once a second and does all slow work: disk writes, the job's entry for `ds top`, the other ranks' numbers. Its
+failures are logged once and never reach training.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from deepspeed.observe.live.record import (
 from deepspeed.observe.monitor.base import Event, Monitor, numeric
 
 PAUSE_S = 1.0
-MAX_QUEUE = 100_000  # steps and events that wait for a disk that does not answer
+MAX_QUEUE = 100_000  # pending entries while the disk does not respond; older ones are dropped
 JOIN_S = 3.0
-PATIENCE_S = 10.0  # for the process before this one to let go of the record
-REST_S = 30.0  # without writing after a failure
+PATIENCE_S = 10.0  # wait for the previous process to close the record
+REST_S = 30.0  # pause in writing after a failure
 CURVE_BYTES_PER_S = 200.0
 RANKS_BYTES_PER_S = 20.0
 MAX_CURVES = 2000
 SHOWN_LOSSES = 60
 ENTRY_S = 2.0
-"""How often `ds top` looks."""
+"""Refresh interval of `ds top`."""
 _NOT_OF_STEPS = ("now", "step", "hang", "memory", "ended")
-"""What is known of a run that has not taken a step."""
+"""Keys of the state that are valid before the first step."""
 
 
 class LiveRecorder:
-    """One per engine, on rank 0.
+    """Records a run; one per engine, on rank 0.
 
     Args:
         folder: of the record.
-        run: facts about this process of the run, for its start in the record: plain values.
-        measure: called by the thread; what is true now about memory, ranks and so on, to be shown as it is.
+        run: facts about this process, recorded at its start, as plain values.
+        measure: called by the thread; returns the current state (memory, ranks, ...), which is shown unchanged.
         now: the clock, in seconds since the epoch.
     """
 
@@ -88,7 +88,7 @@ class LiveRecorder:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="deepspeed live record", daemon=True)
 
-    # ---- the training thread
+    # ---- called by the training thread
 
     def put_step(self, step: LiveStep) -> None:
         self._queue.append(("step", step))
@@ -99,21 +99,22 @@ class LiveRecorder:
         )
 
     def put_curves(self, values: dict[str, Any]) -> None:
-        """Numbers, or tensors of one element that nobody changes any more: the thread reads them."""
+        """Queue values: numbers, or one-element tensors that are no longer modified, since the thread reads them
+        later."""
         self._queue.append(("curves", values))
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
-        """Write what is left. From a forked child, do nothing."""
+        """Write the remaining entries and stop the thread. Does nothing in a forked child."""
         if self._pid != os.getpid() or self._end.is_set():
             return
         self._end.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
 
-    # ---- the thread
+    # ---- background thread
 
     def _run_thread(self) -> None:
         while not self._end.wait(PAUSE_S):
@@ -121,7 +122,7 @@ class LiveRecorder:
         self.look(last=True)
 
     def look(self, *, last: bool = False) -> None:
-        """Take what is in the queue, write what is due, and tell the page."""
+        """Drain the queue, write the entries that are due, and update the page."""
         try:
             now = self._now()
             if not self._file.is_open and not self._in_memory_only and not self._open(now) and not last:
@@ -142,7 +143,7 @@ class LiveRecorder:
             if self._entry is not None and not last and now >= self._entry_due_s:
                 self._entry.write(self._summary())
                 self._entry_due_s = now + ENTRY_S - PAUSE_S / 2
-        except Exception as error:  # whatever it is, training does not depend on it
+        except Exception as error:  # no failure here may affect training
             self._notify(f"the live page and its record have a problem ({type(error).__name__}: {error})")
         if last:
             self._file.close()
@@ -150,7 +151,8 @@ class LiveRecorder:
                 self._entry.remove()
 
     def _open(self, now: float) -> bool:
-        """Open the record once; return whether it is open, or never will be."""
+        """Open the record; return False to retry while another process holds it. If it cannot be opened, the run is
+        kept in memory only."""
         self._opened_s = now if self._opened_s is None else self._opened_s
         try:
             self.history.take(self._file.open())
@@ -198,9 +200,9 @@ class LiveRecorder:
         self._unknown_loss = unknown
 
     def _begin(self, step: LiveStep, before: int | None) -> None:
-        """The first step of this process continues the record, or starts one of its own."""
+        """Handle the first step of this process: continue the record, or start a new one."""
         self._begun = True
-        if before is not None and step.number == 1:  # another run, in the folder of an earlier one
+        if before is not None and step.number == 1:  # a new run in the folder of an earlier one
             if self._file.is_open:
                 self._file.set_aside()
             self.history.clear()
@@ -235,7 +237,7 @@ class LiveRecorder:
         self._hang = text
 
     def _add_sampled(self, now: float, state: dict[str, Any], last: bool) -> None:
-        """Curves of others and the state of the ranks: as often as their size allows."""
+        """Add additional curves and the state of the ranks, at intervals that bound their bytes per second."""
         if self._curves and self._begun and (last or now >= self._curves_due_s):
             curves = {name: short(value) for name, value in self._curves.items()}
             self._add({"curves": curves, "t": round(now, 1), "step": self._step})
@@ -265,10 +267,10 @@ class LiveRecorder:
             self._was_told = True
             logger.warning(f"{text}; training continues.")
 
-    # ---- what is true now
+    # ---- current state
 
     def _summary(self) -> dict[str, Any]:
-        """For `ds top`. Before the first step, the record still describes the run before this one."""
+        """Return the entry for `ds top`. Before the first step, the history still describes an earlier run."""
         if not self._begun:
             state = {name: value for name, value in self.history.state.items() if name in _NOT_OF_STEPS}
             return {**state, "run": self._run, "losses": []}
@@ -276,9 +278,9 @@ class LiveRecorder:
 
 
 class RecordSink(Monitor):
-    """Takes the events of whoever writes to the engine's monitor, but for those that the record has anyway.
+    """Records events that are written to the engine's monitor, except those in ``own``, which the record already has.
 
-    What lies on a device is not waited for: a copy is made of it, in the order of the device's work.
+    Device tensors are not synchronized: a copy is enqueued on the device's stream.
     """
 
     def __init__(self, recorder: LiveRecorder, own: frozenset[str]) -> None:

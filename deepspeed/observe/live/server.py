@@ -1,8 +1,8 @@
-"""The page's server: threads of the standard library, and two addresses, `/` and `/data`.
+"""HTTP server of the live page: the standard library's threading server, with two paths, `/` and `/data`.
 
-The page itself holds no data and loads nothing from elsewhere. `/data` answers with what is new since a visitor asked
-last (``MetricHistory.answer``). Where the server listens beyond this machine, `/data` wants a token; the page asks the
-visitor for it and sends it as a header, so that it stands in no address, log or history of a browser.
+The page itself holds no data and loads nothing from other hosts. `/data` returns the entries since a visitor's last
+request (``MetricHistory.answer``). If the server listens beyond this machine, `/data` requires a token; the page asks
+the visitor for it and sends it as a header, so that it appears in no URL, log or browser history.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from deepspeed.observe.live.history import MetricHistory
 TOKEN_VARIABLE = "DEEPSPEED_LIVE_TOKEN"
 TOKEN_FILE = "token"
 NEXT_PORTS = 100
-REQUEST_S = 10.0  # a visitor that says nothing for so long is cut off
+REQUEST_S = 10.0  # timeout of an idle connection
 MAX_VISITORS = 32
 
 
 def token_for(host: str, folder: Path) -> str | None:
-    """The token of a server at this address: the environment's, that in the folder, or a new one that is put there.
-    None: it needs none. ValueError: no visitor could send it."""
+    """Return the token of a server at this address: the environment's, else the folder's, else a new one that is
+    written there. None: a local address needs none. ValueError: clients cannot send it."""
     named = os.environ.get(TOKEN_VARIABLE)
     if named:
         check_token(named, TOKEN_VARIABLE)
@@ -55,9 +55,9 @@ def token_for(host: str, folder: Path) -> str | None:
 
 
 class PageServer:
-    """Serves a history until ``close``.
+    """Serves a history until ``close``. Errors of a visitor's connection are ignored.
 
-    ValueError: no port can be had there. Nothing that happens to a visitor's connection is seen by anyone else.
+    ValueError: the address has no usable port.
     """
 
     def __init__(self, history: MetricHistory, host: str, port: int, token: str | None) -> None:
@@ -80,7 +80,7 @@ class PageServer:
     def close(self) -> None:
         if self._pid != os.getpid() or not self._thread.is_alive():
             return
-        # The collector ends an engine here: do not wait for oneself.
+        # The garbage collector may close an engine in the serving thread itself, which cannot join itself.
         if self._thread is threading.current_thread():
             threading.Thread(target=self.close, daemon=True).start()
             return
@@ -90,7 +90,7 @@ class PageServer:
         self._asleep.close()
 
     def _serve(self) -> None:
-        """Sleep until a visitor comes or the alarm goes off: who wakes up to look takes time from a step."""
+        """Serve until ``close``. Blocks instead of polling, which would take CPU time from the training steps."""
         with selectors.DefaultSelector() as selector:
             for each in (self._server.socket, self._asleep):
                 selector.register(each, selectors.EVENT_READ)
@@ -104,14 +104,14 @@ class PageServer:
         class Server(ThreadingHTTPServer):
             address_family = family
             daemon_threads = True
-            timeout = 0  # the visitor of `handle_request` is there already
+            timeout = 0  # `handle_request` is called only for a pending connection
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A browser that went away."""
+                """Ignore errors of a connection, such as a closed browser."""
 
             def server_bind(self) -> None:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(self.server_address)  # not HTTPServer's, which asks the name service
+                self.socket.bind(self.server_address)  # unlike HTTPServer's, without a DNS look-up
                 self.server_address = self.socket.getsockname()
                 self.server_name, self.server_port = owner.host, self.server_address[1]
 
@@ -127,10 +127,10 @@ class PageServer:
                 problem = error
         raise ValueError(f"monitor.live.host={self.host!r}: nothing can listen there ({problem})")
 
-    # ---- what a visitor gets
+    # ---- answers
 
     def answer(self, target: str, headers: Any) -> tuple[int, str, bytes]:
-        """(status, type, body) for a request."""
+        """Return (status, content type, body) for a request."""
         url = urlsplit(target)
         if not (self.token is not None or names_this_machine(headers.get("Host", ""))):
             return _text(
@@ -180,18 +180,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: neither addresses nor requests belong in the log of a training."""
+        """Log nothing: neither addresses nor requests belong in a training log."""
 
 
 def page() -> tuple[bytes, str]:
-    """Return the page, and its ``policy_of``."""
+    """Return the page, and its Content-Security-Policy (``policy_of``)."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return text.encode(), policy_of(text)
 
 
 def policy_of(text: str) -> str:
-    """Return the Content-Security-Policy by which a browser runs the script and applies the style of the page ``text``
-    only, and loads nothing from elsewhere."""
+    """Return the Content-Security-Policy that allows only the script and the style of the page ``text``, by hash, and
+    no loads from other hosts."""
     sources = []
     for tag in ("script", "style"):
         found = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

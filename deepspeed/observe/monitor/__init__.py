@@ -1,1 +1,1 @@
-"""Writers of training curves."""
+"""Writers of training curves to monitoring backends."""

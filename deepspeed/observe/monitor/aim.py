@@ -21,7 +21,7 @@ class AimMonitor(MonitorBackend):
     def _open(self) -> None:
         aim: Any = check_aim_availability()
         section = self.monitor_config
-        # Neither the machine nor what the process prints is recorded: curves are all that was asked for.
+        # Record curves only: no system metrics, no terminal output.
         self.run = aim.Run(
             repo=section.repo,
             experiment=section.experiment,

@@ -1,4 +1,4 @@
-"""Common part of the monitors: rank 0 writes, and a backend that cannot be written to never stops training."""
+"""Common part of the monitors: only rank 0 writes, and a failing backend never stops training."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from deepspeed.base.logging import is_rank_zero, logger, warning_once
 from deepspeed.observe.monitor.utils import run_folder
 
 Event = tuple[str, Any, int]
-"""Name of the curve, value (a number or a tensor of one element), samples processed so far."""
+"""(Name of the curve, value: a number or a one-element tensor, samples processed so far)."""
 
 Point = tuple[str, float, int]
 
 REST_S = 30.0
-"""Seconds without writing to a backend after a failure: a full disk may be cleared, but a network that is down must
-not cost its timeout at every step."""
+"""Seconds without writing to a backend after a failure: a full disk may be cleared, but a dead network must not cost
+its timeout at every step."""
 
 
 class Monitor(ABC):
-    """Takes events and writes them somewhere."""
+    """Abstract sink of events."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
@@ -35,14 +35,14 @@ class Monitor(ABC):
 
 
 class MonitorBackend(Monitor):
-    """One place to write to. Takes its own section of the config, or all of ``monitor_config``.
+    """A backend, such as TensorBoard. Takes its section of the config, or all of ``monitor_config``.
 
-    Opened on rank 0 when it is created. A failure there (a missing package, no permission, no network) gives one
-    warning, and nothing is written; a later failure gives one warning, and writing is retried after ``REST_S``. Configs
-    and artifacts are tried once, with a warning of their own.
+    Opened on rank 0 when it is created. A failure to open (missing package, no permission, no network) gives a warning,
+    and nothing is written; the first later failure gives a warning, and writing is retried after ``REST_S``. Configs
+    and artifacts are tried once, each with its own warning.
     """
 
-    key = ""  # of the section in the config
+    key = ""  # name of the section in the config
 
     def __init__(self, monitor_config: Any) -> None:
         section = getattr(monitor_config, self.key, monitor_config)
@@ -62,20 +62,20 @@ class MonitorBackend(Monitor):
     def _write(self, points: list[Point]) -> None: ...
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        """Record what the run was started with; a place for curves alone has none for it."""
+        """Record the run's config; does nothing in a backend for curves only."""
 
     def _write_artifact(self, path: str) -> None:
-        """Record the file; a place for curves alone has none for it."""
+        """Record the file; does nothing in a backend for curves only."""
 
     def _close(self) -> None:
         """Release what ``_open`` acquired."""
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Record ``config``, nested as in its file and without secrets, beside the curves."""
+        """Record ``config``, nested as in its file and without secrets, with the curves."""
         self._record("the config", lambda: self._write_config(config))
 
     def write_artifact(self, path: str) -> None:
-        """Record the file at ``path``, such as a picture or a table, beside the curves."""
+        """Record the file at ``path``, such as a picture or a table, with the curves."""
         self._record(path, lambda: self._write_artifact(path))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
@@ -83,7 +83,7 @@ class MonitorBackend(Monitor):
             self._try(lambda: self._write(points))
 
     def close(self) -> None:
-        """Flush what is still buffered; later events are dropped."""
+        """Flush buffered events and close the backend; later events are dropped."""
         if self._is_open:
             self._is_open = False
             self._try(self._close)
@@ -92,7 +92,7 @@ class MonitorBackend(Monitor):
         return self._is_open and (not self._resting_until_s or time.monotonic() >= self._resting_until_s)
 
     def _record(self, what: str, act: Callable[[], Any]) -> None:
-        """Call ``act``, unless this is closed. What it refuses says nothing of the curves, which go on."""
+        """Call ``act``, unless the backend is closed. A failure does not affect the curves."""
         if self._is_open:
             try:
                 act()
@@ -104,7 +104,7 @@ class MonitorBackend(Monitor):
         """Call ``act`` and return whether it succeeded."""
         try:
             act()
-        except Exception as error:  # anything a client library raises; training does not depend on it
+        except Exception as error:  # client libraries may raise anything; training must not depend on it
             self._resting_until_s = time.monotonic() + REST_S
             if not self._was_told:
                 self._was_told = True
@@ -118,7 +118,7 @@ class MonitorBackend(Monitor):
 
 
 class FolderBackend(MonitorBackend):
-    """A backend whose files lie in ``output_path/job_name``."""
+    """A backend that writes files to ``output_path/job_name``."""
 
     output_path = property(attrgetter("monitor_config.output_path"))
     job_name = property(attrgetter("monitor_config.job_name"))
@@ -133,7 +133,7 @@ class FolderBackend(MonitorBackend):
 
 
 def numeric(event_list: Iterable[Event]) -> list[Point]:
-    """The events with their values as plain numbers; events with other values are left out, with a warning."""
+    """Convert event values to plain numbers; skip other values, with a warning."""
     points = []
     for event in event_list:
         try:
@@ -149,7 +149,7 @@ def numeric(event_list: Iterable[Event]) -> list[Point]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The config in one level, under names such as ``zero_optimization.stage``."""
+    """Flatten the config to one level, with names such as ``zero_optimization.stage``."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -160,7 +160,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
-    """The points as one row per number of samples."""
+    """Group the points into one row per number of samples."""
     rows: dict[int, dict[str, float]] = {}
     for name, value, samples in points:
         rows.setdefault(samples, {})[name] = value

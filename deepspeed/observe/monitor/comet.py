@@ -10,8 +10,8 @@ from deepspeed.observe.monitor.utils import check_comet_availability
 
 
 class CometMonitor(MonitorBackend):
-    """An experiment that ``comet_ml.start`` creates or resumes. One point per ``samples_log_interval`` samples of each
-    curve is sent."""
+    """An experiment that ``comet_ml.start`` creates or resumes. Sends one point of each curve per
+    ``samples_log_interval`` samples."""
 
     key = "comet"
 

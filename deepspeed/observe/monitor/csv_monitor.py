@@ -22,7 +22,7 @@ class csvMonitor(FolderBackend):
     def __init__(self, csv_config: object) -> None:
         self.log_dir: str | None = None
         self.filenames: list[str] = []
-        """Of the curves written so far, without folder and ".csv"."""
+        """File names of the curves written so far, without folder and ".csv"."""
         super().__init__(csv_config)
 
     def setup_log_dir(self, base: str | None = None) -> str:
@@ -48,13 +48,13 @@ class csvMonitor(FolderBackend):
                 writer.writerows(rows)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        """Beside the curves, as ``config.json``."""
+        """Write the config as ``config.json`` next to the curves."""
         assert self.log_dir is not None
         with open(os.path.join(self.log_dir, "config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file, indent=2, default=str)
 
     def path_of(self, name: str) -> str:
-        """File of a curve: slashes and blanks of its name become underscores."""
+        """Return the file of a curve: slashes, blanks and NULs of its name become underscores."""
         assert self.log_dir is not None
         return os.path.join(self.log_dir, name.translate(_UNDERSCORES) + ".csv")
 

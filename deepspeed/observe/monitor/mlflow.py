@@ -17,19 +17,19 @@ from deepspeed.observe.monitor.utils import check_mlflow_availability
 
 MAX_PARAMETERS = 100
 MAX_POINTS = 1000
-"""In a request, which MLflow limits."""
+"""Limits of MLflow per request."""
 
 MAX_CHARACTERS = 6000
-"""Of the value of a parameter."""
+"""Limit on the length of a parameter's value."""
 
 MAX_WAITING = 20 * MAX_POINTS
 CLOSE_S = 30.0
-"""Seconds for what waits at the end: a server that is down must not keep the process."""
+"""Seconds for pending points at the end: a dead server must not keep the process alive."""
 
 
 class MlflowMonitor(MonitorBackend):
-    """A run of ``experiment`` at ``tracking_uri``, through MLflow's client: a run that the script has active is left
-    alone."""
+    """A run of ``experiment`` at ``tracking_uri``, through MLflow's client API: the script's own active run is not
+    affected."""
 
     key = "mlflow"
 
@@ -49,7 +49,7 @@ class MlflowMonitor(MonitorBackend):
         )
         self.run_id = self._client.create_run(experiment, run_name=section.run_name).info.run_id
         self._sender = _Sender(self._client, self.run_id)
-        call_when_dropped(self, self._sender.end)  # it has a thread, which would outlive this
+        call_when_dropped(self, self._sender.end)  # its thread would outlive this object
 
     def _write(self, points: Iterable[Point]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
@@ -64,12 +64,12 @@ class MlflowMonitor(MonitorBackend):
             raise ValueError("; ".join(refused))
 
     def _refused(self, rows: list[Any]) -> list[str]:
-        """Record parameters, and return what is refused of them, with the reasons. Any error of a server that does not
+        """Record parameters; return the refused ones with the reasons. Raises the error if the server does not
         answer."""
         try:
             self._client.log_batch(self.run_id, params=rows)
         except Exception as error:
-            if getattr(error, "error_code", None) == "INTERNAL_ERROR":  # as the client calls it
+            if getattr(error, "error_code", None) == "INTERNAL_ERROR":  # the client's code for a dead server
                 raise
             if len(rows) == 1:
                 return [f"{rows[0].key}: {error}"]
@@ -84,10 +84,10 @@ class MlflowMonitor(MonitorBackend):
 
 
 class _Sender:
-    """Sends points from a thread of its own, and ends the run there.
+    """Sends points, and terminates the run, in a separate thread.
 
-    A request to a server that is down takes minutes, and must not take them from training. MLflow's own queue
-    (``synchronous=False``) has no limit, and is waited for at the end of the process however long that takes.
+    A request to a dead server takes minutes, which must not block training. MLflow's own queue (``synchronous=False``)
+    is unbounded, and the process waits for it at exit however long that takes.
     """
 
     def __init__(self, client: Any, run_id: str | None) -> None:
@@ -99,7 +99,7 @@ class _Sender:
         atexit.register(self.end)
 
     def put(self, points: list[Any]) -> None:
-        """Have ``points`` sent. Any error of what was sent before; TimeoutError: ``MAX_WAITING`` points wait."""
+        """Queue ``points``. Raises any error of earlier requests; TimeoutError: ``MAX_WAITING`` points are pending."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -109,7 +109,8 @@ class _Sender:
             self._waiting.put(point)
 
     def close(self) -> None:
-        """Wait until all is sent. Any error of that; TimeoutError: it takes more than ``CLOSE_S``."""
+        """Wait until all points are sent. Raises any error of a request; TimeoutError: it takes more than
+        ``CLOSE_S``."""
         atexit.unregister(self.end)
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
@@ -118,7 +119,7 @@ class _Sender:
         self.put([])
 
     def end(self) -> None:
-        """Close where nobody is left whom an error would concern."""
+        """Close and ignore errors, at exit or after the monitor was dropped."""
         with contextlib.suppress(Exception):
             self.close()
 

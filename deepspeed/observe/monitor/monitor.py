@@ -1,4 +1,4 @@
-"""All monitors of a config as one."""
+"""One monitor that fans out to all backends of a config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MonitorMaster(Monitor):
         super().__init__(monitor_config)
         self.enabled: bool = monitor_config.enabled
         self.backends: list[MonitorBackend] = []
-        """The enabled backends; none but on rank 0."""
+        """The enabled backends; empty on ranks other than 0."""
         self.tb_monitor = self._make("tensorboard", "tensorboard:TensorBoardMonitor")
         self.wandb_monitor = self._make("wandb", "wandb:WandbMonitor")
         self.csv_monitor = self._make("csv_monitor", "csv_monitor:csvMonitor")
@@ -35,9 +35,10 @@ class MonitorMaster(Monitor):
         self._listeners: list[Monitor] = []
 
     def _make(self, key: str, path: str) -> Any:
-        """The backend of a section. ``path``: "module:class" in this folder, imported if the section is enabled."""
+        """Build the backend of a section. ``path``: "module:class" in this folder, imported if the section is
+        enabled."""
         section = getattr(self.monitor_config, key)
-        # None on the other ranks: scripts ask for a backend before they use its client's own writer, which rank 0 has.
+        # None on other ranks: scripts test for a backend before they use its client's writer, which only rank 0 has.
         if not section.enabled or not is_rank_zero():
             return None
         module, name = path.split(":")
@@ -46,7 +47,7 @@ class MonitorMaster(Monitor):
         return made
 
     def also_to(self, listener: Monitor) -> None:
-        """From now on ``listener`` gets every event, too."""
+        """Forward every further event to ``listener``, too."""
         self._listeners.append(listener)
         self.enabled = True
 
@@ -56,13 +57,13 @@ class MonitorMaster(Monitor):
             monitor.write_events(events)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Record the config and hyperparameters of the run wherever there is a place for them; no secrets."""
+        """Record the config and hyperparameters of the run, without secrets, in all backends that support it."""
         shown = without_secrets(config)
         for backend in self.backends:
             backend.write_config(shown)
 
     def write_artifact(self, path: str) -> None:
-        """Record the file at ``path`` wherever there is a place for files."""
+        """Record the file at ``path`` in all backends that support files."""
         for backend in self.backends:
             backend.write_artifact(path)
 

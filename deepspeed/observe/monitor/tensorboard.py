@@ -23,17 +23,17 @@ class TensorBoardMonitor(FolderBackend):
         super().__init__(tensorboard_config)
 
     def get_summary_writer(self, base: str | None = None) -> Any:
-        """A new ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) replaces an
+        """Create a ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) replaces an
         empty ``output_path``."""
         check_tb_availability()
         from torch.utils.tensorboard import SummaryWriter
 
         self.summary_writer = SummaryWriter(log_dir=self.make_folder(base))
-        call_when_dropped(self, _end, self.summary_writer)  # it has a thread, which would outlive this
+        call_when_dropped(self, _end, self.summary_writer)  # its thread would outlive this object
         return self.summary_writer
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """``flush=False`` lets the writer decide when the points reach the file."""
+        """Write the events. With ``flush=False``, the writer decides when they reach the file."""
         self._flush = flush
         super().write_events(event_list)
 
@@ -46,7 +46,7 @@ class TensorBoardMonitor(FolderBackend):
 
     def _write(self, points: Iterable[Point]) -> None:
         writer = self.summary_writer or self.get_summary_writer()
-        self.summary_writer = None  # a writer that has failed never writes again
+        self.summary_writer = None  # a writer is not reused after a failure
         for name, value, samples in points:
             writer.add_scalar(name, value, samples)
         if self._flush:
@@ -54,7 +54,7 @@ class TensorBoardMonitor(FolderBackend):
         self.summary_writer = writer
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        """As a text, four blanks before each line: a block of code in Markdown."""
+        """Write the config as text, indented by four blanks: a Markdown code block."""
         lines = json.dumps(config, indent=2, default=str).splitlines()
         writer = self.summary_writer or self.get_summary_writer()
         writer.add_text("config", "\n".join(f"    {line}" for line in lines))
@@ -65,5 +65,5 @@ class TensorBoardMonitor(FolderBackend):
 
 
 def _end(writer: Any) -> None:
-    with contextlib.suppress(Exception):  # nobody is left whom a full disk would concern
+    with contextlib.suppress(Exception):  # the monitor is gone: there is no one to report an error to
         writer.close()

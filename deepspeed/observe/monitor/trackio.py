@@ -24,7 +24,7 @@ class TrackioMonitor(MonitorBackend):
         return self.monitor_config.project
 
     def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
-        """``trackio``'s ``log`` on rank 0."""
+        """Call ``trackio.log`` on rank 0."""
         if self._may_write():
             self._try(lambda: self._trackio.log(dict(data), step=step))
 

@@ -13,8 +13,8 @@ from deepspeed.observe.monitor.utils import check_wandb_availability
 class WandbMonitor(MonitorBackend):
     """A run of ``project``, with the samples processed so far as the step of each row.
 
-    An active run of the same project, team and group is shared. With any other active run, this one is separate:
-    rows have to be logged in order of step, and the script counts its own steps.
+    An active run of the same project, team and group is shared. Next to any other active run, a separate one is
+    created: rows must be logged in order of step, and the script counts its own steps.
     """
 
     key = "wandb"
@@ -29,7 +29,7 @@ class WandbMonitor(MonitorBackend):
     project = property(attrgetter("monitor_config.project"))
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """``wandb``'s ``log`` on rank 0."""
+        """Call the run's ``log`` on rank 0."""
         if self._may_write():
             self._try(lambda: self.run.log(dict(data), step=step, commit=commit))
 
@@ -47,11 +47,11 @@ class WandbMonitor(MonitorBackend):
         return same_place and (not self.team or run.entity == self.team)
 
     def _write(self, points: Iterable[Point]) -> None:
-        for samples, row in by_samples(points).items():  # a call costs the same for one curve as for ten
+        for samples, row in by_samples(points).items():  # one call per row, however many curves it has
             self.run.log(row, step=samples)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        if self._is_shared:  # whose own keys stay
+        if self._is_shared:  # keep the script's own keys
             config = {"deepspeed": {**self.run.config.get("deepspeed", {}), **config}}
         self.run.config.update(dict(config), allow_val_change=True)
 
@@ -59,5 +59,5 @@ class WandbMonitor(MonitorBackend):
         self.run.save(path, policy="now")
 
     def _close(self) -> None:
-        if not self._is_shared:  # whoever began it may log more
+        if not self._is_shared:  # the script, which began a shared run, may still log to it
             self.run.finish()

@@ -1,1 +1,1 @@
-"""Timelines: which rank did what when, and who waited for whom."""
+"""Timelines: intervals of every rank's work and waits, and the ranks that others waited for."""

@@ -1,4 +1,4 @@
-"""Analysis of waiting: from the intervals of all ranks to sums per step, per bucket or module, and per rank."""
+"""Analysis of timelines: sums of waiting per step, per bucket or module, and per late rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of one rank, in milliseconds. ``exposed``: nothing but communication went on: the rank waited for it, or
-    on a device with a timeline of kernels, no other kernel ran."""
+    """One step of one rank, in milliseconds. ``exposed``: communication that did not overlap with compute: the rank
+    waited for it or, with a kernel timeline of a device, no other kernel ran."""
 
     rank: int
     step: int
@@ -31,7 +31,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Wait:
-    """All waits of a rank for the same thing."""
+    """All waits of a rank for one operation on one bucket or module."""
 
     rank: int
     operation: str
@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lateness:
-    """Time that a rank waited for a collective that another rank was the last to issue."""
+    """Time that a rank waited for collectives that another rank issued last."""
 
     waiting: int
     late: int
@@ -84,7 +84,7 @@ def steps_of(trace: RankTrace) -> list[StepTimes]:
 
 
 def longest_waits(traces: Sequence[RankTrace]) -> list[Wait]:
-    """The longest first. A gather contains the collectives that it consists of: they are not counted again."""
+    """Return all waits, the longest first. Waits within a gather are part of it and not counted again."""
     sums: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for trace in traces:
         gathers = _intervals(trace.own("gathers"))
@@ -101,8 +101,8 @@ def longest_waits(traces: Sequence[RankTrace]) -> list[Wait]:
 
 
 def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
-    """Return the waits caused by late ranks, the longest first: the part of the waiting for a collective before the
-    last rank issued it."""
+    """Return the waits caused by late ranks, the longest first: the part of a collective's wait before the last rank
+    issued it."""
     asked: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     waited: dict[tuple[str, str, int], dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     subjects: dict[tuple[str, str, int], str] = {}
@@ -112,7 +112,7 @@ def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
         shift = (trace.base_ns - base) / 1e3
         for event in trace.own("waits"):
             facts = event["args"]
-            if "from" in facts:  # one rank's message
+            if "from" in facts:  # a point-to-point message
                 sums[trace.rank, facts["from"], facts["of"]].append(event["dur"] / 1e3)
                 continue
             key = (facts["group"], facts["operation"], facts["number"])
@@ -137,7 +137,7 @@ def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Their union, in order."""
+    """Return the union of the intervals as disjoint intervals, in order."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -148,7 +148,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the union of ``intervals`` that are in none of ``others``, which are merged."""
+    """Return the union of ``intervals`` without ``others``, which must be `merged`."""
     found: list[Interval] = []
     for begin, end in merged(intervals):
         for low, high in others:
@@ -179,5 +179,5 @@ def _clipped(intervals: Iterable[Interval], span: Interval) -> list[Interval]:
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """In milliseconds."""
+    """Return the total length in milliseconds of intervals in microseconds."""
     return sum(end - begin for begin, end in intervals) / 1e3

@@ -1,4 +1,4 @@
-"""Reads the timelines of ranks, and joins them into one that chrome://tracing and Perfetto show."""
+"""Reads the timelines of ranks, and joins them into one for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CATEGORY = "deepspeed"
 
 
 class UnreadableTrace(ExplainedError, ValueError):
-    """A file or folder without a timeline of this package."""
+    """A file or folder holds no timeline of this package."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class RankTrace:
     rank: int
     facts: dict[str, Any]
     base_ns: int
-    """What its times, in microseconds, are counted from."""
+    """Origin of the events' times, in nanoseconds since the epoch; the times themselves are in microseconds."""
     events: list[dict[str, Any]]
 
     def own(self, *tracks: str) -> list[dict[str, Any]]:
-        """Our events of these tracks."""
+        """Return this package's events on these tracks."""
         return [
             each for each in self.events if each.get("cat") == CATEGORY and each["args"]["track"] in tracks
         ]
@@ -36,7 +36,8 @@ class RankTrace:
 
 
 def read_traces(path: Path) -> list[RankTrace]:
-    """Those of a folder, of one rank's file, or of a joined file; by rank."""
+    """Read the timelines of a folder, of one rank's file, or of a joined file, sorted by rank. Raises
+    UnreadableTrace."""
     if not path.exists():
         raise UnreadableTrace(f"{path} does not exist: name the folder of the config key trace.path")
     files = sorted(path.glob("rank*.trace.json")) if path.is_dir() else [path]
@@ -68,11 +69,11 @@ def _of_file(path: Path) -> Iterator[RankTrace]:
 
 
 PLACES = 1000
-"""Numbers of processes that each rank has in a joined file: chrome://tracing wants whole numbers."""
+"""Process ids reserved per rank in a joined file: chrome://tracing needs integers."""
 
 
 def join(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One file for all ranks. Clocks of several hosts are taken as they are."""
+    """Join the timelines of all ranks into one. Clocks of different hosts are not aligned."""
     base = min(trace.base_ns for trace in traces)
     events = [event for trace in traces for event in _moved(trace, base)]
     return {
@@ -94,5 +95,5 @@ def _moved(trace: RankTrace, base: int) -> Iterator[dict[str, Any]]:
         if event.get("ph") == "M" and event.get("name") == "process_name" and pid:
             moved["args"] = {"name": f"rank {trace.rank}: {event['args'].get('name', 'operations')}"}
         if event.get("ph") in ("s", "f"):
-            moved["id"] = f"{trace.rank}.{event.get('id')}"  # arrows stay within a rank
+            moved["id"] = f"{trace.rank}.{event.get('id')}"  # keeps flow arrows within a rank
         yield moved

@@ -1,7 +1,7 @@
 """Collects named intervals of one rank, and writes them in the JSON format of chrome://tracing.
 
-Times are taken on the host. ``torch.profiler``'s events are added on the same clock, if they are wanted: there are the
-kernels of a device. What a rank waits for is named by what it was doing when it asked: the bucket, else the module.
+Times are taken on the host. Events of ``torch.profiler``, which include a device's kernels, can be added on the same
+clock. Communication is named after its subject at the time of the call: the bucket, else the module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRACKS = (
 )  # fmt: skip
 STEP, PHASE, FORWARD, BACKWARD, GATHER, COLLECTIVE, WAIT, COPY = TRACKS
 CATEGORY = "deepspeed"
-"""Of our events; those of torch.profiler have others."""
+"""Category of this package's events; torch.profiler uses others."""
 
 
 class TimelineRecorder:
@@ -34,7 +34,7 @@ class TimelineRecorder:
         self._thread = threading.local()
 
     def now(self) -> int:
-        """Nanoseconds of the wall clock, which never run backwards."""
+        """Return the wall-clock time in nanoseconds since the epoch, monotonic."""
         return time.perf_counter_ns() + self._to_wall_clock
 
     def add(self, track: str, name: str, begin: int, end: int, **facts: Any) -> None:
@@ -79,7 +79,7 @@ class TimelineRecorder:
         return found
 
     def write(self, path: Path, facts: Mapping[str, Any], operations: Path | None = None) -> None:
-        """``operations``: what torch.profiler exported, whose clock counts from a base of its own."""
+        """Write the timeline to a file. ``operations``: torch.profiler's export, whose time base is adopted."""
         others: list[dict[str, Any]] = []
         base = min((event["ts"] for event in self.events), default=self.now())
         if operations is not None:
@@ -109,7 +109,7 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 class Operations:
-    """torch.profiler, for the operations of this process and its device."""
+    """torch.profiler for the operations of this process and its device."""
 
     def __init__(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -119,15 +119,15 @@ class Operations:
         self._profiler.start()
 
     def stop(self, path: Path | None) -> None:
-        """``path``: where the events go; None: they are dropped."""
+        """Stop the profiler. ``path``: file for the events; None: they are dropped."""
         self._profiler.stop()
         if path is not None:
             self._profiler.export_chrome_trace(str(path))
 
 
 class Replaced:
-    """Methods of objects that are replaced while a timeline is recorded. The classes stay as they are, so that other
-    engines see nothing, and neither does this one afterwards."""
+    """Instance methods that are replaced while a timeline is recorded, and restored afterwards. Classes are not
+    changed, so that other engines are unaffected."""
 
     def __init__(self) -> None:
         self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}
@@ -135,7 +135,7 @@ class Replaced:
     def method(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if (id(owner), name) in self._replaced:
             return  # the same object under two names
-        self._replaced[id(owner), name] = owner, vars(owner).get(name)  # somebody else may have replaced it
+        self._replaced[id(owner), name] = owner, vars(owner).get(name)  # may be replaced already
         setattr(owner, name, wrap(getattr(owner, name)))
 
     def undo(self) -> None:

@@ -1,1 +1,1 @@
-"""Predicted step time, for machines and networks that need not be there."""
+"""Predicted step time, for machines and networks that need not be available."""

@@ -1,4 +1,4 @@
-"""From what was measured on two ranks to what a rank of any job costs."""
+"""Costs of a rank of any job, derived from a calibration on two ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deepspeed.planning.step_time.work import StepWork
 
 
 def costs_of(found: Calibration) -> Costs:
-    """Return the costs of collectives between hosts. What a sum costs beyond a gather of as many bytes is added up by
-    the ranks."""
+    """Return the costs of collectives between hosts. The excess of a reduce-scatter over an all-gather of the same
+    bytes is the ranks' summation."""
     gather, scatter = found.lines["all_gather"], found.lines["reduce_scatter"]
     return Costs(
         start={name: line.start for name, line in found.lines.items()},
@@ -27,7 +27,7 @@ def costs_of(found: Calibration) -> Costs:
 
 
 def busy(found: Calibration, ranks_beside: int) -> float:
-    """Return the factor by which a rank computes longer where so many share the processors that the calibration had."""
+    """Return the slow-down of a rank's compute if ``ranks_beside`` ranks share the calibrated machine's cores."""
     if found.device_type != "cpu":
         return 1.0
     return max(1.0, ranks_beside * found.threads / found.cores)
@@ -38,7 +38,8 @@ def stage_of(setting: PlanSetting) -> int:
 
 
 def fabric_of(found: Calibration, network: NetworkSpec, ranks_per_node: int) -> Fabric:
-    """Ranks on processors: gloo between hosts. Within one, shared memory is as fast as what they copy."""
+    """Return the fabric of machines like the calibrated one: the given network between nodes, shared memory at the
+    ranks' copy rate within a node."""
     inside = NetworkSpec(name="shared memory", rate=_memory_rate(found), latency=0.0)
     return Fabric(
         ranks_per_node=ranks_per_node,
@@ -56,19 +57,20 @@ def _memory_rate(found: Calibration) -> float:
 
 
 CROWDED = 0.9
-"""Two ranks do not show it: where three and more exchange at once, their TCP connections end at different times, and
-packets are dropped where they meet. Measured with 3 and 4 hosts (benchmarks/results/predicted_steps_3to4.txt)."""
+"""Share of a link's rate if three or more hosts exchange at once, which a calibration of two ranks cannot show:
+TCP connections end at different times, and packets are dropped where they collide. Measured with 3 and 4 hosts
+(benchmarks/results/predicted_steps_3to4.txt)."""
 STRETCH_LIMITS = (0.5, 8.0)
 BISECTIONS = 16
 UNLIMITED = NetworkSpec(name="none", rate=1e12)
-"""Between the two ranks of a calibration: they limit themselves."""
+"""Link between the two ranks of a calibration, whose own costs are the limit."""
 
 
 def work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks_beside: int) -> StepWork:
-    """Return the work of a rank of ``setting``, of ``ranks_beside`` on its machine.
+    """Return the work of a rank of ``setting``, with ``ranks_beside`` ranks on its machine.
 
-    The model that was measured takes what it took; another one as long as its operations take at the rate that was
-    measured. Ranks that communicate compute longer: their threads also copy what they send and receive.
+    The calibrated model takes its measured times; another one is scaled by FLOPs at the measured rate. Ranks that
+    communicate compute more slowly: their threads also copy what they send and receive.
     """
     work = replace(_work_of(found, setting, flops, min(2, setting.ranks)), busy=busy(found, ranks_beside))
     return work if setting.ranks == 1 else work.stretched(_stretch(found, setting, flops))
@@ -87,11 +89,11 @@ def is_same_model(found: Calibration, setting: PlanSetting, flops: Sequence[floa
 def _work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks: int) -> StepWork:
     stage = stage_of(setting)
     alone = found.of(1, stage) or found.of(1, 0)
-    assert alone is not None  # a calibration has it
+    assert alone is not None  # a calibration measures every stage on one rank
     plain, crowded = found.of(1, 0), found.of(2, 0)
     slower = 1.0
     if ranks > 1 and plain is not None and crowded is not None:
-        slower = max(1.0, crowded.forward / plain.forward)  # a forward of stage 0 waits for nobody
+        slower = max(1.0, crowded.forward / plain.forward)  # a forward of stage 0 does not communicate
     forward, backward = alone.forward * slower, alone.backward * slower
     if is_same_model(found, setting, flops):
         shares = (found.forward_share, found.backward_share)
@@ -108,10 +110,10 @@ def _work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], r
 
 
 def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -> float:
-    """Return the factor by which, compared to ``_work_of``, two ranks of the calibration must have computed, for the
-    simulation of their step to take what it took.
+    """Return the factor on the compute of ``_work_of`` with which the simulated step of the calibration's two ranks
+    takes the measured time.
 
-    Only where this model was measured at this stage: what another one exchanges while it computes says nothing.
+    It is 1 unless this model was calibrated at this stage: another model communicates differently while it computes.
     """
     measured = found.of(2, stage_of(setting))
     if measured is None or not is_same_model(found, setting, flops):
@@ -120,7 +122,7 @@ def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -
     program, work = program_of(pair), _work_of(found, pair, flops, 2)
     machine = StepMachine(fabric=fabric_of(found, UNLIMITED, 1))
     low, high = STRETCH_LIMITS
-    for _ in range(BISECTIONS):  # a step takes no less time where more is computed
+    for _ in range(BISECTIONS):  # the step time never decreases with more compute
         middle = (low + high) / 2
         if run(program, pair, work.stretched(middle), machine).seconds < measured.step:
             low = middle
@@ -138,8 +140,8 @@ def predicted(
     ranks_per_node: int,
     ranks_beside: int | None = None,
 ) -> StepTime:
-    """Predict the step time of ``setting`` on machines like the calibrated one. ``ranks_beside``: of how many ranks the
-    processors are shared; default: those of a node."""
+    """Predict the step time of ``setting`` on machines like the calibrated one. ``ranks_beside``: ranks that share a
+    machine's cores; default: ``ranks_per_node``."""
     beside = ranks_per_node if ranks_beside is None else ranks_beside
     work = work_of(found, setting, flops, beside)
     return step_time(setting, work, StepMachine(fabric=fabric_of(found, network, ranks_per_node)))

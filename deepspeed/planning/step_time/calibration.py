@@ -1,4 +1,4 @@
-"""Measurements of a short training on one and two ranks, as a small JSON file."""
+"""Calibration file: measurements of a short training run on one and two ranks, as JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "fetch")
 
 
 class CalibrationError(ExplainedError, ValueError):
-    """A file is not a calibration, or not one that this release reads."""
+    """A file is not a calibration of this version, or a calibration run is impossible or has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Medians of a stage, in seconds: a step, its parts as the thread sees them (communication included), and the
-    highest minus the lowest step over the median."""
+    """Medians at a ZeRO stage, in seconds: a step, and its parts on the training thread (communication included).
+    ``spread``: (slowest - fastest step) / median."""
 
     step: float
     forward: float
@@ -34,7 +34,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLine:
-    """Seconds of a collective between two ranks: ``start + byte * n`` for n bytes that each sends."""
+    """Linear cost of a collective between two ranks, in seconds: ``start + byte * n`` for n bytes sent by each."""
 
     start: float
     byte: float
@@ -42,8 +42,9 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """``steps``: by "ranks/stage". ``forward_share``: of each call in the forward of the model, and ``backward_share``.
-    ``lines``: of the transport between hosts, by operation. ``elements``: trained ones."""
+    """A calibration. ``steps``: by "ranks/stage". ``forward_share``, ``backward_share``: each call's share of the
+    model's forward and backward time. ``lines``: costs of the transport between hosts, by operation. ``elements``:
+    trained elements; ``tokens``: per micro-batch; ``flops``: of a forward."""
 
     machine: str
     date: str
@@ -69,7 +70,7 @@ class Calibration:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def lines_of_text(self) -> list[str]:
-        """Describe the calibration for people."""
+        """Return lines that describe the calibration."""
         result = [
             f"calibrated {self.date} on {self.machine} ({self.device_type}, {self.threads} threads a rank)",
             f"{self.model}, {self.elements:,} parameters, {self.tokens} tokens, {self.precision}",
@@ -88,7 +89,7 @@ class Calibration:
 
 
 def load(path: str | Path) -> Calibration:
-    """CalibrationError: there is no such file, or it is something else."""
+    """Read a calibration file. CalibrationError: there is none, or it is not a valid calibration."""
     remedy = "write one with `ds plan CONFIG --model MODEL --calibrate FILE`"
     try:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8"))

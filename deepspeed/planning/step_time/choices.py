@@ -1,7 +1,8 @@
-"""Ways to train a model on so many ranks: each that the axes allow, its memory and its step time.
+"""Search over parallel layouts (ZeRO stage, TP, PP, SP, EP, offload) for a number of ranks: memory and step time of
+each.
 
-All ways train the same batch. Closed formulas rank them all; the best, and plain ZeRO at each stage, are then planned
-and simulated.
+All layouts train the same batch. Closed formulas rank all of them; the best, and plain ZeRO at each stage, are then
+planned and simulated.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from deepspeed.planning.step_time.step import StepTime
 
 MAX_TENSOR, MAX_SEQUENCE = 8, 16
 LONG = 16384
-"""Tokens of a sample from which on it is worth while to share it."""
+"""Tokens per sample from which sequence parallelism is considered."""
 PLANNED = 10
-"""How many of the ways that the formulas rank first are planned and simulated."""
+"""Number of top-ranked layouts that are planned and simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """``offload``: 0 nothing, 1 the optimizer's states to the host, 2 parameters too."""
+    """A parallel layout: the degree of each axis. ``offload``: 0 nothing, 1 optimizer states to the host, 2 parameters,
+    too."""
 
     stage: int
     tensor: int = 1
@@ -43,7 +45,7 @@ class Way:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that work on the same samples."""
+        """Number of ranks that work on the same samples."""
         return self.tensor * self.stages * self.sequence
 
     def __str__(self) -> str:
@@ -55,7 +57,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """``need``: bytes per rank on the device (on the host, where that is the device), ``host``: of a node."""
+    """A planned and simulated layout. ``need``: peak bytes per rank where the model computes; ``host``: bytes of host
+    memory per node."""
 
     way: Way
     need: int
@@ -72,7 +75,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """``rows``: those that fit first, the fastest first. ``others``: how many were only ranked."""
+    """Result of a search. ``rows``: layouts that fit, the fastest first, then the others. ``others``: number of layouts
+    that were only ranked. ``samples``: per step; ``tokens``: per sample."""
 
     rows: Sequence[Planned]
     others: int
@@ -132,16 +136,16 @@ class Choices:
 
 @dataclass(slots=True, kw_only=True)
 class StepSearch:
-    """``request``: the config as it is, for all ranks and the whole model. ``modules``: the model with its experts
-    spread over so many ranks. ``job``: where it runs."""
+    """The search. ``request``: the config unchanged, for all ranks and the whole model. ``modules``: by expert-parallel
+    degree, the model with its experts spread. ``job``: the hardware."""
 
     request: PlanRequest
     job: ParallelJob
     samples: int
-    """Of a step, over all ranks."""
+    """Samples per step, over all ranks."""
     modules: Mapping[int, nn.Module] = field(default_factory=dict)
     numel: dict[int, int] = field(default_factory=dict)
-    """Of a model by how its experts are spread, once counted."""
+    """Cache of parameter counts by expert-parallel degree."""
 
     def run(self) -> Choices:
         ways = list(self.ways())
@@ -155,7 +159,7 @@ class StepSearch:
             rows=rows, others=len(ways) - len(chosen), samples=self.samples, tokens=self.request.sequence or 0
         )
 
-    # Which ways there are -----------------------------------------------------------------------------------
+    # Enumeration of layouts ---------------------------------------------------------------------------------
 
     def ways(self) -> Iterator[Way]:
         request, shape = self.request, self.request.shape
@@ -191,7 +195,7 @@ class StepSearch:
         if ranks % way.model_ranks or self.samples % (ranks // way.model_ranks * self.micro):
             return False
         data = ranks // (way.tensor * way.stages)
-        if data == 1 and way.stage > 0 and not way.offload:  # nobody to share with: as stage 0
+        if data == 1 and way.stage > 0 and not way.offload:  # nothing to shard over: same as stage 0
             return False
         if way.experts > 1 and (data % way.experts or way.stages > 1):
             return False
@@ -208,10 +212,10 @@ class StepSearch:
     def micro_batches(self, way: Way) -> int:
         return self.samples // (self.request.ranks // way.model_ranks * self.micro)
 
-    # What the formulas say ----------------------------------------------------------------------------------
+    # Ranking by closed formulas -----------------------------------------------------------------------------
 
     def _rough(self, way: Way) -> tuple[bool, float]:
-        """Estimate whether it fails to fit, and the step time."""
+        """Estimate whether the layout exceeds device memory, and its step time in seconds."""
         numel = self._numel(way.experts) / (way.tensor * way.stages)
         data = self.request.ranks // (way.tensor * way.stages)
         weights, gradients, states = 2.0 * numel, 2.0 * numel, 12.0 * numel
@@ -256,7 +260,7 @@ class StepSearch:
     def _module(self, way: Way) -> nn.Module:
         return self.modules.get(way.experts, self.request.module)
 
-    # What a plan and a simulation say -----------------------------------------------------------------------
+    # Planning and simulation --------------------------------------------------------------------------------
 
     def _planned(self, way: Way) -> Planned | None:
         try:
@@ -330,7 +334,7 @@ def _divides(size: int, shape: TransformerShape) -> bool:
 
 
 def samples_of(found: PlanAnswer) -> int:
-    """Return the samples of one step of the config as it is, over all ranks."""
+    """Return the samples per step of the unchanged config, over all ranks."""
     config, request = found.config, found.request
     data = request.ranks // request.ranks_per_sequence
     return config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * data

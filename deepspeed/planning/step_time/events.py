@@ -1,7 +1,7 @@
-"""Discrete events: tasks that wait for each other and queue for resources. Pure; knows nothing of training.
+"""Discrete-event simulation: tasks with dependencies that queue for resources. Independent of training.
 
-A task is ready when everything it comes after has ended. A resource serves those that are ready in the order in which
-they became so (those of the same moment in the order in which they were given), one at a time, each to its end.
+A task is ready once its dependencies have ended and its latency has passed. A resource serves ready tasks first come,
+first served (ties in the given order), one at a time, without preemption.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from deepspeed.base.exceptions import ExplainedError
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """``work``: seconds on a worker, bytes on a link. ``after``: numbers of the tasks that have to end before.
-    ``wait``: seconds from then on until it is ready, in which it occupies nothing (a latency)."""
+    """A task. ``work``: seconds on a worker, bytes on a link. ``after``: indices of its dependencies. ``wait``: latency
+    in seconds from their end until the task is ready, in which it occupies no resource."""
 
     name: str
     resource: str
@@ -28,20 +28,20 @@ class Task:
 
 class Resource(Protocol):
     def serve(self, start: float, work: float) -> float:
-        """When a task ends that starts now. Called in the order of time."""
+        """Return the end, in seconds, of a task that begins at ``start``. Called in order of time."""
         ...
 
 
 class Worker:
-    """A thread, a processor, a stream: work is time."""
+    """A thread, core or stream, whose work is given in seconds."""
 
     def serve(self, start: float, work: float) -> float:
         return start + work
 
 
 class Link:
-    """Bytes at a ``rate`` per second. ``burst``: bytes that may pass at ``peak`` after a rest, as a token bucket has
-    them: what is not used while the link rests is saved, up to that many."""
+    """A link of ``rate`` bytes per second, with a token bucket: unused rate is saved, up to ``burst`` bytes, which may
+    then pass at ``peak`` bytes per second."""
 
     def __init__(self, rate: float, burst: float = 0.0, peak: float | None = None) -> None:
         if not rate > 0 or burst < 0:
@@ -58,13 +58,13 @@ class Link:
         return end
 
     def begin_again(self, now: float) -> None:
-        """Call this moment 0, with what has been saved until then."""
+        """Reset the clock to 0 at ``now``, keeping the saved burst."""
         self._saved, self._at = min(self.burst, self._saved + self.rate * (now - self._at)), 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When every task started and ended."""
+    """Start and end of every task, in seconds."""
 
     tasks: Sequence[Task]
     starts: Sequence[float]
@@ -75,13 +75,13 @@ class Schedule:
         return max(self.ends, default=0.0)
 
     def busy(self, resource: str) -> float:
-        """Seconds in which it served somebody."""
+        """Return the seconds in which the resource serves a task."""
         rows = zip(self.tasks, self.starts, self.ends, strict=True)
         return sum(end - start for task, start, end in rows if task.resource == resource)
 
     def critical_path(self) -> list[int]:
-        """Numbers of the tasks without whose time the last one would have ended earlier, first to last: each was
-        waited for by the next, as what it needs or as what the resource served before."""
+        """Return the indices of the tasks on the critical path, first to last: each delays the next, as its dependency
+        or by occupying its resource."""
         if not self.tasks:
             return []
         before = self._served_before()
@@ -105,7 +105,7 @@ class Schedule:
         return before
 
     def chart(self, columns: int = 72) -> str:
-        """One line per resource: '#' while it serves somebody."""
+        """Draw a text chart with a line per resource: '#' while it serves a task."""
         names = list(dict.fromkeys(task.resource for task in self.tasks))
         width = max(map(len, names), default=0)
         scale = columns / self.makespan if self.makespan else 0.0
@@ -121,11 +121,11 @@ class Schedule:
 
 
 class CircularTasks(ExplainedError, ValueError):
-    """Tasks wait for each other in a circle."""
+    """The dependencies of tasks form a cycle."""
 
 
 def simulate(tasks: Sequence[Task], resources: Mapping[str, Resource]) -> Schedule:
-    """Serve all tasks; those of a resource that is not given are work in seconds. CircularTasks: some never start."""
+    """Simulate all tasks; a resource that is not given is a `Worker`. CircularTasks: some tasks never start."""
     served = {name: resources.get(name) or Worker() for name in {task.resource for task in tasks}}
     waits_for = [len(set(task.after)) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]

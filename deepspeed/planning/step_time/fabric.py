@@ -1,4 +1,4 @@
-"""Load of a collective on each link, and what it costs the ranks besides."""
+"""Load of a collective on each link, and its cost on the ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from deepspeed.planning.step_time.events import Link
 from deepspeed.planning.step_time.hardware import NetworkSpec
 
 INSIDE, BETWEEN = "inside", "between"
-"""Resources: the links within a node, and the link of a node to the others."""
+"""Resources: the links within a node, and the link between a node and the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that communicate: ``per_node`` of them are on the same node."""
+    """The ranks of a collective, ``per_node`` of them on each node."""
 
     ranks: int
     per_node: int
@@ -28,7 +28,7 @@ class RankGroup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Costs of a collective on its ranks. ``start``: seconds, by operation. ``byte``: seconds per byte that a rank
-    sends, where nothing but the ranks limits it; ``sum``: what adding up costs besides, on the thread that waits."""
+    sends, if the link is not the limit; ``sum``: additional seconds per byte to add up, on the waiting thread."""
 
     start: Mapping[str, float] = field(default_factory=dict)
     byte: float = 0.0
@@ -37,7 +37,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Transmission:
-    """A part of a collective: bytes that a link carries, seconds before, and seconds that the ranks work after it."""
+    """A part of a collective: bytes that a link carries, latency in seconds before, and seconds of work on the ranks
+    after it."""
 
     resource: str
     nbytes: float
@@ -47,9 +48,9 @@ class Transmission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """``ranks_per_node`` of the whole job. ``background``: a collective of two parts does not need the thread that
-    waits between them (as on devices); else the second begins when somebody waits (gloo). ``crowded``: the share of a
-    link that is reached where more than two nodes all send to all others at once."""
+    """Links and costs of a job. ``background``: the second part of a two-part collective starts by itself (as on
+    devices); else when the thread waits for it (gloo). ``crowded``: share of a link's rate that is reached if more than
+    two nodes send to all others at once."""
 
     ranks_per_node: int
     between: NetworkSpec
@@ -59,21 +60,21 @@ class Fabric:
     crowded: float = 1.0
 
     def resources(self) -> dict[str, Link]:
-        """Fresh links, for one simulation."""
+        """Return fresh links, for one simulation."""
         return {
             INSIDE: self._link(self.inside, self.ranks_per_node if self.inside.per_device else 1),
             BETWEEN: self._link(self.between, self.ranks_per_node if self.between.per_device else 1),
         }
 
     def _link(self, network: NetworkSpec, devices: int) -> Link:
-        # A node's ranks send at the same time: what one of them can send limits the node's link too.
+        # A node's ranks send concurrently: the rate that each of them reaches limits the node's link, too.
         rate = network.payload_rate * devices
         most = self.ranks_per_node / self.costs.byte if self.costs.byte else float("inf")
         peak = min(network.peak or rate, most)
         return Link(min(rate, most), network.burst, max(peak, min(rate, most)))
 
     def parts(self, operation: str, nbytes: float, group: RankGroup) -> list[Transmission]:
-        """The transmissions of a collective over ``nbytes`` in all."""
+        """Return the transmissions of a collective over a full buffer of ``nbytes``."""
         if group.ranks <= 1 or nbytes <= 0:
             return []
         start = self.costs.start.get(operation, 0.0)
@@ -98,21 +99,21 @@ class Fabric:
         direct: bool = False,
         fetched: bool = False,
     ) -> Transmission:
-        """``direct``: every rank exchanges with every other, those of a node not first among themselves. ``fetched``:
-        each asks when it wants to, so that not all meet."""
+        """Build a transmission. ``direct``: all ranks exchange pairwise, without reducing traffic within a node first.
+        ``fetched``: ranks fetch at different times, so that links are not crowded."""
         own = nbytes * (group.ranks - 1) / group.ranks
         network = self.between if group.nodes > 1 else self.inside
         latency = start + network.latency
         reached = self.crowded if group.nodes > 2 and not fetched else 1.0
         if group.nodes == 1:
             return Transmission(INSIDE, own * self.ranks_per_node, latency, work * own)
-        beside = max(1, self.ranks_per_node // max(1, group.per_node))  # other groups share the node's link
+        beside = max(1, self.ranks_per_node // max(1, group.per_node))  # groups that share the node's link
         leaving = nbytes * (group.nodes - 1) / group.nodes * beside * (group.per_node if direct else 1)
         return Transmission(BETWEEN, leaving / reached, latency, work * own)
 
     def point_to_point(self, nbytes: float, apart: int) -> float:
-        """Seconds to send to the next stage, where ``apart`` ranks work on the same samples: within the node if all of
-        them are there. The others of the node send at the same time."""
+        """Return the seconds to send to the next pipeline stage, if ``apart`` ranks work on the same samples: within
+        the node if it holds all of them. A node's ranks send concurrently."""
         near = apart <= self.ranks_per_node
         network = self.inside if near else self.between
         rate = network.payload_rate / (1 if network.per_device else self.ranks_per_node)

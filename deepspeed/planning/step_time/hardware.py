@@ -1,7 +1,7 @@
-"""Named networks and devices, with where their numbers are from; one's own come from JSON files.
+"""Known networks and devices, with the sources of their numbers; JSON files describe others.
 
-Rates are those of data sheets, each way; ``share`` is how much of them programs get to see. Shares that no data sheet
-states are assumptions, and said to be.
+Rates come from data sheets, per direction; ``share`` is the fraction of them that programs reach. Shares that no data
+sheet states are assumptions, and marked as such.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 from deepspeed.base.exceptions import ExplainedError
 
 ETHERNET_SHARE = 1448 / 1538
-"""Payload of a full frame: 1,448 bytes with TCP's time stamps, of 1,538 with headers, preamble and gap."""
+"""Payload share of a full frame: 1,448 bytes (TCP with time stamps) of 1,538 with headers, preamble and gap."""
 
 
 class HardwareError(ExplainedError, ValueError):
-    """A name that is not known, or a file that does not describe what it should."""
+    """A network or device is unknown, or its file is malformed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
-    """``rate``: bytes per second each way, of a node or (``per_device``) of each device in it. ``latency``: seconds of
-    a message. ``burst``: bytes that pass at ``peak`` after a rest, where a token bucket limits the rate."""
+    """A network. ``rate``: bytes per second and direction, of a node or (``per_device``) of each device in it;
+    ``share``: fraction that payload reaches. ``latency``: seconds per message. ``burst``: bytes that pass at ``peak``
+    bytes per second after a rest, if a token bucket limits the rate."""
 
     name: str
     rate: float
@@ -43,9 +44,10 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """``flops``: of dense 16-bit products per second. ``share``: of them that a step reaches while it computes.
-    ``memory_rate``: bytes per second, for updates. ``inside``: the network of a node; ``host_rate``: bytes per second
-    to and from host memory, each way; ``host_update``: seconds that the host takes to update an element."""
+    """A device. ``flops``: peak dense 16-bit FLOP/s; ``share``: fraction that a step reaches while it computes.
+    ``memory_rate``: memory bandwidth for updates; ``memory``: bytes. ``inside``: network within a node; ``host_rate``:
+    bandwidth to host memory per direction; ``storage_rate``: of storage. Rates are bytes per second. ``launch``:
+    seconds per call; ``host_update``: seconds per element of an update on the host."""
 
     name: str
     flops: float
@@ -82,7 +84,7 @@ def _infiniband(name: str, gbits: int, card: str) -> NetworkSpec:
 
 
 def _nvlink(name: str, gbytes: int, device: str) -> NetworkSpec:
-    """``gbytes``: per second, both ways together."""
+    """Build an NVLink network. ``gbytes``: GB/s of both directions together."""
     return NetworkSpec(
         name=name,
         rate=gbytes * 1e9 / 2,

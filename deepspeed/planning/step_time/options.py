@@ -1,4 +1,4 @@
-"""The options of `ds plan` that are about time. What does their work is imported when one of them is given."""
+"""Step-time options of `ds plan`. The modules behind them are imported only if one is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.base.tool_arguments import takes
 
 
 class TimeError(ExplainedError, ValueError):
-    """The options do not say where the job runs."""
+    """The step-time options are incomplete or contradict each other."""
 
 
 STEP_TIME = {
@@ -24,7 +24,7 @@ STEP_TIME = {
     ),
     "--choices": "also rank the ways to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
 }
-"""Options of `ds plan`."""
+"""Step-time options of `ds plan`."""
 
 
 def is_asked(args: argparse.Namespace) -> bool:
@@ -32,7 +32,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """TimeError: an option needs another one."""
+    """Check the combination of options. TimeError: one needs or excludes another."""
     if args.calibration is not None and args.on is not None:
         raise TimeError("--calibration and --on both say where the job runs; give one")
     for name in ("network", "choices"):
@@ -45,8 +45,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def device_memory(args: argparse.Namespace) -> int | None:
-    """Return the memory in bytes of the device that --on names, or None without it. HardwareError: there is no such
-    device."""
+    """Return the memory in bytes of the device named by --on, or None without --on. HardwareError: the device is
+    unknown."""
     from deepspeed.planning.step_time.hardware import device
 
     return None if args.on is None else device(args.on).memory

@@ -1,10 +1,10 @@
-"""The step of a job whose ranks are arranged along several axes: data, tensor, stages, sequence, experts.
+"""Step time of a job with several parallel axes: data, tensor, pipeline stages, sequence, experts.
 
-Along data the engine's own program is simulated. What layers exchange along the others is added to each of them:
-two sums of activations per layer and pass between tensor-parallel ranks (M. Shoeybi et al.: Megatron-LM, 2019), the
-exchanges of queries, keys, values and results between the ranks of a sequence (S. A. Jacobs et al.: DeepSpeed-Ulysses,
-2023), tokens to experts and back (S. Rajbhandari et al.: DeepSpeed-MoE, 2022). Stages follow their order
-(``parallel/pipeline/schedules/orders.py``).
+Along the data axis, the engine's own program is simulated. The layers' collectives along the other axes are added to
+each layer: two activation sums per layer and pass between tensor-parallel ranks (M. Shoeybi et al.: Megatron-LM, 2019),
+all-to-alls of queries, keys, values and results between sequence-parallel ranks (S. A. Jacobs et al.:
+DeepSpeed-Ulysses, 2023), dispatch and combine of expert parallelism (S. Rajbhandari et al.: DeepSpeed-MoE, 2022).
+Pipeline stages follow their order (``parallel/pipeline/schedules/orders.py``).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from deepspeed.planning.step_time.work import (
 )
 
 ALIKE = 3
-"""Micro-batches after which one more takes as long as the last."""
+"""Micro-batches after which each further one takes as long as the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelJob:
-    """Hardware of a job: devices by name, or machines like the one that was calibrated."""
+    """Hardware and shape of a job: named devices, or machines like the calibrated one."""
 
     network: NetworkSpec
     ranks_per_node: int
     device: Device | None = None
     calibration: Calibration | None = None
     tokens: int = 1
-    """Of a micro-batch, before they are shared."""
+    """Tokens per micro-batch, before sequence parallelism divides them."""
     sequence: int = 0
     shape: TransformerShape | None = None
     item: int = 2
@@ -71,8 +71,8 @@ class ParallelJob:
         *,
         again: bool,
     ) -> float:
-        """Estimate the step time by closed formulas, with nothing hidden. ``way``: tensor, stages, sequence; ``numel``:
-        of a rank's part."""
+        """Estimate the step time in seconds by closed formulas, without overlap. ``way``: degrees (tensor, stages,
+        sequence); ``numel``: parameters of a rank's part; ``again``: activations are recomputed."""
         tensor, stages, sequence = way
         tokens = self.tokens / sequence
         rate = self._rate()
@@ -111,7 +111,8 @@ def seconds_of(
     sequence: int = 1,
     experts: int = 1,
 ) -> StepTime:
-    """Return the step time, from plans of a rank on the first stage and on the last (one, if they are the same)."""
+    """Predict the step time, from the plans of a rank on the first and on the last stage (a single one if there is one
+    stage)."""
     works = [_work(each, job, tensor, sequence, experts) for each in found]
     settings = [each.setting for each in found]
     if stages == 1:
@@ -144,7 +145,7 @@ def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, exper
 def _exchanges(
     setting: PlanSetting, job: ParallelJob, tokens: int, tensor: int, sequence: int, experts: int
 ) -> list[list[PlannedExchange]]:
-    """Return, by call, what a block exchanges in one direction."""
+    """Return, by call, a block's collectives in one direction."""
     per_block: list[PlannedExchange] = []
     shape, item = job.shape, job.item
     if shape is not None and tensor > 1:
@@ -157,7 +158,7 @@ def _exchanges(
         per_block.append(PlannedExchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
     extra: list[list[PlannedExchange]] = [[] for _ in setting.facts.calls]
     blocks = layer_calls(setting.facts)
-    # A block may be one call or several (experts are called by themselves): what it exchanges is spread over them.
+    # A block may be several calls (experts have their own): only those that `layer_calls` returns get collectives.
     for call in blocks:
         extra[call] = per_block
     return extra
@@ -167,7 +168,7 @@ def _exchanges(
 
 
 def _accumulated(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
-    """Simulate a few of many micro-batches: one more takes as long as the one before it."""
+    """Simulate ``ALIKE + 1`` micro-batches and extrapolate: each further one takes as long as the last."""
     count = setting.micro_batches
     if count <= ALIKE + 1:
         return run(program_of(setting), setting, work, machine, model_ranks)
@@ -185,10 +186,10 @@ def _accumulated(setting: PlanSetting, work: StepWork, machine: StepMachine, mod
 def _pipeline(
     settings: Sequence[PlanSetting], works: Sequence[StepWork], job: ParallelJob, tensor: int, stages: int
 ) -> StepTime:
-    """The order of the stages with the simulated times of a micro-batch, then sums and update of the slowest stage.
+    """Simulate the 1F1B order with the simulated times of a micro-batch, then add gradient sums and update of the
+    slowest stage.
 
-    The stages between the first and the last are taken to be as fast as the faster of the two, which hold an embedding
-    or a head besides.
+    Middle stages are assumed to be as fast as the faster of the first and the last, which also hold embedding or head.
     """
     machine = job.machine
     ends = [
@@ -215,7 +216,7 @@ def _pipeline(
 def _directions(
     setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int
 ) -> tuple[float, float]:
-    """Seconds of a forward and a backward of a micro-batch, without anything that replicas exchange."""
+    """Return the seconds of a micro-batch's forward and backward, without data-parallel communication."""
     calls = range(len(setting.facts.calls))
     passes: list[list[Event]] = [
         [Compute(MemoryPhase.FORWARD, call) for call in calls],
@@ -228,7 +229,7 @@ def _directions(
 
 
 def _rest(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
-    """Sums of gradients, once per batch, and the update."""
+    """Simulate the gradient sums, once per batch, and the update."""
     program = program_of(setting, 1)
     sums = [event for event in program.micro_batches[0] if not isinstance(event, Compute)]
     return run(StepProgram([sums], program.update), setting, work, machine, model_ranks)

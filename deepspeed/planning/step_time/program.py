@@ -1,8 +1,8 @@
-"""The events of one rank in a step, in order, recorded while the engine's own code is rehearsed.
+"""The events of one rank in a step, in order, recorded in a rehearsal of the engine's own code.
 
-A program is a list of micro-batches, each a list of events of the thread that trains: it computes a call, starts a
-collective, or waits for one. Who gathers what when, how buckets fill, which sums may be in flight and what is waited
-for before the next one is therefore decided by the engine's code (``planning/rehearsal.py``), not described again.
+A program is a list of micro-batches, each a list of events of the training thread: it computes a call, starts a
+collective, or waits for one. The engine's code (``planning/rehearsal.py``) thus decides on the order of gathers, the
+filling of buckets, the sums in flight and the waits; none of it is modelled twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.zero.replica_groups import expert_parallel_size
 
 @dataclass(frozen=True, slots=True)
 class OptimizerUpdate:
-    """The optimizer's, of so many elements."""
+    """The optimizer's update of ``elements`` elements."""
 
     elements: int
 
@@ -29,7 +29,7 @@ Event = Compute | Start | JournalWait | OptimizerUpdate
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """``micro_batches``: the events of each; ``update``: those of the step."""
+    """Events of a step. ``micro_batches``: those of each micro-batch; ``update``: those of the optimizer step."""
 
     micro_batches: Sequence[Sequence[Event]]
     update: Sequence[Event]
@@ -40,12 +40,12 @@ class StepProgram:
 
 
 def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepProgram:
-    """The events of a steady step of rank 0. Where it has several micro-batches, all before the last are alike.
+    """Return the events of a steady step of rank 0. Of several micro-batches, all but the last are alike.
 
-    ``micro_batches``: so many instead of those of ``setting``.
+    ``micro_batches``: overrides the number in ``setting``.
     """
     count = setting.micro_batches if micro_batches is None else micro_batches
-    if (count > 1) != (setting.micro_batches > 1):  # one alone is both the first and the last
+    if (count > 1) != (setting.micro_batches > 1):  # a single one is both first and last: rehearse again
         setting = replace(setting, micro_batches=count)
     notebook = setting.rehearsed.notebook
     first, last = notebook.parts[0], notebook.parts[-1]
@@ -53,7 +53,8 @@ def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepPr
 
 
 def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
-    """The norm (and who used what), the optimizer, and what the others have to be told of its results."""
+    """Return the events of the update: the vote's all-reduce (norm, used parameters), the optimizer, the gathers of new
+    weights."""
     begun: list[Start] = []
     if setting.ranks > 1:
         begun.append(Start(number, "all_reduce", 8.0 * (2 + setting.facts.trained), setting.ranks))
@@ -75,8 +76,9 @@ def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> 
 
 
 def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
-    """The gather after an update: of weights that are whole everywhere; of shards between groups of ranks of which each
-    holds a copy (``zero/gathering/quantized_gather.py``)."""
+    """Return (operation, bytes, ranks, stride) of the bucket's gather after an update, or None: of weights that are
+    whole on every rank, or of shards across the groups that each hold a copy (``zero/gathering/quantized_gather.py``).
+    """
     layout, group = bucket.layout, setting.plan.packing.group
     if layout.num_shards == 1:
         return None

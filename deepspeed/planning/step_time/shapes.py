@@ -1,4 +1,4 @@
-"""Models by their shape: a GPT that nobody has to have, on the meta device in milliseconds."""
+"""Models given by shape: a GPT without weights to download, built on the meta device in milliseconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPECTED = (
 
 
 class ShapedConfig:
-    """Under the names that Transformers uses, so that whoever reads such configs can read this one."""
+    """A model config with Transformers' attribute names, so that code for those configs can read it."""
 
     def __init__(
         self, layers: int, width: int, heads: int, vocabulary: int = 50257, mlp: int = 0, kv_heads: int = 0
@@ -75,7 +75,7 @@ class MLP(nn.Module):
 class BlockShape(nn.Module):
     def __init__(self, config: ShapedConfig) -> None:
         super().__init__()
-        # In the order in which they run, as plans take it to be.
+        # In execution order: plans take registration order for it.
         self.attention_norm, self.attention = nn.LayerNorm(config.hidden_size), Attention(config)
         self.mlp_norm, self.mlp = nn.LayerNorm(config.hidden_size), MLP(config)
 
@@ -85,13 +85,13 @@ class BlockShape(nn.Module):
 
 
 class ShapedGPT(nn.Module):
-    """Pre-norm blocks without positions (they cost nothing), a head of its own, and the mean cross-entropy."""
+    """Pre-norm blocks without positional embeddings (their cost is negligible), an untied head, mean cross-entropy."""
 
     def __init__(self, config: ShapedConfig) -> None:
         super().__init__()
         self.config = config
         table = torch.empty(config.vocab_size, config.hidden_size)
-        if not table.is_meta:  # where it would take seconds to find out that there is nothing to fill
+        if not table.is_meta:  # on the meta device, a normal_ without effect would take seconds
             nn.init.normal_(table)
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.blocks = nn.ModuleList(BlockShape(config) for _ in range(config.num_hidden_layers))
@@ -111,7 +111,7 @@ def is_shape(name: str) -> bool:
 
 
 def build_shape(name: str) -> ShapedGPT:
-    """The model on the current default device. ValueError: ``name`` is none."""
+    """Build the model ``name`` on the current default device. ValueError: the name is malformed."""
     text = name[len(PREFIX) :].lower()
     numbers = PRESETS.get(text, text).split("x")
     if not 3 <= len(numbers) <= 6 or not all(re.fullmatch(r"[1-9]\d*", number) for number in numbers):
@@ -129,14 +129,14 @@ def build_shape(name: str) -> ShapedGPT:
 def random_batch(
     vocabulary: int, batch: int, sequence: int, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [batch, sequence] int64."""
+    """Return random tokens and targets, each [batch, sequence] int64; targets are shifted by one."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (batch, sequence + 1), generator=generator).to(device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def shape_flops(shape: TransformerShape, tokens: int) -> float:
-    """Return the FLOPs of a forward by the closed formula: two per weight of a matrix and token, attention left out."""
+    """Return the FLOPs of a forward by a closed formula: two per matrix weight and token, without attention scores."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gates = 3 if shape.mlp_tensors == 4 else 2
     layer = shape.hidden * (2 * queries + 2 * keys) + gates * shape.hidden * shape.intermediate

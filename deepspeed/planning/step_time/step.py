@@ -1,4 +1,4 @@
-"""A step, simulated: the program of a rank, how long its parts take, and the links that ranks share."""
+"""Simulation of a step: a rank's program, the durations of its parts, and the links that ranks share."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ IN_WORDS = {
 SMALL_MESSAGE = 64 * 1024
 GATHERS = ("all_gather", "fetch")
 STATE_BYTES = 12.0
-"""Of an element on storage: master and two moments, in fp32."""
+"""Bytes per element on storage: master and two moments, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """``seconds`` of a step; ``compute``: those in which the rank computes; the rest it waits, for ``waits_for`` more
-    than for anything else."""
+    """A predicted step. ``seconds``: in total; ``compute``: of them, the rank computes; ``waits_for``: resource that
+    dominates the rest."""
 
     seconds: float
     compute: float
@@ -48,27 +48,26 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Seconds of waiting that nothing hides."""
+        """Seconds of waiting that do not overlap with compute."""
         return max(0.0, self.seconds - self.compute)
 
     @property
     def reason(self) -> str:
-        """Name what it waits for; "" if it hardly waits."""
+        """The dominant cause of waiting in words; "" if at most 1% of the step is waiting."""
         return IN_WORDS.get(self.waits_for, self.waits_for) if self.exposed > 0.01 * self.seconds else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMachine:
-    """Hardware that a step runs on. ``device``: None for ranks on processors, which have nothing beside them to copy
-    to."""
+    """Hardware that a step runs on. ``device``: None for CPU ranks, which have no separate host memory to copy to."""
 
     fabric: Fabric
     device: Device | None = None
 
 
 def step_time(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1) -> StepTime:
-    """Simulate a steady step of rank 0. ``model_ranks``: neighbours that share one copy of the model, beside which the
-    data-parallel ranks of ``setting`` lie."""
+    """Simulate a steady step of rank 0. ``model_ranks``: model-parallel neighbours; the data-parallel ranks of
+    ``setting`` are that far apart."""
     return run(program_of(setting), setting, work, machine, model_ranks)
 
 
@@ -82,14 +81,15 @@ def run(
 def schedule_of(
     events: Sequence[Event], setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1
 ) -> Schedule:
-    """When everything happens, where one step follows the other."""
+    """Schedule the events of a step that follows another one: links with a burst begin with what the previous step has
+    left."""
     builder = Builder(setting, work, machine, model_ranks)
     for event in events:
         builder.add(event)
     links = machine.fabric.resources()
     beside = _beside(machine.device)
     found = simulate(builder.tasks, {**links, **beside})
-    if any(link.burst for link in links.values()):  # the step before has left less than a whole burst
+    if any(link.burst for link in links.values()):  # the previous step has left less than a full burst
         for link in links.values():
             link.begin_again(found.makespan)
         found = simulate(builder.tasks, {**links, **beside})
@@ -97,7 +97,7 @@ def schedule_of(
 
 
 def waits_for(schedule: Schedule) -> str:
-    """The resource, other than the thread, that has most of the critical path; "" if none has any."""
+    """Return the resource, other than the training thread, with the largest share of the critical path; "" if none."""
     shares: dict[str, float] = {}
     for number in schedule.critical_path():
         resource = schedule.tasks[number].resource
@@ -113,7 +113,7 @@ def _beside(device: Device | None) -> dict[str, Resource]:
 
 
 class Builder:
-    """Turns events into tasks: those of the thread follow each other, what they start runs beside them."""
+    """Turns events into tasks: those of the training thread run in order, collectives and copies overlap with them."""
 
     def __init__(
         self, setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1
@@ -123,7 +123,7 @@ class Builder:
         self.model_ranks = model_ranks
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()
-        """What the next thing that the thread does comes after."""
+        """Tasks that must end before the training thread's next task."""
         self.open: dict[int, tuple[list[Transmission], int | None]] = {}
         self.leaving: list[int] = []  # gradients on their way to host memory
         self._packing = Wire(setting.plan)
@@ -158,7 +158,7 @@ class Builder:
             self._pass_all(exchange.operation, self.fabric.parts(exchange.operation, exchange.nbytes, group))
 
     def _pass_all(self, name: str, parts: Sequence[Transmission]) -> None:
-        """Time a collective that is waited for where it is started."""
+        """Add a blocking collective."""
         for part in parts:
             self.last = (self._put(name, part.resource, part.nbytes, self.last, self._latency(part)),)
             if part.work:
@@ -188,7 +188,7 @@ class Builder:
         self.open[event.number] = ([Transmission("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
     def _group(self, event: Start) -> RankGroup:
-        """Data-parallel ranks are ``model_ranks`` apart."""
+        """Return the group of a collective, with its ranks per node: data-parallel ranks are ``model_ranks`` apart."""
         there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.apart))
         return RankGroup(event.ranks, min(event.ranks, there))
 
@@ -214,7 +214,7 @@ class Builder:
         there = event.elements * offload.ratio
         self._on_thread("update", (event.elements - there) * self.work.per_element)
         pieces = max(1, min(64, round(there / max(1, offload.sub_group_numel)) or 1))
-        # Gradients left while backward ran; weights come back piece by piece, beside the next piece's update.
+        # Gradients were copied out during backward; weights return piece by piece, overlapping the next update.
         begin, ends = self.last, []
         for _ in range(pieces):
             after, numel = begin, there / pieces
@@ -228,7 +228,7 @@ class Builder:
 
 
 class Wire:
-    """Bytes that a gather really sends: payloads of a few bits (qwZ). Sums are recorded as they travel."""
+    """Bytes of gathers on the wire: quantized payloads (qwZ). Sums are already recorded with their wire size."""
 
     def __init__(self, plan: Plan) -> None:
         bits = plan.packing.weights

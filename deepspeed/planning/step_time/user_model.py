@@ -1,4 +1,4 @@
-"""A user's model and batch, as `module:function`."""
+"""The user's model and batch, named as `module:function`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NoSuchFunction(ValueError):
 
 
 def call_of(name: str) -> Callable[[], Any]:
-    """NoSuchFunction: there is none of that name."""
+    """Import the function `module:function`, with the current folder on ``sys.path``. NoSuchFunction: there is none."""
     module_name, found, function = name.partition(":")
     if not found:
         raise NoSuchFunction(f"{name!r}: expected module:function")
@@ -33,8 +33,8 @@ def call_of(name: str) -> Callable[[], Any]:
 
 
 def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
-    """Return the loss of a batch: keyword arguments in a dict, positional ones in a tuple. The model returns the loss,
-    or something with a ``loss``, or a tuple that begins with it."""
+    """Return the model's loss of a batch: a dict of keyword arguments, or a tuple of positional ones. The model returns
+    the loss, an object with a ``loss``, or a tuple that begins with it. ValueError: it returns none of these."""
     result = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = getattr(result, "loss", None)
     if loss is None:

@@ -1,4 +1,4 @@
-"""Compute time of a rank: each call of the model forward and backward, and an update of an element."""
+"""Compute time of a rank: forward and backward of each call of the model, and the update per element."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from deepspeed.planning.model import PlannedModel
 from deepspeed.planning.step_time.hardware import Device
 
 BACKWARD = 2.0
-"""Products of a backward per product of its forward: one for the gradient of the input, one for that of the weight."""
+"""GEMMs of a backward per GEMM of its forward: one for the input gradient, one for the weight gradient."""
 
 BYTES_PER_UPDATE = 28.0
-"""Of memory that Adam touches for an element in mixed precision: master, two moments (read and written), the gradient
-and the 16-bit weight."""
+"""Memory traffic per element of Adam in mixed precision: master and two moments (read and written), gradient, 16-bit
+weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Seconds. ``busy``: how much longer everything takes where ranks share processors."""
+    """Durations in seconds: ``forward`` and ``backward`` by call, ``per_element`` of the update. ``busy``: factor on
+    all of them if ranks share cores."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     per_element: float
     busy: float = 1.0
     extra: Sequence[Sequence[PlannedExchange]] = field(default_factory=tuple)
-    """By call: what its layers exchange in forward, and again in backward, while they wait for it."""
+    """By call: blocking collectives of its layers, in forward and again in backward."""
 
     def stretched(self, factor: float) -> StepWork:
-        """All that is computed takes so many times as long."""
+        """Return a copy with all compute times multiplied by ``factor``."""
         return replace(
             self,
             forward=[factor * each for each in self.forward],
@@ -42,7 +43,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class PlannedExchange:
-    """A collective inside a layer, ``times`` in forward and as often in backward, among ``ranks`` neighbours."""
+    """A collective inside a layer among ``ranks`` neighbours, ``times`` in forward and again in backward."""
 
     operation: str
     nbytes: float
@@ -57,10 +58,10 @@ def flops_by_call(
     sequence: int = 0,
     shape: TransformerShape | None = None,
 ) -> list[float]:
-    """Floating-point operations of each call's forward: two per weight of a matrix and token, and those of attention.
+    """Return the FLOPs of each call's forward: two per matrix weight and token, plus attention.
 
-    An embedding only looks up; if no matrix maps to its vocabulary, the last call uses it as the head. Of experts,
-    each token visits as many as the model says.
+    Embedding lookups count as zero; an embedding whose vocabulary no other matrix maps to is also the output head, in
+    the last call. A token visits as many experts as the model's config says.
     """
     weights, head = _matrix_weights(module, facts, shape)
     calls = [2.0 * tokens * sum(weights[i] for i in dict.fromkeys(call)) for call in facts.calls]
@@ -69,7 +70,7 @@ def flops_by_call(
     calls[-1] += 2.0 * tokens * head
     blocks = layer_calls(facts)
     if shape is not None and sequence and blocks:
-        # Two products, half of each is masked.
+        # Two GEMMs, half of each is masked.
         per_layer = 2.0 * tokens * sequence * shape.heads * shape.head_dim
         for call in blocks:
             calls[call] += per_layer * shape.layers / len(blocks)
@@ -77,7 +78,8 @@ def flops_by_call(
 
 
 def layer_calls(facts: PlannedModel) -> list[int]:
-    """The calls of repeated blocks: those with as many parameters as most calls with a large one have."""
+    """Return the calls of the repeated blocks: those of the repeated size that holds the most parameters; without one,
+    the largest call."""
     sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
     counts = {size: sizes.count(size) for size in sizes}
     alike = [size for size, count in counts.items() if count > 1]
@@ -90,7 +92,7 @@ def layer_calls(facts: PlannedModel) -> list[int]:
 def _matrix_weights(
     module: nn.Module, facts: PlannedModel, shape: TransformerShape | None
 ) -> tuple[list[float], float]:
-    """Count, by parameter, the weights that a token is multiplied with, and those of a tied head."""
+    """Return, by parameter, the number of weights that multiply a token, and the weights of a tied output head."""
     tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}
     params = dict(module.named_parameters(remove_duplicate=False))
     largest = max((part.num_embeddings for part in tables.values()), default=0)
@@ -112,7 +114,8 @@ def _matrix_weights(
 
 
 def _visited(replica_group: str, module: nn.Module) -> float:
-    """The share of an expert's weights that a token is multiplied with, as seen from a rank that holds some."""
+    """Return the factor on the weights of a rank's experts: the experts that a token visits over the experts per rank;
+    1 for dense parameters and for models that do not say."""
     if not replica_group.startswith("ep_size_"):
         return 1.0
     config = getattr(module, "config", None)
@@ -123,7 +126,7 @@ def _visited(replica_group: str, module: nn.Module) -> float:
 
 
 def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> StepWork:
-    """Compute the work from the device's rate. ``recompute``: activations are checkpointed, so that backward repeats
+    """Return the work at the device's rates. ``recompute``: activations are checkpointed, so backward repeats
     forward."""
     rate = device.flops * device.share
     forward = [each / rate + device.launch for each in flops]

@@ -1,4 +1,4 @@
-"""Command lines: where a script's config is among its arguments, and how to run it with another."""
+"""Command lines: find a script's config among its arguments, and run the script with another config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.tools.autotuning.utils import get_val_by_key
 from deepspeed.tools.config.clients import read_any, read_client
 
 CONFIG_ARGUMENTS = ("--deepspeed_config", "--deepspeed", "--deepspeed_config_file")
-"""Arguments that are followed by a config: of scripts ours, and that of the Trainer; that of `accelerate launch`."""
+"""Arguments that take a config: this package's and the Trainer's in scripts, and that of `accelerate launch`."""
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 LAUNCHER = [sys.executable, "-m", "deepspeed.tools.launcher.runner"]
@@ -24,11 +24,11 @@ FLAGS = "module no_python no_local_rank bind_cores_to_rank quiet no_ssh_check fo
 VALUES = (
     "hostfile master_addr launcher launcher_args ssh_port venv_script enable_each_rank_log bind_core_list log_level"
 ).split()
-"""Options of the launcher that the user's command and an experiment's have in common."""
+"""Launcher options that experiments take over from the user's command."""
 
 
 def given_config(arguments: Sequence[str]) -> dict[str, Any]:
-    """The config that the script is given. Raises ValueError: there is none, or it cannot be read."""
+    """Read the config that the script is given. ValueError: there is none, or it cannot be read."""
     found = (value_of(arguments, name) for name in CONFIG_ARGUMENTS)
     given = next((value for value in found if value), None) or os.environ.get(ACCELERATE_CONFIG)
     of_accelerate = value_of(arguments, "--config_file") if list(arguments[:1]) == ["launch"] else None
@@ -44,7 +44,7 @@ def given_config(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def section_of(config: Mapping[str, Any]) -> DeepSpeedAutotuningConfig:
-    """The section `autotuning`. Raises DeepSpeedConfigError, with everything that is wrong with it."""
+    """Return the section `autotuning`. Raises DeepSpeedConfigError with all its errors."""
     given = {"autotuning": config.get("autotuning") or {}}
     found = analyse(ConfigSource(given), None)
     errors = [problem for problem in found.errors if problem.path[:1] == ("autotuning",)]
@@ -54,7 +54,7 @@ def section_of(config: Mapping[str, Any]) -> DeepSpeedAutotuningConfig:
 
 
 def read_config_of_accelerate(file: str) -> dict[str, Any]:
-    """The DeepSpeed config that Accelerate makes of its own file."""
+    """Return the DeepSpeed config that Accelerate builds from its own file. Raises ValueError."""
     client = read_client(read_any(file), 1)
     if client is None or client.errors:
         told = "; ".join(map(str, client.errors)) if client is not None else "it is no file of Accelerate"
@@ -63,7 +63,7 @@ def read_config_of_accelerate(file: str) -> dict[str, Any]:
 
 
 def value_of(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an argument: ``--name value`` or ``--name=value``; None if it is not there or has none."""
+    """Return the value of an argument, ``--name value`` or ``--name=value``; None if it is missing or has no value."""
     for place, argument in enumerate(arguments):
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]
@@ -73,7 +73,7 @@ def value_of(arguments: Sequence[str], name: str) -> str | None:
 
 
 def with_value(arguments: Sequence[str], name: str, value: str) -> list[str]:
-    """Return the arguments with this value of one of them, which is added at the end if it is not there."""
+    """Return the arguments with one of them set to this value, appended if it is missing."""
     changed = list(arguments)
     for place, argument in enumerate(changed):
         if argument.startswith(f"{name}="):
@@ -88,8 +88,8 @@ def with_value(arguments: Sequence[str], name: str, value: str) -> list[str]:
 def arguments_for(
     user_args: Sequence[str], file: Path, config: Mapping[str, Any], mappings: Mapping[str, str]
 ) -> list[str]:
-    """The script's arguments with another config, which is in ``file``, and with its values where ``mappings`` (key of
-    the config -> argument) say that the script takes them."""
+    """Return the script's arguments with the config in ``file``, and with its values for the arguments in ``mappings``
+    (key of the config -> argument)."""
     arguments = list(user_args)
     names = [name for name in CONFIG_ARGUMENTS if value_of(arguments, name) is not None]
     if not names and arguments[:1] == ["launch"] and value_of(arguments, "--config_file"):
@@ -104,19 +104,20 @@ def arguments_for(
 
 
 def start_command(args: Any, devices: str) -> list[str]:
-    """Return the command that starts the script: `accelerate launch` starts its ranks itself."""
+    """Return the command that starts the script: the launcher, unless `accelerate launch` starts the ranks itself."""
     if is_accelerate(args):
         return list(ACCELERATE)
     return [*launcher_command(args, devices), args.user_script]
 
 
 def is_accelerate(args: Any) -> bool:
-    """Tell whether the script is a command: `deepspeed --autotuning tune accelerate launch train.py`."""
+    """Tell whether the script is `accelerate launch`, as in `deepspeed --autotuning tune accelerate launch
+    train.py`."""
     return Path(args.user_script).name == "accelerate" and list(args.user_args[:1]) == ["launch"]
 
 
 def launcher_command(args: Any, devices: str) -> list[str]:
-    """The launcher with the options that the user gave it, and ``devices`` in place of those that choose devices."""
+    """Return the launcher command with the user's options, and ``devices`` in place of the device options."""
     command = list(LAUNCHER)
     command += [f"--{name}" for name in FLAGS if getattr(args, name, False)]
     values = [*VALUES, "master_port"] if getattr(args, "master_port_given", False) else VALUES

@@ -1,4 +1,4 @@
-"""``deepspeed --autotuning tune|run SCRIPT``, which the launcher hands over."""
+"""``deepspeed --autotuning tune|run SCRIPT``, called by the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 def run_autotuning(args: Any, active_resources: Mapping[str, Sequence[int]]) -> int:
     """Tune, print the results, and with ``--autotuning run`` run the script with the best config. Returns the exit
-    code. An interruption from the keyboard ends the tuning and keeps the best config so far.
+    code. Ctrl-C ends the tuning and keeps the best config so far.
 
     Raises:
         ValueError: The script is given no config, or it cannot be read.

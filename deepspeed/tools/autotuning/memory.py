@@ -1,4 +1,4 @@
-"""Memory of a point of the space, from the plans of the first run and the peaks of the first two."""
+"""Memory need of a point of the space, from the plans of the first run and the peaks of the first two."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from deepspeed.tools.autotuning.space import ROOM, SEQUENCE, Point, key_of
 from deepspeed.tools.autotuning.step_model import PlannedPoint
 
 SPARE = 0.9
-"""The share of free memory that a config may need: the rest is for what no plan knows."""
+"""Share of the free memory that a config may need; the rest is a reserve for unplanned allocations."""
 
 
 @dataclass
 class MemoryNeeds:
-    """``info``: what the first run wrote; ``asked``: the changes that it was asked to plan; ``limit``: bytes of a rank
-    that the user allows."""
+    """Memory needs of points. ``info``: the first run's plans and measurements; ``asked``: the config changes that it
+    was asked to plan; ``limit``: the user's limit in bytes per rank."""
 
     info: dict[str, Any] = field(default_factory=dict)
     asked: Sequence[Mapping[str, Any]] = ()
     limit: int | None = None
     each: float = 0.0
-    """Bytes of a sample, as measured by the peaks of two runs."""
+    """Bytes per sample, from the peaks of two runs."""
     apart: int = 0
-    """Bytes that neither the plan nor a sample explains."""
+    """Bytes that neither the plan nor the samples explain."""
 
     def __post_init__(self) -> None:
         self._plans = {_key(plan["changes"]): plan for plan in self.info.get("variants") or []}
 
-    # What is there ------------------------------------------------------------------------------------------
+    # Available memory ---------------------------------------------------------------------------------------
 
     def free(self) -> int | None:
-        """Bytes for one rank where the model computes; None if it is not known."""
+        """Return a rank's free bytes where the model computes; None if unknown."""
         found = self.limit
         for plan in self.info.get("stages", {}).values():
             if "near" in plan and plan["free"][plan["near"]] is not None:
@@ -41,11 +41,11 @@ class MemoryNeeds:
                 return share if found is None else min(found, share)
         return found
 
-    # What is needed -----------------------------------------------------------------------------------------
+    # Needed memory ------------------------------------------------------------------------------------------
 
     def planned(self, point: Point) -> dict[str, Any] | None:
-        """The plan of a point; of one with several choices that were planned one by one, what they add. None: it was
-        not planned."""
+        """Return the plan of a point; if its choices were planned one by one, the base plan plus what each adds. None:
+        it was not planned."""
         found = self._plans.get(_key(key_of(point)))
         if found is not None:
             return found
@@ -66,17 +66,17 @@ class MemoryNeeds:
         return {"need": self._of_rank(plan, "need"), "fits": plan["fits"]}
 
     def _of_rank(self, plan: Mapping[str, Any], what: str) -> int:
-        """Return a rank's bytes where the model computes: ranks of a node share the host."""
+        """Return a rank's bytes where the model computes; ranks of a node share host memory."""
         sharing = self.info["ranks_per_node"] if plan["near"] == "host" else 1
         return plan[what][plan["near"]] // sharing
 
     def states(self, point: Point) -> int:
-        """Bytes of a rank for weights, gradients, optimizer state and buffers, at the peak of a step."""
+        """Return a rank's bytes of weights, gradients, optimizer state and buffers at the peak of a step."""
         plan = self.planned(point)
         return int(plan["need"]) if plan and "need" in plan else 0
 
     def per_sample(self, point: Point | None = None) -> float:
-        """Bytes of a sample of a micro-batch."""
+        """Return the bytes per sample of a micro-batch."""
         kept = self.info.get("activation_mem_per_gpu", 0) / max(1, self.info.get("micro_batch") or 1)
         each = max(kept, self.each)
         if point is None:
@@ -87,7 +87,7 @@ class MemoryNeeds:
         return self.states(point) + self.apart + self.per_sample(point) * point.size
 
     def can_fit(self, point: Point) -> bool:
-        """Tell whether the plan allows it; True before anything was planned."""
+        """Tell whether the point fits according to its plan; True if it was not planned."""
         plan = self.planned(point)
         free = self.free()
         if plan is None:
@@ -95,18 +95,18 @@ class MemoryNeeds:
         return bool(plan.get("fits")) and (free is None or self.need(point) <= free * SPARE)
 
     def most_that_fits(self, point: Point, most: int) -> int:
-        """Samples of a micro-batch that memory allows, at most so many."""
+        """Return the largest micro-batch size in samples that fits, at most ``most``."""
         free, each = self.free(), self.per_sample(point)
         if free is None or not each:
             return most
         left = int(free * SPARE) - self.states(point) - self.apart
         return max(0, min(most, int(left // each)))
 
-    # What two runs tell -------------------------------------------------------------------------------------
+    # Fit to two runs ----------------------------------------------------------------------------------------
 
     def learn(self, peaks: Mapping[Point, int]) -> None:
-        """``peaks``: bytes that runs reached at most, in this process (on a host: with what the process takes without
-        the model)."""
+        """Fit bytes per sample and the unexplained rest. ``peaks``: peak bytes of each run's process (on a host,
+        including its memory without the model)."""
         found = sorted((point.size, peak, point) for point, peak in peaks.items() if peak)
         if not found:
             return
@@ -118,10 +118,10 @@ class MemoryNeeds:
         self.apart = max(0, round(low - explained))
 
     def plan_of(self, point: Point) -> PlannedPoint:
-        """Return the plan's figures of a point, for the model of the step time."""
+        """Return the plan's figures for a point, for the step-time model."""
         plan = self.planned(point) or {}
         sent = float(plan.get("sent", 0.0))
-        if point.stage >= 2:  # planned for one micro-batch: what is summed in each is sent more often
+        if point.stage >= 2:  # planned for one micro-batch: scale what each one sends
             sent *= (point.gas + 1) / 2 if point.stage == 2 else point.gas
         return PlannedPoint(sent, float(plan.get("owned", 0.0)), round(self.need(point)))
 

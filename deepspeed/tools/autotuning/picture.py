@@ -1,4 +1,4 @@
-"""A picture of the runs: what each reached, and what a sample takes in it. Importing this needs matplotlib."""
+"""Plot of the runs: the metric of each, and its time per sample by part. Importing this needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def draw(
     unit: str,
     per_sample: Callable[[Point], dict[str, float]],
 ) -> None:
-    """``rows``: (name, point, metric), the best first; ``per_sample``: milliseconds by part of a step."""
+    """Draw the runs into a file. ``rows``: (name, point, metric), the best first; ``per_sample``: returns the
+    milliseconds per sample by part of the step."""
     figure = Figure(figsize=(11, 0.5 * len(rows) + 2.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)

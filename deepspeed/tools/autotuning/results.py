@@ -1,4 +1,4 @@
-"""Results of the autotuner: records of its runs, the best of them and why, and the files and tables that say so."""
+"""Results of the autotuner: records of its runs, the best one and the reasons, and the reports about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNITS = {"latency": "s per step", "throughput": "samples/s", "flops": "FLOPS"}
 
 
 class Results:
-    """The half of an autotuner that remembers and reports."""
+    """The part of an autotuner that records runs and reports them."""
 
     args: Any
     rm: Any
@@ -36,15 +36,15 @@ class Results:
     def __init__(self) -> None:
         self.records: dict[str, list[tuple[dict[str, Any], float, int]]] = {}
         self.counts: dict[str, int] = {}
-        """Experiments of each space, also those that measured nothing."""
+        """Number of experiments of each space, including failed ones."""
         self.optimal_ds_config: dict[str, Any] | None = None
         self.optimal_cmd: list[str] | None = None
         self.optimal_environment: dict[str, str] = {}
         self.reason = ""
         self.points: dict[str, Point] = {}
-        """By the name of the experiment."""
+        """Points by experiment name."""
         self.refused: list[str] = []
-        """What the memory plan has kept from being run."""
+        """Points that the memory plan ruled out."""
         self._began = time.monotonic()
 
     # Records --------------------------------------------------------------------------------------------------
@@ -52,20 +52,20 @@ class Results:
     def update_records(
         self, space_name: str, exp: dict[str, Any], metric_val: float | None, num_exps: int
     ) -> None:
-        """Remember that ``num_exps`` experiments of a space were run up to this one; None: it measured nothing."""
+        """Record an experiment of a space, the ``num_exps``-th; ``metric_val`` None: it failed."""
         self.counts[space_name] = self.counts.get(space_name, 0) + 1
         if metric_val is not None:
             self.records.setdefault(space_name, []).append((exp, metric_val, num_exps))
 
     def get_best_space_record(self, space_name: str) -> Any:
-        """(experiment, metric, experiments) of the best in a space; None if there is none."""
+        """Return (experiment, metric, number of experiments) of the best run in a space; None if there is none."""
         best = self._best_of(self.records.get(space_name, []))
         if best is None:
             return None
         return (*best[:2], self.counts.get(space_name, len(self.records[space_name])))
 
     def get_best_space_records(self) -> dict[str, Any]:
-        """The best of each space, and of all as "global"."""
+        """Return the best record of each space, and the overall best as "global"."""
         found = {space: self.get_best_space_record(space) for space in sorted(self.records)}
         best = self._best_of(found.values())
         if best is not None:
@@ -73,14 +73,14 @@ class Results:
         return found
 
     def _best_of(self, records: Iterable[Any]) -> Any:
-        """The first of the best; None if there is none."""
+        """Return the best record, the first among equals; None if there is none."""
         best = None
         for record in records:
             if best is None or better(self.metric_name, record[1], best[1]):
                 best = record
         return best
 
-    # The best -------------------------------------------------------------------------------------------------
+    # Best run -------------------------------------------------------------------------------------------------
 
     def _choose(self) -> None:
         best = self.get_best_space_records().get("global")
@@ -89,13 +89,13 @@ class Results:
         exp = best[0]
         added = ("autotuning", "wall_clock_breakdown")
         self.optimal_ds_config = {key: value for key, value in exp["ds_config"].items() if key not in added}
-        if "wall_clock_breakdown" in self.user_config:  # every run had it on
+        if "wall_clock_breakdown" in self.user_config:  # restore it: every run had it on
             self.optimal_ds_config["wall_clock_breakdown"] = self.user_config["wall_clock_breakdown"]
         self.optimal_environment = dict(exp.get("environment") or {})
         self.write_optimal_config()
 
     def write_optimal_config(self) -> None:
-        """Write ``ds_config_optimal.json`` and ``cmd_optimal.txt`` to the folder of the results."""
+        """Write ``ds_config_optimal.json`` and ``cmd_optimal.txt`` to the results folder."""
         if self.optimal_ds_config is None:
             return
         folder = Path(self.results_dir).absolute()
@@ -110,13 +110,13 @@ class Results:
         set_first = [f"{name}={value}" for name, value in self.optimal_environment.items()]
         (folder / OPTIMAL_COMMAND).write_text(shlex.join([*set_first, *readable]) + "\n", encoding="utf-8")
 
-    # Printed --------------------------------------------------------------------------------------------------
+    # Report ---------------------------------------------------------------------------------------------------
 
     def _unit(self) -> str:
         return UNITS[self.metric_name]
 
     def print_tuning_results(self) -> None:
-        """Print the tables of the results and why the best is the best, write this to ``summary.txt``, and draw
+        """Print the result tables and the reasons for the best run, write both to ``summary.txt``, and draw
         ``tuning.png``."""
         records = self.get_best_space_records()
         if not records:
@@ -142,13 +142,13 @@ class Results:
         print("\n".join(lines))
 
     def _measured(self) -> list[tuple[str, dict[str, Any], float]]:
-        """(name, experiment, metric) of every run that ended well, the best first."""
+        """Return (name, experiment, metric) of every successful run, the best first."""
         found = {exp["name"]: (exp, value) for records in self.records.values() for exp, value, _ in records}
         order = sorted(found.items(), key=lambda each: each[1][1], reverse=self.metric_name != "latency")
         return [(name, *each) for name, each in order]
 
     def _runs_table(self) -> list[str]:
-        """Each run, and what a sample takes in it."""
+        """Return a table of the runs, with the time per sample by part of the step."""
         head = (
             "run",
             self._unit(),
@@ -172,12 +172,12 @@ class Results:
         return table(head, rows)
 
     def _per_sample(self, point: Point) -> dict[str, float]:
-        """Milliseconds of a rank for one of its samples, by part of the step."""
+        """Return a rank's milliseconds per sample, by part of the step."""
         samples = point.size * point.gas / point.parts()
         return {part: seconds * 1e3 / samples for part, seconds in self.search.parts(point).as_dict().items()}
 
     def why(self) -> list[str]:
-        """Say what makes the best better than the runs behind it, and what was not run, and why."""
+        """Return lines that compare the best run with the next ones, and that list what was not run, and why."""
         measured = [(n, self.points[n]) for n, *_ in self._measured() if n in self.points]
         if not measured:
             return []
@@ -199,7 +199,7 @@ class Results:
         return [f"Why {best}:", *lines] if lines else []
 
     def _draw(self) -> str:
-        """Draw the runs; return what to say about it."""
+        """Draw the runs; return a sentence about the file, or an empty string."""
         try:
             from deepspeed.tools.autotuning.picture import draw
         except ImportError:

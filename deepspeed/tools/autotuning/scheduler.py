@@ -1,4 +1,4 @@
-"""Runs experiments: each is a job of the launcher, with a folder for what it used and what it measured.
+"""Runs experiments: each is a job of the launcher, with a folder for its inputs and results.
 
 Files of an experiment in ``results_dir/NAME``: ``exp.json`` (the experiment), ``ds_config.json``, ``cmd.txt``,
 ``stdout.log``, ``stderr.log``, and ``metrics.json``, which the run writes at its end.
@@ -38,7 +38,7 @@ class Node:
         self.idle_slots = list(range(max_slots))
 
     def reserve_slots(self, slot_request: int) -> list[int]:
-        """Reserve so many slots; an empty list if there are too few."""
+        """Reserve the requested number of slots; return an empty list if there are too few."""
         if len(self.idle_slots) < slot_request:
             return []
         taken, self.idle_slots = self.idle_slots[:slot_request], self.idle_slots[slot_request:]
@@ -59,20 +59,20 @@ class Reservation:
         self.node.restore_slots(self.slots)
 
     def desc(self) -> str:
-        """Return the slots as ``--include`` takes them: ``host:0,1``."""
+        """Return the slots in the syntax of ``--include``, with a trailing "@": ``host:0,1@``."""
         return f"{self.node.host}:{','.join(map(str, self.slots))}@"
 
 
 class ResourceManager:
-    """Runs experiments one after another, so that none slows another down.
+    """Runs experiments sequentially, so that none slows another down.
 
     Args:
         args: The parsed command line of the launcher, with ``user_script`` and ``user_args``.
         hosts: Machines.
-        num_gpus_per_node: Slots of each.
+        num_gpus_per_node: Slots per machine.
         results_dir: Folder of the results.
         exps_dir: Folder of the experiments' descriptions.
-        arg_mappings: Key of the config -> argument of the script that has to have the same value.
+        arg_mappings: Key of the config -> argument of the script that must have the same value.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ResourceManager:
                 self.experiment_queue.append(exp)
 
     def run(self) -> None:
-        """Run what is queued, and return when all of it has ended."""
+        """Run all queued experiments to their end."""
         while self.experiment_queue:
             exp = self.experiment_queue.popleft()
             reservations = self.resource_request(exp)
@@ -136,14 +136,14 @@ class ResourceManager:
         self.running_experiments[exp["exp_id"]] = (exp, reservations, code)
 
     def devices(self, exp: Mapping[str, Any], reservations: Sequence[Reservation] = ()) -> str:
-        """The option of the launcher that starts the experiment on its slots."""
+        """Return the launcher option that selects the experiment's slots."""
         if len(self.nodes) == 1:
             return f"--num_gpus={exp['num_gpus']}"
         chosen = reservations or [Reservation(node, list(range(exp["num_gpus"]))) for node in self.nodes]
         return f"--include={'@'.join(reservation.desc().rstrip('@') for reservation in chosen)}"
 
     def experiment_check(self, pbar: Any) -> None:
-        """Move what has ended to the finished experiments, with its error; ``pbar``: None, or it has ``update``."""
+        """Move ended experiments to the finished ones, with their errors; ``pbar``: a progress bar, or None."""
         for number, (exp, _, code) in list(self.running_experiments.items()):
             error = None
             if metrics_of(exp) is None:
@@ -156,7 +156,7 @@ class ResourceManager:
                 pbar.update(1)
 
     def resource_request(self, exp: dict[str, Any]) -> list[Reservation]:
-        """Slots for the experiment on as many machines as it wants; an empty list if there are too few."""
+        """Reserve slots on as many machines as the experiment asks for; return an empty list if there are too few."""
         reservations = []
         for node in self.nodes:
             if len(reservations) < exp["num_nodes"] and (slots := node.reserve_slots(exp["num_gpus"])):
@@ -174,7 +174,7 @@ class ResourceManager:
     def save_exp_results_to_database(
         self, message: str, ranks: Sequence[int] | None = None, path: str | None = None
     ) -> None:
-        """Append ``{"message": ...}`` to a file of JSON objects, one a line; on the given ranks only."""
+        """Append ``{"message": ...}`` to a JSON Lines file, on the given ranks only."""
         rank = int(os.environ.get("RANK", "0"))
         if path is not None and (not ranks or -1 in ranks or rank in ranks):
             with open(path, "a", encoding="utf-8") as file:
@@ -182,7 +182,7 @@ class ResourceManager:
 
     @property
     def results(self) -> list[tuple[dict[str, Any], float | None]]:
-        """Finished experiments and their metric; None if they failed."""
+        """Finished experiments with their metrics; None for failed ones."""
         found = []
         for exp, _ in self.finished_experiments.values():
             metrics = metrics_of(exp) or {}
@@ -190,7 +190,7 @@ class ResourceManager:
         return found
 
     def parse_results(self, metric: str) -> tuple[dict[str, Any] | None, float | None]:
-        """The best finished experiment and its value; (None, None) if all have failed."""
+        """Return the best finished experiment and its value; (None, None) if all have failed."""
         best: tuple[dict[str, Any] | None, float | None] = (None, None)
         for exp, error in self.finished_experiments.values():
             value = (metrics_of(exp) or {}).get(metric)
@@ -207,7 +207,7 @@ class ResourceManager:
 
 
 def metrics_of(exp: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metrics of the run; None if it has not succeeded."""
+    """Read the metrics of a run; None if it has not succeeded."""
     try:
         return json.loads((Path(exp["result_dir"]) / METRICS).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -215,7 +215,7 @@ def metrics_of(exp: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def get_job_id() -> str:
-    """The job's number in the queue of a cluster, or "unknown-job-id"."""
+    """Return the job id of the cluster's scheduler, or "unknown-job-id"."""
     for name in ("SLURM_JOB_ID", "DLWS_JOB_ID", "DLTS_JOB_ID", "PBS_JOBID"):
         if name in os.environ:
             return os.environ[name]
@@ -235,8 +235,8 @@ def get_user() -> str:
 def run_experiment(
     exp: dict[str, Any], reservations: Sequence[Reservation], user_script: str, user_args: Sequence[str]
 ) -> int:
-    """Run the script with the experiment's config, and write its files. Returns the exit code. An interruption from the
-    keyboard ends the run first."""
+    """Run the script with the experiment's config, and write the experiment's files. Returns the exit code. Ctrl-C
+    stops the run before it propagates."""
     folder = Path(exp["result_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     exp["job_id"], exp["user"] = get_job_id(), get_user()
@@ -258,7 +258,7 @@ def run_experiment(
 
 
 def environment_for(config: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a run: scripts of Accelerate find their config there."""
+    """Return the environment of a run; it points Accelerate scripts at the experiment's config."""
     environment = {**os.environ, **more}
     if ACCELERATE_CONFIG in environment:
         environment[ACCELERATE_CONFIG] = str(config)
@@ -266,7 +266,7 @@ def environment_for(config: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher ends its ranks when it is interrupted."""
+    """Interrupt the launcher, which ends its ranks; kill its process group after ``GRACE_S``."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(GRACE_S)
@@ -277,6 +277,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def clean_up(exp: dict[str, Any], reservations: Sequence[Reservation]) -> None:
-    """Give the slots back. The launcher has ended all processes of the run."""
+    """Release the slots. The launcher has already ended all processes of the run."""
     for reservation in reservations:
         reservation.restore_slots()

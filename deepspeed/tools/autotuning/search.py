@@ -1,4 +1,4 @@
-"""Choice of the next config to run, by a model of the step time that is fitted to the runs so far."""
+"""Choice of the next config to run, by a step-time model that is fitted to the runs so far."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from deepspeed.tools.autotuning.space import COMMUNICATION, COMPUTE, Point, Spac
 from deepspeed.tools.autotuning.step_model import Parts, PlannedPoint, StepModel, parts_of
 
 PLATEAU = 0.03
-"""A larger micro-batch that gains less than this share is not worth its memory, nor a run that promises no more."""
+"""Minimum relative gain: below it, a larger micro-batch is not worth its memory, nor another point its run."""
 NEARLY = PLATEAU / 2
-"""Points that promise as much within this share are told apart by what it costs to run them."""
+"""Points whose predicted scores differ by less than this share are ranked by the cost of running them."""
 OF_COMPUTE = 0.5
-"""The most of the computing that other numbers of threads are taken to save."""
+"""Assumed upper bound on the share of compute time that another number of threads saves."""
 
 
 class Search:
-    """Proposes points of the space until none promises more than the best that was measured.
+    """Proposes points of the space until none promises to improve on the best measured one.
 
     Args:
         metric: latency, throughput or flops.
-        planned: What the memory plan says about a point.
-        ranks: All of them.
+        planned: Returns the memory plan's figures for a point.
+        ranks: World size.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Search:
         self.ranks = ranks
         self.apart = False
         self.runs: dict[Point, tuple[float, Mapping[str, float] | None]] = {}
-        """Seconds of a step, and its breakdown; infinite for a run that failed."""
+        """By point: seconds per step (infinite for a failed run), and its breakdown."""
         self.reason = ""
-        """Why there was no next one."""
+        """Reason why the search ended."""
         self.left: list[str] = []
-        """What was not run, and why."""
+        """Points that were not run, with their expected gains."""
 
     def measured(
         self, point: Point, seconds: float = math.inf, breakdown: Mapping[str, float] | None = None
@@ -45,13 +45,13 @@ class Search:
         self.runs[point] = seconds, breakdown
 
     def model(self) -> StepModel:
-        """Fitted to what ended well."""
+        """Return a step-time model fitted to the successful runs."""
         model = StepModel(self.planned, self.apart)
         model.fit([(point, *run) for point, run in self.runs.items() if run[0] < math.inf])
         return model
 
     def parts(self, point: Point) -> Parts:
-        """Return the parts of a measured step."""
+        """Return the parts of a measured point's step."""
         return parts_of(*self.runs[point])
 
     def best(self) -> Point:
@@ -60,12 +60,12 @@ class Search:
         return max(ended, key=lambda point: self.score(point, self.runs[point][0]))
 
     def score(self, point: Point, seconds: float) -> float:
-        """Samples per second, or steps per second; larger is better."""
+        """Return samples per second, or steps per second for latency; larger is better."""
         samples = point.size * point.gas * self.ranks / point.parts()
         return (1 if self.metric == "latency" else samples) / seconds
 
     def limit(self, model: StepModel) -> int:
-        """Samples of a micro-batch beyond which there is nothing to gain."""
+        """Return the micro-batch size in samples above which nothing is gained."""
         if self.metric == "latency":
             return 1 << 40
         best = self.best()
@@ -76,10 +76,10 @@ class Search:
         points: Callable[[int], Iterable[Point]],
         fines: Callable[[int], Iterable[SpaceChoice]] = lambda _: (),
     ) -> Point | None:
-        """The point that promises most, or a stage or choice that was not measured yet and may do as well; None if
-        there is nothing to gain.
+        """Return the most promising point, or an untried stage or choice that may do as well; None if there is nothing
+        to gain.
 
-        ``points``: those that can be run, with micro-batches up to a limit. ``fines``: the choices of a stage that are
+        ``points``: the runnable points, with micro-batches up to a limit. ``fines``: the choices of a stage that are
         tried one at a time.
         """
         model = self.model()
@@ -94,7 +94,7 @@ class Search:
             return round(score(point), 9), -len(point.choices), -point.stage
 
         def cheapest(among: Sequence[Point]) -> Point:
-            """Return, of the points that are nearly the best, the one with the shortest steps."""
+            """Return the point with the shortest steps among those within ``NEARLY`` of the best."""
             top = score(max(among, key=rank))
             near = [point for point in among if score(point) >= (1 - NEARLY) * top]
             return min(near, key=lambda point: (round(model.seconds(point), 9), *(-x for x in rank(point))))
@@ -123,7 +123,7 @@ class Search:
         return None
 
     def _next_fine(self, best: Point, fines: Iterable[SpaceChoice]) -> Point | None:
-        """The choice that may save most of the best point's step, if that is worth a run."""
+        """Return the best point with the untried choice that may save most, if that is worth a run; else None."""
         open_ = [choice for choice in fines if self._is_open(best.with_choice(choice))]
         open_ = [choice for choice in open_ if best.with_choice(choice) != best]
         may = {choice: self.may_save(best, choice) for choice in open_}
@@ -131,14 +131,15 @@ class Search:
         return best.with_choice(max(worth, key=lambda choice: may[choice])) if worth else None
 
     def may_save(self, point: Point, choice: SpaceChoice) -> float:
-        """The share of a measured point's step that a choice can save at most."""
+        """Return the largest share of a measured point's step time that a choice can save."""
         parts = self.parts(point)
         if choice.saves == COMMUNICATION:
             return parts.exposed / parts.total
         return OF_COMPUTE * parts.compute / parts.total if choice.saves == COMPUTE else 1.0
 
     def _is_open(self, point: Point) -> bool:
-        """Neither measured, nor larger than one that failed with the same choices."""
+        """Tell whether the point is neither measured, nor at least as large as a failed one of the same stage and
+        choices."""
         failed = (
             bad.stage == point.stage and bad.choices == point.choices and point.size >= bad.size
             for bad, (seconds, _) in self.runs.items()
@@ -150,7 +151,7 @@ class Search:
 def _firsts(
     candidates: Sequence[Point], rank: Callable[[Point], tuple[float, int, int]], most: int = 3
 ) -> list[Point]:
-    """The best of each stage."""
+    """Return the best candidate of each stage, best first, at most ``most``."""
     found = [
         max((p for p in candidates if p.stage == stage), key=rank) for stage in {p.stage for p in candidates}
     ]

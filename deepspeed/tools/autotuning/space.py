@@ -1,8 +1,7 @@
-"""The search space: its points, and the choices beside stage and batch sizes.
+"""The search space: its points, and the choices besides stage and batch sizes.
 
-Choices that *make room* change what fits, so that all their combinations are planned. Others only change
-how fast the same work goes: they are tried one at a time, from the best point so far, if the part of the step that they
-can save is worth it.
+Choices that *make room* change the memory need: all their combinations are planned. The others only change the speed:
+they are tried one at a time, from the best point so far, if the part of the step that they can save is worth it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ BUDGET = "activation_checkpointing.memory_budget"
 BUCKET = "zero_optimization.reduce_bucket_size"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 DEFAULTS = {BUCKET: 500_000_000, PREFETCH: 50_000_000}
-"""Elements."""
+"""Default sizes, in elements."""
 THREADS = "OMP_NUM_THREADS"
 PARALLEL = (TENSOR, SEQUENCE, STAGES, EXPERTS)
-"""Sizes of parallelism. They are tuned where `tuning_space` lists them: a model or a script has to allow it."""
+"""Parallelism degrees. They are tuned only if `tuning_space` lists them: the model or the script must support them."""
 ROOM = (*PARALLEL, BUDGET, f"{OFFLOAD}.device", f"{OFFLOAD}.ratio")
 
 COMMUNICATION, COMPUTE, ANYTHING = "exposed communication", "compute", "anything"
@@ -31,8 +30,8 @@ COMMUNICATION, COMPUTE, ANYTHING = "exposed communication", "compute", "anything
 
 @dataclass(frozen=True)
 class SpaceChoice:
-    """Values of keys that are chosen together; none: as the config is. ``saves``: the part of a step that they may
-    save."""
+    """Values of keys that are chosen together; empty: the config unchanged. ``saves``: the part of a step whose time
+    they may reduce."""
 
     changes: tuple[tuple[str, Any], ...] = ()
     saves: str = ANYTHING
@@ -50,13 +49,13 @@ def _plain(value: Any) -> str:
 
 
 def changes_of(choices: Iterable[SpaceChoice]) -> dict[str, Any]:
-    """Return what they change together."""
+    """Return the combined changes of the choices."""
     return {key: value for choice in choices for key, value in choice.changes}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A config to try: stage, samples of a micro-batch, accumulation steps, and choices."""
+    """A config to try: ZeRO stage, micro-batch size in samples, accumulation steps, and choices."""
 
     stage: int
     size: int
@@ -69,7 +68,7 @@ class Point:
 
     @property
     def kept(self) -> float:
-        """The share of its activations that a micro-batch keeps for the backward, as far as a choice says so."""
+        """Share of its activations that a micro-batch keeps for backward under a memory budget; 1 without one."""
         share = self.changes.get(BUDGET)
         return share if isinstance(share, (int, float)) and 0 < share <= 1 else 1.0
 
@@ -83,7 +82,7 @@ class Point:
         return "_".join(words)
 
     def parts(self) -> int:
-        """Ranks that work on the same samples."""
+        """Return the number of ranks that work on the same samples."""
         found = self.changes
         return (
             int(found.get(TENSOR, 1) or 1) * int(found.get(SEQUENCE, 1) or 1) * int(found.get(STAGES, 1) or 1)
@@ -92,13 +91,13 @@ class Point:
 
 @dataclass(frozen=True)
 class SpaceChoices:
-    """Alternatives by group; the first of each is the config as it is."""
+    """Alternatives by group; the first of each group is the config unchanged."""
 
     room: tuple[tuple[SpaceChoice, ...], ...] = ()
     fine: tuple[tuple[SpaceChoice, ...], ...] = ()
 
     def rooms(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
-        """Every combination of what makes room at this stage."""
+        """Yield every combination of the choices that make room at this stage."""
         for chosen in itertools.product(*self.room):
             if _allowed(stage, changes_of(chosen)):
                 yield tuple(choice for choice in chosen if choice.changes)
@@ -110,15 +109,15 @@ class SpaceChoices:
                     yield choice
 
     def everything(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
-        """Every combination of all choices at this stage."""
+        """Yield every combination of all choices at this stage."""
         for room in self.rooms(stage):
             for chosen in itertools.product(*self.fine):
                 if _allowed(stage, changes_of(chosen)):
                     yield (*room, *(choice for choice in chosen if choice.changes))
 
     def to_plan(self, stages: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the variants that the first run plans: all that makes room, plain and with one of the other
-        choices."""
+        """Return the variants that the first run plans: every combination that makes room, alone and with each of the
+        other choices."""
         found: list[dict[str, Any]] = []
         for stage in stages:
             for room in self.rooms(stage):
@@ -142,8 +141,8 @@ def key_of(point: Point) -> dict[str, Any]:
 def choices_of(
     config: Mapping[str, Any], tuning_space: Mapping[str, Sequence[Any]], *, fast: bool
 ) -> SpaceChoices:
-    """``tuning_space``: what the user lists. Without ``fast`` also what this package knows to make a difference, as far
-    as the config leaves it open."""
+    """Collect the choices. ``tuning_space``: values that the user lists, by key. Without ``fast``, add the built-in
+    choices for keys that the config leaves open."""
     room: list[tuple[SpaceChoice, ...]] = []
     fine: list[tuple[SpaceChoice, ...]] = []
     for key, values in tuning_space.items():
@@ -178,14 +177,15 @@ def _saves(key: str) -> str:
 
 
 def threads_to_try(cores: int, ranks: int) -> tuple[SpaceChoice, ...]:
-    """The launcher gives each rank its share of the cores; half of it, if these are two threads of one core each."""
+    """Return the thread counts to try: the launcher's, a rank's share of the cores, and half of it, in case logical
+    CPUs share physical cores."""
     share = cores // max(1, ranks)
     halves = (share // 2,) if share >= 2 else ()
     return (SpaceChoice(), *(SpaceChoice(((THREADS, count),), COMPUTE) for count in halves))
 
 
 def without_rooms(choices: SpaceChoices, keys: Iterable[str]) -> SpaceChoices:
-    """Groups that make no difference on this machine, or to this model, are left out."""
+    """Drop the groups of these keys: they make no difference on this machine or to this model."""
     gone = tuple(keys)
     kept = tuple(
         group
@@ -196,8 +196,8 @@ def without_rooms(choices: SpaceChoices, keys: Iterable[str]) -> SpaceChoices:
 
 
 def without_same_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) -> SpaceChoices:
-    """Sizes that hold all elements of the model, as the default does, are left out; not those of keys that the user
-    has ``given`` values for."""
+    """Drop sizes that, like the default, hold all ``numel`` elements of the model; keep those of keys that the user has
+    ``given`` values for."""
     listed = set(given)
 
     def differs(choice: SpaceChoice) -> bool:
@@ -209,7 +209,7 @@ def without_same_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) 
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if it is not there."""
+    """Return the value of a dotted key; None if it is missing."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

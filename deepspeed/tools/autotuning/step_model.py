@@ -1,8 +1,8 @@
-"""Predicted step time of any point of the space, from what was measured at a few.
+"""Predicted step time of any point of the space, from measurements at a few points.
 
-A step consists of its micro-batches' computing, which `StepTimeModel` learns from two sizes; of exposed communication,
-which goes with the bytes that the plan says are sent; of the update, which goes with the elements that a rank updates;
-and of waiting for data, which goes with the samples. What was measured near a point corrects what is expected of it.
+A step has four parts: compute, which `StepTimeModel` fits to two micro-batch sizes; exposed communication, proportional
+to the bytes sent according to the plan; the update, proportional to the elements that a rank updates; and waiting for
+data, proportional to the samples. Measurements near a point correct its prediction.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from deepspeed.tools.autotuning.space import OFFLOAD, TENSOR, Point
 from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel
 
 HOST_BYTES_PER_S, BYTES_PER_ELEMENT = 8e9, 20
-"""An update on the host, before one was measured: it reads and writes its states at the speed of memory."""
+"""Prior for an update on the host: it reads and writes its states at memory bandwidth."""
 FORWARD_SHARE = 0.3
-"""Of the computing of a micro-batch, before it was measured."""
+"""Prior for the forward's share of a micro-batch's compute time."""
 SPLIT_COSTS = 0.1
-"""What splitting layers costs in addition, before it was measured: activations are summed over ranks."""
+"""Prior for the relative overhead of tensor parallelism: activations are summed over ranks."""
 
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """The plan's figures for a point: bytes sent in a step, elements that a rank updates, bytes needed."""
+    """The plan's figures for a point: bytes sent per step, elements that a rank updates, bytes needed."""
 
     sent: float = 0.0
     owned: float = 0.0
@@ -35,7 +35,7 @@ class PlannedPoint:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one step."""
+    """Seconds of one step, by part."""
 
     compute: float
     exposed: float = 0.0
@@ -57,11 +57,11 @@ class Parts:
 
 def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
     """Split a measured step into its parts. ``breakdown``: milliseconds by the names of `wall_clock_breakdown`; None:
-    only the whole is known."""
+    only the total is known."""
     if not breakdown:
         return Parts(seconds)
     exposed = min(breakdown.get("exposed_comm", 0.0) / 1e3, seconds)
-    # If it is not known: what no backward waited for at its end.
+    # Unless measured: the exposed communication for which no backward waited at its end.
     elsewhere = breakdown.get("bwd_allreduce", 0.0) / 1e3
     in_step = breakdown.get(STEP_WAITS, max(0.0, exposed - elsewhere) * 1e3) / 1e3
     update = max(0.0, breakdown.get("step", 0.0) / 1e3 - in_step)
@@ -71,7 +71,8 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
 
 @dataclass
 class StepModel:
-    """``planned``: of a point; ``apart``: whether the device has its own memory."""
+    """Predicts step times. ``planned``: returns the plan's figures for a point; ``apart``: whether the device has its
+    own memory."""
 
     planned: Callable[[Point], PlannedPoint]
     apart: bool = False
@@ -81,7 +82,7 @@ class StepModel:
     forward_share: float = FORWARD_SHARE
 
     def fit(self, runs: Sequence[tuple[Point, float, Mapping[str, float] | None]]) -> None:
-        """``runs``: (point, seconds of a step, breakdown)."""
+        """Fit the model. ``runs``: (point, seconds per step, breakdown)."""
         self.corrections = {}
         plain = [run for run in runs if not run[0].choices] or list(runs)
         known = [(point, parts_of(seconds, breakdown), breakdown) for point, seconds, breakdown in plain]
@@ -103,7 +104,7 @@ class StepModel:
             self.corrections[point] = seconds / expected if expected > 0 else 1.0
 
     def expected(self, point: Point) -> Parts:
-        """Return the parts of a step before corrections."""
+        """Return the predicted parts of a step, before correction."""
         planned, changes = self.planned(point), point.changes
         split = int(changes.get(TENSOR) or 1)
         compute = point.gas * self.time.seconds(point.stage, point.size)
@@ -122,8 +123,8 @@ class StepModel:
         return self.expected(point).total * self._correction(point)
 
     def _correction(self, point: Point) -> float:
-        """Return the correction of the same point, else of the same choices, if possible at the same stage, at the
-        nearest size."""
+        """Return the correction factor of the same point, else of the nearest size with the same choices, preferably at
+        the same stage; 1 without one."""
         alike = [at for at in self.corrections if at.choices == point.choices]
         if not alike:
             return 1.0
@@ -132,8 +133,8 @@ class StepModel:
         return self.corrections[min(apart, key=lambda at: apart[at])]
 
     def plateau(self, loss: float, gas: int = 1, parts: Parts | None = None) -> int:
-        """Samples of a micro-batch from which on larger ones gain less than this share of throughput: what is spread
-        over the samples is the fixed part of a micro-batch and its share of what a step takes once."""
+        """Return the micro-batch size in samples above which larger ones gain less than this share of throughput. The
+        cost spread over the samples is a micro-batch's fixed time and its share of the once-per-step time."""
         each = self.time.per_sample + self.rates.get("data", 0.0)
         once = 0.0 if parts is None else (parts.exposed + parts.update) / gas
         fixed = self.time.fixed + once
@@ -141,8 +142,8 @@ class StepModel:
 
 
 def _rate(pairs: Any) -> float:
-    """Seconds per unit: the median of those that have any; of two the lower, as only chance makes a rank wait longer
-    for the same bytes."""
+    """Return the median of seconds per unit over pairs with a positive amount; of two the lower, since a longer wait
+    for the same bytes is noise."""
     found = sorted(seconds / amount for seconds, amount in pairs if amount > 0)
     return found[(len(found) - 1) // 2] if found else 0.0
 

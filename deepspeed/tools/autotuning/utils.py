@@ -1,4 +1,4 @@
-"""Helpers of the autotuner: spaces of configs, names of experiments, texts."""
+"""Helpers of the autotuner: nested config values, experiment files, log search, number formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.tools.launcher.hostfile import fetch_hostfile as fetch_hostfile
 
 
 def search_error(filename: str) -> str | None:
-    """The last line of a log that tells an error; that there is no log; None if nothing went wrong."""
+    """Return the last line of a log that reports an error; None if no line does. Reports a missing log as such."""
     path = Path(filename)
     if not path.exists():
         return f"{path.name} does not exist"
@@ -22,12 +22,12 @@ def search_error(filename: str) -> str | None:
 
 
 def get_list(val: Any) -> list[Any]:
-    """The list itself, or a list of the one value."""
+    """Return a list unchanged, any other value as a list of one."""
     return val if isinstance(val, list) else [val]
 
 
 def get_val_by_key(d: Any, k: str) -> Any:
-    """The value of a key anywhere in nested dicts, outermost first; None if it is nowhere."""
+    """Return the value of a key anywhere in nested dicts, outermost first; None if it is missing."""
     if not isinstance(d, Mapping):
         return None
     if k in d:
@@ -37,7 +37,7 @@ def get_val_by_key(d: Any, k: str) -> Any:
 
 
 def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
-    """Give the key this value wherever it stands in nested dicts."""
+    """Set the value of a key wherever it occurs in nested dicts; below an occurrence, nothing is searched."""
     for key, value in d.items():
         if key == k:
             d[key] = vv
@@ -46,7 +46,7 @@ def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
 
 
 def write_experiments(exps: Iterable[Mapping[str, Any]], exps_dir: str) -> list[str]:
-    """One JSON file for each experiment, by its name; returns the paths."""
+    """Write one JSON file per experiment, named after it; return the paths."""
     folder = Path(exps_dir)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -62,12 +62,12 @@ _DECIMAL = (("B", 10**9), ("M", 10**6), ("K", 10**3), ("", 1))
 
 
 def memory_to_string(n: float, postfix: str = "", units: str | None = None, precision: int = 2) -> str:
-    """Bytes in binary units: ``memory_to_string(1 << 30, "B")`` is ``"1.0 GB"``."""
+    """Format bytes in binary units: ``memory_to_string(1 << 30, "B")`` is ``"1.0 GB"``."""
     return _with_unit(n, postfix, units, precision, _BINARY)
 
 
 def number_to_string(n: float, postfix: str = "", units: str | None = None, precision: int = 2) -> str:
-    """``number_to_string(1234567)`` is ``"1.23 M"``; thousands of millions are ``B``."""
+    """Format a number in decimal units: ``number_to_string(1234567)`` is ``"1.23 M"``; ``B`` is 10**9."""
     return _with_unit(n, postfix, units, precision, _DECIMAL)
 
 

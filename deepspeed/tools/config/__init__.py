@@ -1,1 +1,1 @@
-"""Tools for config files: check one without starting a run, correct it, read those of clients."""
+"""Tools for config files: check one without starting a run, correct it, read client config files."""

@@ -1,8 +1,8 @@
-"""Config files of Accelerate and of Transformers' Trainer: the DeepSpeed config that they amount to.
+"""Translation of config files of Accelerate and of Transformers' Trainer into a DeepSpeed config.
 
-Accelerate's (``accelerate config``) is YAML or JSON with a ``deepspeed_config`` section: either the plugin's fields or
-``deepspeed_config_file``. The Trainer's is TrainingArguments as JSON or YAML with a ``deepspeed`` key: a path or the
-config itself. "auto" values are filled in as the file says; those that depend on the model or the data stay "auto".
+Accelerate's file (``accelerate config``) is YAML or JSON with a ``deepspeed_config`` section: either the plugin's
+fields or ``deepspeed_config_file``. The Trainer's is TrainingArguments as JSON or YAML with a ``deepspeed`` key: a path
+or the config itself. "auto" values are filled in from the file; those that depend on the model or the data stay "auto".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.config.reader import ConfigSource, UnreadableConfig, copy_contain
 ACCELERATE, TRAINER = "Accelerate", "Trainer"
 AUTO = "auto"
 
-# Field of Accelerate's plugin -> key of the config that it builds when no file is given.
+# Field of Accelerate's plugin -> key of the config that it builds if no config file is given.
 PLUGIN_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -30,13 +30,13 @@ PLUGIN_KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-# Its fields for the launcher and for the model, which are not keys of ours.
+# The plugin's fields for the launcher and for the model, without a counterpart in the config.
 OTHER_FIELDS = (
     "deepspeed_config_file", "deepspeed_exclusion_filter", "deepspeed_hostfile",
     "deepspeed_inclusion_filter", "deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher",
     "zero3_init_flag",
 )  # fmt: skip
-# Key of the config -> the Trainer's argument; the Trainer refuses a config that says something else.
+# Key of the config -> the Trainer's argument; the Trainer refuses a config with a different value.
 TRAINER_KEYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -50,7 +50,7 @@ TRAINER_KEYS = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-# Defaults of TrainingArguments; the rest differs between TRL's trainers and stays open.
+# Defaults of TrainingArguments; others differ between TRL's trainers and are left out.
 BATCH_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
@@ -61,14 +61,14 @@ class ClientConfig:
     client: str
     source: ConfigSource
     ranks: int | None = None
-    """Processes of the job where the file tells."""
+    """Number of processes, if the file states it."""
     errors: list[Problem] = field(default_factory=list)
-    """What the client itself refuses."""
+    """Settings that the client itself refuses."""
     warnings: list[str] = field(default_factory=list)
     filled: dict[str, Any] = field(default_factory=dict)
-    """Keys that were "auto", with the value that the client gives them."""
+    """Keys that were "auto", with the values that the client gives them."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Key of the config -> the field of the client's file that it comes from."""
+    """Key of the config -> field of the client's file that sets it."""
 
     def renamed(self, problem: Problem) -> Problem:
         """Return the problem under the name used in the client's file."""
@@ -77,21 +77,21 @@ class ClientConfig:
 
 
 def client_of(data: Mapping[str, Any]) -> str | None:
-    """Return whose client's file this is; None for a DeepSpeed config."""
+    """Return the client to which the file belongs; None for a DeepSpeed config."""
     if "distributed_type" in data or isinstance(data.get("deepspeed_config"), Mapping):
         return ACCELERATE
     return TRAINER if "deepspeed" in data else None
 
 
 def read_any(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """``read_config``, plus YAML files, recognised by extension. Raises UnreadableConfig."""
+    """Read a config as ``read_config`` does, or a YAML file, recognised by extension. Raises UnreadableConfig."""
     if isinstance(config, (str, os.PathLike)) and Path(config).suffix in (".yaml", ".yml"):
         return _read_yaml(Path(config))
     return read_config(config)
 
 
 def read_client(source: ConfigSource, ranks: int) -> ClientConfig | None:
-    """The config inside a client's file, for ``ranks`` ranks; None if it is already a DeepSpeed config."""
+    """Return the config inside a client's file, for ``ranks`` ranks; None if the file is itself a DeepSpeed config."""
     client = client_of(source.data)
     if client is None:
         return None
@@ -113,7 +113,8 @@ def _read_yaml(path: Path) -> ConfigSource:
 
 
 def _read_referred(name: Any, source: ConfigSource, key: str, result: ClientConfig) -> bool:
-    """Read the DeepSpeed config that a client's file names (relative to the working directory, else to the file)."""
+    """Read the DeepSpeed config that a client's file names, relative to the working directory or else to the file.
+    Return False, with an entry in ``result.errors``, if it cannot be read."""
     if isinstance(name, str) and not os.path.exists(name):
         beside = Path(source.name).parent / name
         name = os.fspath(beside) if beside.is_file() else name
@@ -213,7 +214,7 @@ def _read_trainer(source: ConfigSource, ranks: int) -> ClientConfig:
 
 
 def _trainer_values(arguments: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str, Any]]:
-    """(key of the config, what the Trainer calls its value, the value)."""
+    """Yield (key of the config, the Trainer's name for the value, the value)."""
     known = BATCH_DEFAULTS | dict(arguments)
     for key, name in TRAINER_KEYS.items():
         waits = key.startswith("scheduler.") and name.endswith("_steps") and not _is_count(known.get(name))

@@ -1,7 +1,8 @@
-"""`ds_check --fix`: corrects a config where its meaning is clear; what would be a guess is left to its author.
+"""`ds_check --fix`: corrects a config where its meaning is unambiguous; anything that would be a guess is left alone.
 
-Clear cases are: a misspelt key whose only near name is not already present; a deprecated spelling whose successor is
-not already present; a value of another type that says the same (`"fp16": true`, `"lr": "1e-3"`, a misspelt choice).
+Corrected are: a misspelt key with exactly one close match that is not already present; a deprecated spelling whose
+successor is not already present; a value of the wrong type but clear meaning (`"fp16": true`, `"lr": "1e-3"`, a
+misspelt choice).
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from deepspeed.config.section import extra_facts, is_auto, keeps_value
 from deepspeed.tools.config.report import ConfigReport
 
 ROUNDS = 100
-"""A correction may reveal other errors, such as those under a misspelt section; more rounds than that are our
-mistake."""
+"""A correction may reveal further errors, such as those under a misspelt section; needing more rounds than this is a
+bug."""
 
 
 class CannotFix(ExplainedError, ValueError):
-    """A file that cannot be corrected at all, and why."""
+    """The file cannot be corrected at all; the message says why."""
 
 
 def start_text(source: ConfigSource, *, in_place: bool) -> str:
-    """The text to start from: the file's own, or plain JSON if that is HJSON and is written to another file."""
+    """Return the text to correct: the file's own or, for HJSON written to another file, its data as plain JSON. Raises
+    CannotFix for HJSON ``in_place``."""
     text = source.text or ""
     try:
         json.loads(text)
@@ -54,26 +56,26 @@ def start_text(source: ConfigSource, *, in_place: bool) -> str:
 def corrected(
     text: str, name: str, check: Callable[[ConfigSource], ConfigReport]
 ) -> tuple[str, ConfigReport]:
-    """The text with all clear cases corrected, and what `check` then says about it."""
+    """Return the text with all unambiguous corrections, and the report of `check` about it."""
     for _ in range(ROUNDS):
         source = ConfigSource(json.loads(text), name, text)
         report = check(source)
         edits = list(_edits(source.data, report.errors))
         if not edits:
             return text, report
-        removals = [edit for edit in edits if edit.removes]  # one at a time: neighbours share a comma
+        removals = [edit for edit in edits if edit.removes]  # one at a time: adjacent keys share a comma
         text = apply_edits(text, [*(edit for edit in edits if not edit.removes), *removals[:1]])
     raise AssertionError(f"corrections of {name} do not converge: {edits}")
 
 
 def unified(before: str, after: str, path: str) -> Iterator[str]:
-    """The changes as a unified diff."""
+    """Return the changes as a unified diff."""
     lines = before.splitlines(), after.splitlines()
     return difflib.unified_diff(*lines, path, f"{path} (corrected)", lineterm="")
 
 
 def write_fixed(path: str, text: str, output: str | None) -> None:
-    """Write the corrected text to `output`, or without it to `path`, after keeping the original under another name."""
+    """Write the corrected text to `output`; without it, to `path`, after backing up the original."""
     target = os.path.realpath(path if output is None else output)
     if output is None:
         backup = _free_name(f"{target}.bak")
@@ -98,18 +100,18 @@ def _free_name(name: str) -> str:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- what is plain
+# ----------------------------------------------------------------------------------------------- edits of a round
 
 
 def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:
-    """The changes of one round. Deprecated spellings wait until no correctable error is left."""
+    """Yield the edits of one round. Deprecated spellings are replaced once no correctable error is left."""
     taken: set[Path] = set()
     for problem in errors:
         if problem.remedy is None or not _leads_to_key(data, problem.path):
             continue
         new = (*problem.path[:-1], problem.remedy.rename or problem.path[-1])
         if new in taken:
-            continue  # two misspellings of one key: which value is meant?
+            continue  # two misspellings of one key: the intended value is ambiguous
         taken.add(new)
         remedy = problem.remedy
         if remedy.rename is not None and sum(_renames_to(other, new) for other in errors) > 1:
@@ -154,7 +156,7 @@ def _deprecated(data: Mapping[str, Any], model: type[BaseModel], path: Path) -> 
 
 
 def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[BaseModel]) -> Iterator[Edit]:
-    """Return a deprecated key under its new name; one that has no effect, or is switched off, is removed."""
+    """Yield the edit that renames a deprecated key; a key without effect, or switched off, is removed."""
     table = keys_of(model)
     facts = extra_facts(table[str(path[-1])].field)
     target = facts.get("new_param")
@@ -174,7 +176,7 @@ def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[
         yield Edit(path, rename=new, value=written, replaces_value=True)
 
 
-# Changing single keys and values in the text of a JSON file; everything else keeps its author's layout.
+# Edits of single keys and values in the text of a JSON file; the rest keeps its formatting.
 
 
 Path = tuple[str | int, ...]
@@ -185,7 +187,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Edit:
-    """One change at a path: another name for the key, another value, or removal of the key."""
+    """One change at a path: a new name for the key, a new value, or removal of the key."""
 
     path: Path
     rename: str | None = None
@@ -196,21 +198,21 @@ class Edit:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """The interval of a key of an object, and of its value: [begin, end) in the text."""
+    """Intervals [begin, end) of a key and of its value in the text, in characters."""
 
     key: tuple[int, int]
     value: tuple[int, int]
 
 
 def spans(text: str) -> dict[Path, TextSpan]:
-    """Every key of every object in a JSON text."""
+    """Return the spans of every key of every object in a JSON text, by path."""
     found: dict[Path, TextSpan] = {}
     _read_value(text, _skip(text, 0), (), found)
     return found
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all changes. Paths refer to `text`; none may be inside a value that another edit replaces."""
+    """Apply all edits to the text. Paths refer to `text`; none may lie inside a value that another edit replaces."""
     where = spans(text)
     pieces: list[tuple[int, int, str]] = []
     for edit in edits:
@@ -233,7 +235,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_value(text: str, at: int, path: Path, found: dict[Path, TextSpan]) -> int:
-    """Reads the value starting at `at`; returns where it ends."""
+    """Read the value starting at `at`; return its end."""
     if text[at] == "{":
         return _read_object(text, at, path, found)
     if text[at] == "[":
@@ -265,7 +267,8 @@ def _read_list(text: str, at: int, path: Path, found: dict[Path, TextSpan]) -> i
 
 
 def _with_comma(text: str, span: TextSpan) -> tuple[int, int]:
-    """The key and its value, with the comma after it and the space up to the next key, or the comma before it."""
+    """Return the interval of a key and its value, with the comma after it and the blanks up to the next key, or with
+    the comma before it."""
     begin, end = span.key[0], span.value[1]
     after = _skip(text, end)
     if text[after] == ",":

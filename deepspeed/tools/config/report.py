@@ -1,4 +1,4 @@
-"""The findings of a config check, and their text."""
+"""Findings of a config check, and their text form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class ConfigReport:
-    """The findings of a config check, and what a run would do with the config."""
+    """Findings of a config check, and the settings that a run would use."""
 
     source: str
     ranks: int
@@ -30,13 +30,13 @@ class ConfigReport:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    """Keys that are "auto": Trainer or Accelerate fills them in, else each stands for its default."""
+    """Keys that are "auto": Trainer or Accelerate fills them in, else the default applies."""
     batch: BatchSizes | None = None
-    """None when the batch sizes do not fit, or are left to Trainer or Accelerate."""
+    """None if the batch sizes contradict each other, or are left to Trainer or Accelerate."""
     config: TrainingConfig | None = None
-    """The config with every default filled in; None when it could not be read."""
+    """The config with every default filled in; None if it could not be read."""
     client: str | None = None
-    """"Accelerate" or "Trainer" when the file is one of theirs."""
+    """"Accelerate" or "Trainer" if the file is a config file of that client."""
     filled: dict[str, Any] = field(default_factory=dict)
     """Keys that were "auto", with the values that the client's file gives them."""
 
@@ -45,7 +45,7 @@ class ConfigReport:
         return not self.errors
 
     def raise_for_errors(self) -> None:
-        """DeepSpeedConfigError with all errors, if there are any."""
+        """Raise DeepSpeedConfigError with all errors, if there are any."""
         if self.errors:
             raise DeepSpeedConfigError.of(self.errors, self.source)
 
@@ -54,7 +54,7 @@ class ConfigReport:
 
 
 class Style:
-    """Bold and coloured text if the terminal supports it."""
+    """ANSI styles for a terminal; plain text if ``on`` is False."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -92,7 +92,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
 
 
 def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
-    """Summarize the config, as (label, text)."""
+    """Yield a summary of the config as (label, text)."""
     config = report.config
     assert config is not None
     if report.batch is not None:
@@ -115,7 +115,7 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
 
 
 def precision(config: TrainingConfig) -> str:
-    """The number formats of training in a few words."""
+    """Describe the training precision in a few words."""
     if config.fp16.enabled:
         scale = (
             f"static loss scale {config.fp16.loss_scale:g}"

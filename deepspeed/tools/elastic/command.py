@@ -1,4 +1,4 @@
-"""`ds_elastic`: print the batch size and the numbers of ranks that an `elasticity` section results in."""
+"""`ds_elastic`: print the batch size and the valid world sizes of an `elasticity` section."""
 
 from __future__ import annotations
 

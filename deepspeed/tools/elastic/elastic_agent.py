@@ -1,4 +1,4 @@
-"""torch's elastic agent with an environment for its workers."""
+"""torch's elastic agent with extra environment variables for its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 
 class _WorkerFiles(DefaultLogsSpecs):
-    """torch's log files; it is also asked once for each start of the workers, with their environments."""
+    """torch's log files, and a hook: the agent calls ``reify`` at each start, with the workers' environments."""
 
     def __init__(self, environment: Mapping[str, str], log_dir: str | None) -> None:
         super().__init__(log_dir=log_dir)
@@ -19,20 +19,21 @@ class _WorkerFiles(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for own in envs.values():
             for name, value in self._environment.items():
-                own.setdefault(name, value)  # what the agent has decided, such as RANK, stays
+                own.setdefault(name, value)  # the agent's own variables, such as RANK, take precedence
         return super().reify(envs)
 
 
 class DSElasticAgent(LocalElasticAgent):
-    """Starts the workers of one node, monitors them, and starts them anew, as a world of another size, when nodes leave
-    or join; the rendezvous of ``spec`` says within which bounds.
+    """Starts the workers of one node, monitors them, and restarts them with a new world size when nodes leave or join,
+    within the bounds of the rendezvous of ``spec``.
 
     Args:
-        spec: what to run, how many workers per node, and where the nodes meet.
-        env: environment variables of every worker, beside this process's own; RANK, WORLD_SIZE and the like are the
-            agent's.
-        start_method: how a worker that is a Python function starts: "spawn", "fork" or "forkserver".
-        exit_barrier_timeout: seconds that a node which is done waits for the others.
+        spec: entry point, workers per node, and rendezvous.
+        env: environment variables of every worker, in addition to this process's own; the agent sets RANK, WORLD_SIZE
+            and the like.
+        start_method: multiprocessing start method of a worker that is a Python function: "spawn", "fork" or
+            "forkserver".
+        exit_barrier_timeout: seconds that a finished node waits for the others.
         log_dir: folder for the workers' files; a temporary one if None.
     """
 

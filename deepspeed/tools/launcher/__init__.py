@@ -1,1 +1,1 @@
-"""Starting ranks: the `deepspeed` command (runner), its per-machine half (launch), and the supervision of processes."""
+"""Starting ranks: the `deepspeed` command (runner), its per-machine part (launch), and process supervision."""

@@ -1,4 +1,4 @@
-"""The address at which the machines of a job find rank 0."""
+"""The address at which a job's machines reach rank 0."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SSH_TIMEOUT_S = 30.0
 
 
 def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
-    """Find an address of the first host that the others can reach; ``ssh`` is the command that takes a host and a
-    command.
+    """Find an address of the first host that the others can reach; ``ssh`` is a command line to which a host and a
+    command are appended.
 
-    The name's own address if it has one on the network; else this machine's address towards the second host, or, for
-    a name that only ssh knows, the first address that the host itself reports.
+    The address that the name resolves to, unless it is loopback; else this machine's source address towards the first
+    other host that resolves or, for a name that only ssh knows, the first address that the host itself reports.
 
     Raises:
-        LaunchError: none is found.
+        LaunchError: the host reports no address, or ssh fails.
     """
     first, *others = hosts
     name = first.rpartition("@")[2]
@@ -35,7 +35,7 @@ def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
 
 
 def check_connection(host: str, ssh: Sequence[str]) -> None:
-    """Raises LaunchError if ``host`` cannot be reached without a password."""
+    """Raise LaunchError if ``host`` cannot be reached without a password."""
     ask(host, ssh, "hostname")
 
 
@@ -47,7 +47,7 @@ def resolved(name: str) -> str | None:
 
 
 def _own_address_towards(name: str) -> str | None:
-    """The address that packets to ``name`` come from; nothing is sent."""
+    """Return the source address of packets to ``name``; nothing is sent."""
     target = resolved(name)
     if target is None:
         return None

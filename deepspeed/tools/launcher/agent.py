@@ -1,8 +1,8 @@
 """Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
 
 The agent starts the ranks, each in its own session, monitors them, and stops the others when one fails.
-Added here: a bound on the time it takes to stop, and no process left behind; `failures.py` says who failed first and
-why.
+Added here: a time limit on stopping, and clean-up of every descendant; `failures.py` finds the rank that failed first,
+and why.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class NodeJob:
     nodes: int
     master_addr: str
     master_port: int
-    log_dir: Path | None  # holds one file per rank, instead of this process's output
+    log_dir: Path | None  # folder for one log file per rank; None: ranks write to this process's output
     prefix_output: bool = False
     adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
-    report: Path | None = None  # where failures are written, for the command that started several machines
-    min_nodes: int = 0  # of an elastic job, which goes on with as many machines
+    report: Path | None = None  # file for the failures, read by the command that started several machines
+    min_nodes: int = 0  # fewest machines with which an elastic job continues
     max_nodes: int = 0
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous without peers: the agent needs no server, and the port stays free for rank 0 to listen on."""
+    """A rendezvous without peers: it needs no server, and leaves the port free for rank 0 to listen on."""
 
     def __init__(self, master_addr: str, master_port: int) -> None:
         self._store_info = RendezvousStoreInfo(master_addr, master_port)
@@ -82,7 +82,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """No other agent could join."""
+        """Do nothing: no other agent can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -127,7 +127,7 @@ class RankFiles(LogsSpecs):
 
 
 class Supervisor(LocalElasticAgent):
-    """torch's agent with a bound on how long stopping takes and a record of when each rank ended."""
+    """torch's agent with a time limit on stopping and a record of when each rank ended."""
 
     def __init__(
         self, job: NodeJob, run_dir: Path, rendezvous: RendezvousHandler | None = None, max_restarts: int = 0
@@ -152,14 +152,15 @@ class Supervisor(LocalElasticAgent):
         self.watch = ExitWatch({})
         self.run_dir = run_dir
         self.stopped_at: float | None = None  # when the agent began to stop ranks
-        self._ended_well: dict[int, float] = {}  # rank -> when its script had ended without a failure
+        self._ended_well: dict[int, float] = {}  # rank -> time at which its script ended without a failure
 
     def failures(self, result: RunResult) -> list[Failure]:
-        """Return how ranks failed, the cause first; what they printed has been printed."""
+        """Return the failures of the ranks, the cause first, after their output has been forwarded."""
         return causes_first(self.entries(result))
 
     def entries(self, result: RunResult | None) -> list[Failure]:
-        """Return an entry for each rank that failed, if any did, and each that ended well before the others."""
+        """Return an entry for each rank that failed, and for each that ended without a failure before the others were
+        stopped."""
         if self.output is not None:
             self.output.drain()
         failures = [
@@ -172,9 +173,9 @@ class Supervisor(LocalElasticAgent):
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
         assert context is not None
-        # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
+        # The agent waits up to 30 s for its processes when it closes them: too long after a Ctrl-C.
         object.__setattr__(context, "close", functools.partial(self._close, context, context.close))
-        with holding_signals():  # from here on torch's handlers raise
+        with holding_signals():  # torch's handlers, now installed, raise
             self.watch = ExitWatch(context.pids())
             self._ended_well = {}
             end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
@@ -182,7 +183,7 @@ class Supervisor(LocalElasticAgent):
 
     def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
         self.stopped_at = self.stopped_at or time.time()
-        # Without a signal, a rank has failed: the others can save nothing together any more.
+        # Without a signal, a rank has failed: a collective save is no longer possible, so no grace is granted for it.
         grace = grace_seconds(os.getpid() if death_sig is not None else None)
         close(death_sig, min(timeout, grace))
         _list_stopped(context)
@@ -192,8 +193,8 @@ class Supervisor(LocalElasticAgent):
                 self._ended_well[worker.global_rank] = ended_at
 
     def _ended_well_at(self, local_rank: int, context: Any) -> float | None:
-        """When a rank's script ended without a failure, in seconds since the epoch; None if it did not. A program that
-        is no script counts by its exit code."""
+        """Return the time, in seconds since the epoch, at which a rank's script ended without a failure; None if it did
+        not. A program that is not a Python script counts by its exit code."""
         try:
             return float((self.run_dir / str(local_rank) / SCRIPT_ENDED).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -202,8 +203,8 @@ class Supervisor(LocalElasticAgent):
 
 
 def _list_stopped(context: Any) -> None:
-    """Count the ranks that the agent has just stopped among those that failed, as newer releases of torch do: 2.6 lists
-    only those that had ended by themselves when it looked."""
+    """Add the ranks that the agent has just stopped to the failures, as newer releases of torch do: 2.6 lists only
+    ranks that had ended before it stopped the others."""
     for local_rank, handler in context.subprocess_handlers.items():
         exit_code = handler.proc.poll()
         if exit_code and local_rank not in context._failures:
@@ -216,7 +217,7 @@ def _list_stopped(context: Any) -> None:
 
 
 def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Supervisor) -> int:
-    """Runs the ranks until they end; returns the exit code of the first that failed, 128 + signal, or 0."""
+    """Run the ranks until they end; return the exit code of the first that failed, 128 + signal, or 0."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -238,7 +239,7 @@ def _run(job: NodeJob, supervisor: Supervisor) -> int:
         logger.warning("stopped by %s", stop.sigval.name)
     finally:
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be interrupted
+            signal.signal(signum, signal.SIG_IGN)  # the rest is short and must not be interrupted
         if exit_code:
             kill_descendants()
         if supervisor.output is not None:
@@ -249,9 +250,9 @@ def _run(job: NodeJob, supervisor: Supervisor) -> int:
 
 
 def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
-    """Reports which rank failed first and why, and the others in one line each; returns the exit code.
+    """Report the rank that failed first and why, and the others in one line each; return the exit code.
 
-    Ranks of several machines are reported together by the command that started them, if it asks for it.
+    If ``job.report`` is set, the command that started the machines reports the ranks of all of them together.
     """
     failures = supervisor.failures(result)
     if job.report is not None:
@@ -262,35 +263,33 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
     return failures[0].command_exit_code
 
 
-# ``--prefix_output``: each line that a rank prints begins with its number.
+# ``--prefix_output``: each line that a rank prints begins with its rank.
 #
-# A rank's streams are named pipes, which torch's agent opens like files; a thread for each carries what comes, line by
-# line, so that lines of several ranks do not mix. A bar that rewrites its line counts as lines, too.
+# A rank's streams are named pipes, which torch's agent opens like files; a thread per pipe forwards its data line by
+# line, so that lines of several ranks do not mix. A carriage return ends a line, too: progress bars rewrite theirs.
 
 
 CHUNK = 1 << 16
-DRAIN_S = (
-    0.5  # for what ranks have printed to arrive; a process that they left may hold their streams for longer
-)
+DRAIN_S = 0.5  # wait for the output of ended ranks; processes that they left behind may keep the pipes open
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
 
 
 class Prefixed:
-    """The streams of the ranks of one machine."""
+    """Output pipes of the ranks of one machine, whose lines get the rank as a prefix."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._threads: list[threading.Thread] = []
 
     def pipes(self, local_rank: int, rank: str) -> tuple[str, str]:
-        """Paths for a rank's standard output and error, of one start of it."""
+        """Create the pipes for one start of a rank; return the paths for its standard output and error."""
         return (
             self._pipe(self._folder / str(local_rank) / "stdout", sys.stdout, rank),
             self._pipe(self._folder / str(local_rank) / "stderr", sys.stderr, rank),
         )
 
     def drain(self) -> None:
-        """Returns when all has been printed that ranks which have ended wrote."""
+        """Wait until the output of ended ranks has been printed, at most ``DRAIN_S`` per pipe."""
         for thread in self._threads:
             thread.join(DRAIN_S)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -298,7 +297,7 @@ class Prefixed:
     def _pipe(self, path: Path, sink: Any, rank: str) -> str:
         path.unlink(missing_ok=True)
         os.mkfifo(path)
-        source = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else it would wait for the rank
+        source = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a blocking open would wait for the rank
         prefix = f"[rank {rank}] ".encode()
         thread = threading.Thread(target=_carry, args=(source, sink, prefix), daemon=True)
         self._threads.append(thread)
@@ -307,8 +306,8 @@ class Prefixed:
 
 
 def _carry(source: int, sink: Any, prefix: bytes) -> None:
-    """Until the last process that holds the pipe has ended. Before the first has opened it, a read would find its end,
-    while this waits (Linux)."""
+    """Forward lines until the last writer has closed the pipe. The poll waits for the first writer (Linux), before
+    which a read would return end of file."""
     comes = select.poll()
     comes.register(source, select.POLLIN)
     comes.poll()

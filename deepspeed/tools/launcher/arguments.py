@@ -1,4 +1,4 @@
-"""From the options of `deepspeed` to the command line of `deepspeed.tools.launcher.launch`."""
+"""Translation of `deepspeed` options into the command line of `deepspeed.tools.launcher.launch`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LAUNCH = (sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch")
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Host -> slots as one word for a command line: base64 of the JSON."""
+    """Encode host -> slots as one command-line word: base64 of the JSON."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation:
-    """The requested port (LaunchError if it is invalid or in use); if none was requested, the usual one or else a free
-    one.
+    """Reserve the requested port (LaunchError if it is invalid or in use); without a request, the default port if it is
+    free, else any free one.
 
-    As long as the result is open, other launchers on this host that are not given a port choose another one.
+    While the reservation is open, other launchers on this host that are not given a port choose another one.
     """
     if not 1 <= args.master_port <= ports.MAX_PORT:
         raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.MAX_PORT}")
@@ -45,7 +45,7 @@ def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation
 def launch_arguments(
     args: argparse.Namespace, world: Mapping[str, Sequence[int]], address: str, port: int, node_rank: int = 0
 ) -> list[str]:
-    """The arguments of `deepspeed.tools.launcher.launch` on one machine."""
+    """Return the arguments of `deepspeed.tools.launcher.launch` on one machine."""
     options = [
         f"--world_info={encode_world_info(world)}",
         f"--master_addr={address}",

@@ -1,4 +1,4 @@
-"""Names of the programs that start ranks on several hosts, as `--launcher` takes them."""
+"""Multi-node launchers, by the names that `--launcher` accepts."""
 
 PDSH_LAUNCHER = "pdsh"
 PDSH_MAX_FAN_OUT = 1024

@@ -1,4 +1,4 @@
-"""The cores of this machine and their division over its ranks."""
+"""CPU cores of this machine and their assignment to its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def numa_node_count() -> int:
-    """NUMA nodes of this machine: the default number of ranks on a CPU host."""
+    """Count the NUMA nodes of this machine: the default number of ranks on a CPU host."""
     return max(1, len(list(NODE_FOLDER.glob("node[0-9]*"))))
 
 
 def usable_cores() -> list[int]:
-    """One logical CPU of each physical core that this process may run on, ascending."""
+    """Return one logical CPU per physical core that this process may run on, ascending."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
     allowed = sorted(os.sched_getaffinity(0))
@@ -31,7 +31,7 @@ def usable_cores() -> list[int]:
 
 
 def _siblings(cpu: int, allowed: Sequence[int]) -> list[int]:
-    """The allowed logical CPUs that share a physical core with ``cpu``, including itself."""
+    """Return the allowed logical CPUs that share a physical core with ``cpu``, including itself."""
     try:
         listed = parse_range_list(
             (CPU_FOLDER / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
@@ -42,7 +42,7 @@ def _siblings(cpu: int, allowed: Sequence[int]) -> list[int]:
 
 
 def core_budget() -> int:
-    """Number of cores that this process may keep busy: the usable ones, or fewer under a container's quota."""
+    """Count the cores that this process may keep busy: the usable ones, or fewer under a cgroup quota."""
     cores = len(usable_cores())
     try:
         quota, period = CGROUP_QUOTA.read_text().split()
@@ -52,7 +52,7 @@ def core_budget() -> int:
 
 
 def divide(cores: Sequence[int], ranks: int) -> list[list[int]]:
-    """Cores for each rank: equal runs of neighbours. Cores left over stay free.
+    """Return the cores of each rank: equal, contiguous runs; the remainder stays unused.
 
     Raises LaunchError if there are fewer cores than ranks.
     """
@@ -66,7 +66,7 @@ def divide(cores: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def binding(core_list: str | None, ranks: int) -> list[list[int]]:
-    """Cores for each rank under ``--bind_cores_to_rank``, taken from ``core_list`` or from all usable
+    """Return the cores of each rank under ``--bind_cores_to_rank``, from ``core_list`` or from all usable
     cores."""
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Selection of a job's devices: command line, hostfile, CUDA_VISIBLE_DEVICES and hardware together."""
+"""Selection of a job's devices from command line, hostfile, CUDA_VISIBLE_DEVICES and hardware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("deepspeed.tools.launcher")
 DLTS_HOSTFILE = "/job/hostfile"
 THIS_MACHINE = "localhost"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# On Linux, torch can find an accelerator only if one of these exists; otherwise torch need not be asked.
+# On Linux, torch can find an accelerator only if one of these exists; without any, skip the import of torch.
 ACCELERATOR_FILES = (
     "nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "accel*", "davinci[0-9]*", "cambricon*", "hl[0-9]*",
 )  # fmt: skip
@@ -34,11 +34,11 @@ ACCELERATOR_FILES = (
 
 MAX_NODES = 100_000
 NO_HOSTFILE = ("", os.devnull)
-"""What scripts give for ``--hostfile`` to say that there is none."""
+"""Values of ``--hostfile`` that mean "no hostfile"."""
 
 
 def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
-    """Host -> slots to use: from the hostfile if there is one, else those of this machine. Raises ValueError."""
+    """Return host -> slots to use, from the hostfile if there is one, else from this machine. Raises ValueError."""
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_gpus >= 0 or args.num_nodes >= 0):
         raise LaunchError(
@@ -80,7 +80,7 @@ def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -
 
 
 def slurm_hosts(args: argparse.Namespace) -> OrderedDict[str, int] | None:
-    """The machines of the present Slurm allocation and their slots, None outside of one."""
+    """Return host -> number of slots of the current Slurm allocation, or None outside of one."""
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if nodes is None:
         return None
@@ -100,9 +100,9 @@ def slurm_hosts(args: argparse.Namespace) -> OrderedDict[str, int] | None:
 
 
 def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
-    """The requested slots of this machine."""
+    """Return the requested slots of this machine."""
     accelerators = accelerator_count()
-    if accelerators is None:  # ranks share the cores: any number of ranks will do
+    if accelerators is None:  # ranks share the cores, so any number of ranks is valid
         if args.num_gpus > 0:
             return OrderedDict({THIS_MACHINE: list(range(args.num_gpus))})
         count = max(cores.core_budget(), cores.numa_node_count()) if args.include else cores.numa_node_count()
@@ -124,9 +124,9 @@ def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]
 
 
 def accelerator_count() -> int | None:
-    """Number of devices of this machine, whatever CUDA_VISIBLE_DEVICES says; None if its processors are the device.
+    """Count the accelerators of this machine, ignoring CUDA_VISIBLE_DEVICES; None if ranks compute on the CPU.
 
-    torch is asked only if a device file is found, in a separate process: it takes seconds and memory.
+    Importing torch takes seconds and memory: it is imported only if a device file exists, in a separate process.
     """
     named = os.environ.get("DS_ACCELERATOR", "")
     found = any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATOR_FILES)

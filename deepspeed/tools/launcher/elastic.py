@@ -1,12 +1,12 @@
-"""Elastic jobs: what `deepspeed.tools.launcher.agent` adds where a job goes on after it has lost ranks.
+"""Elastic jobs: the supervision of `deepspeed.tools.launcher.agent`, with restarts after the loss of ranks.
 
-When a rank fails, the others are stopped and all are started again, as many as before or, over several machines, as
-many as are left; when a machine comes, they are started anew after the step that is under way. Between two starts
-the state of the run lies in a folder of shared memory, which belongs to this process
-(`deepspeed.checkpoint.replicas` writes it), or in checkpoints on disk.
+When a rank fails, the others are stopped and all are restarted: as many as before or, over several machines, as many
+as are left. When a machine joins, the ranks are restarted after the current step. Between restarts the training
+state lies in a shared-memory folder that this process owns (`deepspeed.checkpoint.replicas` writes it), or in
+checkpoints on disk.
 
-A job that fails before its first step is not started again: its script is wrong. Nor is one that fails three times
-without a finished step in between.
+A job that fails before its first step is not restarted: its script is wrong. Nor is one that fails three times
+without finishing a step in between.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from deepspeed.tools.launcher.shim import FIRST_FAILURE
 logger = logging.getLogger("deepspeed.tools.launcher")
 
 STARTS_IN_VAIN, STARTS_IN_VAIN_OF_OTHERS = 3, 12
-RESTARTS = 1000  # in all; what ends a hopeless job is STARTS_IN_VAIN
+RESTARTS = 1000  # in total; STARTS_IN_VAIN is the limit that ends a hopeless job
 
 
 class ElasticSupervisor(Supervisor):
-    """Starts the ranks again as long as that gets the job on."""
+    """Restarts the ranks as long as the job makes progress."""
 
     def __init__(
         self, job: NodeJob, run_dir: Path, kept: Memory, rendezvous: RendezvousHandler | None = None
@@ -54,13 +54,13 @@ class ElasticSupervisor(Supervisor):
         return result
 
     def _is_worth_a_start(self, result: RunResult) -> bool:
-        if not result.failures:  # a rank hangs in the kernel: it could not be ended
+        if not result.failures:  # a rank hangs in the kernel and could not be killed
             return False
         first, step = self.failures(result)[0], self.kept.step
         self.in_vain = 0 if step > self.step_at_start else self.in_vain + 1
         if first.exit_code == TIME_IS_UP:
             return False
-        if first.lost_peer and self.job.nodes > 1:  # the machine of that peer decides
+        if first.lost_peer and self.job.nodes > 1:  # the cause is on another machine, whose agent decides
             return self.in_vain < STARTS_IN_VAIN_OF_OTHERS
         return step > NO_STEP and self.in_vain < STARTS_IN_VAIN
 
@@ -72,14 +72,14 @@ class ElasticSupervisor(Supervisor):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
             logger.warning("machines joined or left: the ranks are restarted after step %d", self.kept.step)
-        (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # their state is kept already
+        (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # no grace needed: the state is saved
         self._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
         kill_descendants()
         self._forget_failures()
         super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
 
     def _forget_failures(self) -> None:
-        """The next start has failures of its own."""
+        """Clear the records of this start's failures, so that the next start begins without any."""
         self.stopped_at = None
         self.step_at_start = self.kept.step
         (self.run_dir / FIRST_FAILURE).unlink(missing_ok=True)
@@ -88,7 +88,7 @@ class ElasticSupervisor(Supervisor):
 
 
 def supervise(job: NodeJob) -> int:
-    """Supervise an elastic job, as `deepspeed.tools.launcher.agent.supervise` does another."""
+    """Supervise an elastic job: the counterpart of `deepspeed.tools.launcher.agent.supervise`."""
     with memory() as kept:
 
         def make(job: NodeJob, run_dir: Path) -> Supervisor:

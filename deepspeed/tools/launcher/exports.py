@@ -1,4 +1,4 @@
-"""Environment variables for a job's other machines: those of this process that matter there, and those of
+"""Environment variables that a job's other machines receive: a selection of this process's own, plus
 ``.deepspeed_env`` files."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from deepspeed.tools.launcher.supervision import RUNNER_PID
 
 ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 # Variables that configure communication, Python and this package. Nothing else leaves this machine: an environment
-# holds tokens and paths that are no one else's.
+# holds secrets and machine-specific paths.
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
-"""Beginnings of names. A program that calls ``deepspeed.tools.launcher.runner.main`` may add some."""
+"""Name prefixes. A program that calls ``deepspeed.tools.launcher.runner.main`` may add some."""
 PREFIXES = ("NCCL", "GLOO_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_")
 NAMES = ("LD_LIBRARY_PATH", "PATH")
 LOCAL = (RUNNER_PID, "DS_ENV_FILE")
@@ -25,11 +25,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def exports(
     environment: Mapping[str, str] | None = None, folders: tuple[str, ...] | None = None
 ) -> dict[str, str]:
-    """Name -> value. Lines ``NAME=VALUE`` of a ``.deepspeed_env`` in the home folder and then in the current one
-    (``DS_ENV_FILE``: another name or path) come last; the value is all that follows the first ``=``.
+    """Return name -> value. ``NAME=VALUE`` lines of ``.deepspeed_env`` (``DS_ENV_FILE``: another name or path) override
+    the environment: first the home folder's file, then the current folder's. The value is all after the first ``=``.
 
     Raises:
-        LaunchError: a line of such a file is not of this form.
+        LaunchError: a line of such a file is malformed.
     """
     environment = os.environ if environment is None else environment
     prefixes = (*PREFIXES, *EXPORT_ENVS)
@@ -46,7 +46,7 @@ def exports(
 
 
 def read_environment_file(path: Path) -> dict[str, str]:
-    """The variables of one file; empty lines and lines that start with ``#`` are skipped."""
+    """Return the variables of one file, skipping empty lines and ``#`` comments."""
     variables = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -54,7 +54,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
         name, equals, value = line.partition("=")
         name = name.strip().removeprefix("export ").strip()
         if not equals or not _NAME.fullmatch(name):
-            # Not the line itself: it may be a token.
+            # Do not quote the line: it may hold a secret.
             raise LaunchError(f"{path}, line {number}: each line must read NAME=VALUE")
         variables[name] = value.rstrip("\r")
     return variables

@@ -1,4 +1,4 @@
-"""Failures of ranks: which one was the cause, and what is reported of the others. No torch."""
+"""Failures of ranks: finds the root cause and formats the report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deepspeed.tools.launcher")
 
 MESSAGE_LENGTH = 400
-# Text of exceptions raised because another rank is gone: ours, gloo's, NCCL's and the store's.
+# Text of exceptions raised because a peer is gone: ours, gloo's, NCCL's and the store's.
 OF_A_PEER = (
     rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
     r"|\bDist(Backend|Network|Store)Error"
@@ -36,26 +36,26 @@ class Failure:
 
     rank: int
     at: float  # seconds since the epoch
-    exit_code: int  # negative: minus the signal that ended it
-    message: str  # the exception in one line; empty if it left none
+    exit_code: int  # negative: minus the number of the signal that killed it
+    message: str  # the exception in one line; empty if there was none
     traceback: str
-    first: bool  # among the ranks ended by an exception, by their own account
+    first: bool  # it reported itself as the first rank of its machine to raise
     on_screen: bool  # the rank printed its traceback itself
-    lost_peer: bool = False  # its message says that it failed because another rank had
+    lost_peer: bool = False  # its message says that it failed because a peer was gone
     stopped: bool = False  # by the agent, because another rank had failed
     left: bool = False  # it ended with exit code 0: a failure if others were training, see `causes_first`
-    host: str = ""  # where several machines are reported together
+    host: str = ""  # set if several machines are reported together
 
     @classmethod
     def by_leaving(cls, rank: int, at: float) -> Failure:
-        """Make the entry of a rank that ended with exit code 0."""
+        """Build the entry of a rank that ended with exit code 0."""
         return cls(rank, at, 0, "", "", first=False, on_screen=False, left=True)
 
     @classmethod
     def of(
         cls, rank: int, process: ProcessFailure, ended_at: float | None, stopped_at: float | None = None
     ) -> Failure:
-        """Read from the rank's error file if an exception was the cause, else from its exit code."""
+        """Build the entry from the rank's error file if it raised an exception, else from its exit code."""
         report: dict[str, Any] = {}
         try:
             report = json.loads(Path(process.error_file).read_text(encoding="utf-8"))
@@ -63,16 +63,16 @@ class Failure:
             pass
         inner: Any = report.get("message", {})
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
-        # A rank that reported an exception may be slow to end, and be stopped meanwhile like the others.
+        # A rank that reported an exception may exit slowly and be stopped like the others before it does.
         exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
         message = str(inner.get("message", ""))
-        # A killed process loses its connections before it counts as ended: a rank that notices did not fail first.
+        # A killed process closes its connections before its exit is seen: a peer that notices did not fail first.
         lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
         raised_at = None if ended_at and lost_peer else report.get("time")
         late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
         return cls(
             rank=rank,
-            # The agent's own time is truncated to whole seconds: use the end of that second, to err on the late side.
+            # The agent truncates its timestamp to whole seconds: take the end of that second, to err on the late side.
             at=raised_at or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
             message=_in_one_line(message),
@@ -92,7 +92,7 @@ class Failure:
 
     @property
     def place(self) -> str:
-        """The rank, and its host if there are several."""
+        """Rank, with its host if there are several."""
         return f"{self.rank} ({self.host})" if self.host else str(self.rank)
 
     @property
@@ -105,7 +105,7 @@ class Failure:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Causes before effects, each by time: ranks that lost a peer come late, those stopped by the agent last.
+    """Sort failures causes first, then by time: ranks that lost a peer come later, ranks stopped by the agent last.
 
     Of two exceptions in the same millisecond, the one whose rank printed its traceback comes first.
     """
@@ -121,8 +121,8 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def causes_first(entries: Iterable[Failure]) -> list[Failure]:
-    """Put the failures of a job `in_order`. Ranks that left are among them only if they left before others failed
-    because a peer was gone, and nothing else is the cause; which all machines together can tell."""
+    """Sort the failures of a job `in_order`. Ranks that left are included only if every other cause is a lost peer and
+    they left before those failures; only the entries of all machines together can tell."""
     entries = list(entries)
     failures = [entry for entry in entries if not entry.left]
     causes = [failure for failure in failures if not failure.stopped]
@@ -134,13 +134,13 @@ def causes_first(entries: Iterable[Failure]) -> list[Failure]:
 
 
 def _is_refused_option(failure: Failure) -> bool:
-    """Tell whether a script may have failed on its arguments: argparse and click exit with 2, others name the
+    """Tell whether a script may have rejected its arguments: argparse and click exit with 2, other parsers name the
     option."""
     return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
 
 
 def _in_one_line(message: str) -> str:
-    """The first line of an exception's text, with the second if the first only announces it."""
+    """Return the first line of an exception's text, with the second if the first ends with a colon."""
     first, *others = message.strip().splitlines() or [""]
     if first.endswith(":") and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
@@ -149,7 +149,7 @@ def _in_one_line(message: str) -> str:
 
 
 def told(failures: Sequence[Failure], script: str) -> list[str]:
-    """Report which rank failed first and why, then the others; ``failures`` in order."""
+    """Return the lines of the report: the rank that failed first and why, then the others; ``failures`` in order."""
     first, *others = failures
     lines = [f"rank {first.place} of {script} failed first: {first.how}"]
     if first.left:
@@ -165,7 +165,7 @@ def told(failures: Sequence[Failure], script: str) -> list[str]:
         elif failure.message and failure.message == first.message:
             end = "the same"
         else:
-            later = max(failure.at - first.at, 0.0)  # the loss of a peer may be noticed before its end
+            later = max(failure.at - first.at, 0.0)  # a lost connection may be noticed before the peer's exit
             end = f"{failure.message or failure.how}, {later:.1f} s later"
         ends.setdefault(end, []).append(failure)
     for end, ended in ends.items():
@@ -178,7 +178,8 @@ def told(failures: Sequence[Failure], script: str) -> list[str]:
 def show(
     script: str, failures: Sequence[Failure], *, log_dir: Path | str | None, adds_local_rank: bool
 ) -> None:
-    """Logs what is `told`, after the traceback of the first if no one has seen it; ``failures`` in order."""
+    """Log the report of `told`, after the first failure's traceback unless the rank printed it; ``failures`` in
+    order."""
     first, *others = failures
     lines = told(failures, script)
     if adds_local_rank and _is_refused_option(first):
@@ -197,12 +198,12 @@ def show(
 
 
 def write_report(path: Path, failures: Iterable[Failure]) -> None:
-    """Write the failures of one machine, and its ranks that left, for the command that reports those of all."""
+    """Write one machine's failures, including ranks that left, for the command that reports all machines."""
     path.write_text(json.dumps([asdict(failure) for failure in failures]), encoding="utf-8")
 
 
 def read_report(text: str, host: str) -> list[Failure]:
-    """Return what `write_report` wrote on ``host``; empty if it is no such text."""
+    """Parse the text that `write_report` wrote on ``host``; empty if it is malformed."""
     try:
         return [Failure(**{**entry, "host": host}) for entry in json.loads(text)]
     except (ValueError, TypeError):

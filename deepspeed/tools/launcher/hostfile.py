@@ -1,5 +1,5 @@
 """Selection of devices on machines: hostfiles (``worker-0 slots=4``) and the include and exclude grammar.
-Pure.
+No torch, no network.
 
     NODE_SPEC[@NODE_SPEC ...]   with NODE_SPEC = NAME[:SLOT[,SLOT ...]]; a slot may be a range such as 0-3
 
@@ -17,13 +17,13 @@ from deepspeed.tools.launcher.errors import LaunchError
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
 MAX_SLOTS = 4096
-"""Of one machine; what is larger is a mistake, and would be counted slot by slot."""
+"""Limit per machine: a larger number is a mistake, and would be expanded into a list of slots."""
 MAX_DIGITS = 5
 HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
 
 
 def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
-    """Host name -> number of slots in file order, or None if there is no such file. Raises LaunchError."""
+    """Read host name -> number of slots, in file order; None if the file does not exist. Raises LaunchError."""
     if not hostfile_path or not os.path.isfile(hostfile_path):
         return None
     try:
@@ -39,7 +39,7 @@ def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
-    """Raises ValueError for a malformed line, a host named twice, or if no host is left."""
+    """Parse host -> slots. Raises ValueError for a malformed line, a host named twice, or a file without hosts."""
     hosts: OrderedDict[str, int] = OrderedDict()
     for number, line in enumerate(hostfile_lines, start=1):
         text = line.split("#", 1)[0].strip()
@@ -61,7 +61,8 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
 
 
 def checked_slots(given: str | int, where: str) -> int:
-    """The number of slots of one machine. Raises LaunchError, which begins with ``where``, if it can be none."""
+    """Return the number of slots of one machine. Raises LaunchError, which begins with ``where``, if it is out of
+    range."""
     digits = str(given).lstrip("0")
     if not digits:
         raise LaunchError(f"{where}: a host has at least one slot; remove one that is not to be used")
@@ -73,8 +74,8 @@ def checked_slots(given: str | int, where: str) -> int:
 
 
 def checked_host(host: str) -> str:
-    """The name, if it can be one: a name of other characters would be an option or a list to ssh, pdsh or mpirun.
-    Raises LaunchError."""
+    """Return the host name if it is valid: with other characters, ssh, pdsh or mpirun could take it for an option or a
+    list. Raises LaunchError."""
     if not HOST_NAME.fullmatch(host):
         raise LaunchError(
             f"the host name {host!r} holds other characters than letters, digits and '_.:@-', or starts with one of "
@@ -84,7 +85,7 @@ def checked_host(host: str) -> str:
 
 
 def parse_range_list(text: str) -> list[int]:
-    """``"1,3-5,7"`` -> ``[1, 3, 4, 5, 7]``, in the order given; a number named twice is an error."""
+    """Parse ``"1,3-5,7"`` to ``[1, 3, 4, 5, 7]``, in the order given. Raises LaunchError for a repeated number."""
     numbers = parse_ranges(text)
     repeated = next((number for number in numbers if numbers.count(number) > 1), None)
     if repeated is not None:
@@ -93,7 +94,7 @@ def parse_range_list(text: str) -> list[int]:
 
 
 def parse_ranges(text: str) -> list[int]:
-    """``"1,3-5,1"`` -> ``[1, 3, 4, 5, 1]``."""
+    """Parse ``"1,3-5,1"`` to ``[1, 3, 4, 5, 1]``. Raises LaunchError."""
     numbers: list[int] = []
     for part in text.split(","):
         bounds = part.strip().split("-")
@@ -109,7 +110,7 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """``"worker-0:0,2"`` -> ``("worker-0", [0, 2])``, each slot once; no slots named: an empty list."""
+    """Parse ``"worker-0:0,2"`` to ``("worker-0", [0, 2])``, each slot once; without slots, an empty list."""
     name, colon, slots = node_config.strip().partition(":")
     if not name or (colon and not slots):
         raise LaunchError(f"{node_config!r} is not of the form NAME or NAME:SLOT[,SLOT ...]")
@@ -117,8 +118,8 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
 
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
-    """Several node specs as a dictionary. Specs of the same host are combined: ``a:0@a:1`` is ``a:0,1``, and ``a@a:1``
-    is all of ``a``, an empty list. Slots keep the order in which they are named; those of specs that repeat one ascend.
+    """Parse several node specs into host -> slots. Specs of the same host are merged: ``a:0@a:1`` is ``a:0,1``, and
+    ``a@a:1`` is all of ``a``, an empty list. Slots keep the given order; if specs repeat a slot, they are sorted.
     """
     specs: dict[str, list[int]] = {}
     for name, slots in map(parse_node_config, node_config_list):
@@ -132,11 +133,11 @@ def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[in
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int] | int], include_str: str = "", exclude_str: str = ""
 ) -> OrderedDict[str, list[int]]:
-    """The part of ``host_info`` (host -> its slots, or their number) that remains after the two filters.
+    """Return the part of ``host_info`` (host -> slots, or their number) that passes the filter.
 
-    Hosts keep the order of ``host_info``, included slots the order in which they are named (it is the order
-    of the ranks); a host without slots is left out. Raises ValueError if both filters are given or one of
-    them names a host or slot that does not exist.
+    Hosts keep the order of ``host_info``, included slots the order given (the order of the ranks); hosts without
+    slots are dropped. Raises ValueError if both filters are given, or one names a host or slot that does not
+    exist.
     """
     if include_str and exclude_str:
         raise LaunchError("include and exclude are mutually exclusive: give one of them")
@@ -163,15 +164,15 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """`parse_resource_filter` for a pool that holds numbers of slots, as `fetch_hostfile` returns it."""
+    """Apply `parse_resource_filter` to a pool of slot counts, as `fetch_hostfile` returns it."""
     return parse_resource_filter(resource_pool, include_str=inclusion, exclude_str=exclusion)
 
 
 def apply_num_nodes_and_gpus(
     active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int
 ) -> OrderedDict[str, list[int]]:
-    """The first ``num_nodes`` hosts, with the first ``num_gpus`` of the slots of each; not positive: all. Raises
-    LaunchError if there are not as many."""
+    """Return the first ``num_nodes`` hosts, each with its first ``num_gpus`` slots; a number below 1 means all. Raises
+    LaunchError if there are fewer."""
     if num_nodes > len(active_resources):
         raise LaunchError(
             f"--num_nodes={num_nodes}: only {_counted(len(active_resources), 'host')} to use "

@@ -2,7 +2,7 @@
 
 The `deepspeed` command runs it on every machine of a job. It sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE,
 CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT and the accelerator's list of visible devices for each rank,
-and monitors them. torch is imported only once all arguments are known to be valid.
+and monitors them. torch is imported only after all arguments have been validated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from deepspeed.tools.launcher.supervision import NODE_REPORT, RUNNER_PID, START_
 
 logger = logging.getLogger("deepspeed.tools.launcher")
 
-# How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
-# anything else needs a core (communication threads, data loaders, another job) the threads of a rank then wait for
-# each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
+# Spins of a GNU OpenMP thread at a barrier before it sleeps. By default it spins for milliseconds; if anything else
+# needs a core (communication threads, data loaders, another job), the threads of a rank then wait for each other: a GPT
+# with two threads reached 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
 SPIN_COUNT = "10000"
 
 
@@ -61,7 +61,7 @@ PASSED_ON = {
 
 
 def node_options(args: argparse.Namespace) -> list[str]:
-    """The options of `deepspeed` for its launcher on any machine, as this module takes them."""
+    """Return the options of the `deepspeed` command that every machine's launcher gets, as this module parses them."""
     flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "prefix_output", "quiet")
     options = [f"--{flag}" for flag in flags if getattr(args, flag)]
     values = ("enable_each_rank_log", "bind_core_list", "log_level")
@@ -69,7 +69,7 @@ def node_options(args: argparse.Namespace) -> list[str]:
 
 
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
-    # Abbreviations off: they would also be looked for among the arguments of the user's script.
+    # Abbreviations off: argparse would also match them among the script's arguments.
     parser = argparse.ArgumentParser(
         prog="deepspeed.tools.launcher.launch",
         description="Start the ranks of one machine.",
@@ -94,7 +94,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def configure_logging(args: argparse.Namespace) -> None:
-    """The launcher's own lines go to standard error, marked, so they never mix with a script's
+    """Send the launcher's messages to standard error with a prefix, so that they do not mix with a script's
     output.
     """
     if not logger.handlers:
@@ -106,7 +106,7 @@ def configure_logging(args: argparse.Namespace) -> None:
 
 
 def decode_world_info(encoded: str) -> dict[str, list[int]]:
-    """Host -> its slots, in order of node rank."""
+    """Decode ``--world_info`` to host -> slots, in order of node rank. Raises LaunchError."""
     if encoded == "None":
         raise LaunchError(
             '--world_info is required: base64 of a JSON dictionary such as {"localhost": [0, 1]}'
@@ -121,14 +121,14 @@ def decode_world_info(encoded: str) -> dict[str, list[int]]:
 
 
 def pid_file(main_pid: int) -> Path:
-    """Return the path at which ``--save_pid`` writes this launcher's process id; ``main_pid`` is that of the
+    """Return the file to which ``--save_pid`` writes this launcher's process id. ``main_pid``: process id of the
     `deepspeed` command."""
     folder = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
     return Path(folder, f"{main_pid}.ds")
 
 
 def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes: int) -> tuple[str, ...]:
-    """The command line that starts any rank of this machine."""
+    """Return the command line of every rank of this machine."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     own_log = args.enable_each_rank_log is not None
     options = shim.ShimOptions(
@@ -142,7 +142,7 @@ def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes:
 
 
 def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: int, threads: int) -> None:
-    """Sets the variables that all ranks of this machine share; the agent adds those that differ."""
+    """Set the variables that all ranks of this machine share; the agent adds those that differ."""
     from deepspeed.base.accelerator import get_accelerator
 
     environment = dict(os.environ)
@@ -156,13 +156,13 @@ def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu" and "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # if empty, it hides GPUs
+    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # empty: GPUs are hidden
         accelerator.set_visible_devices_envs(environment, local_slots)
     os.environ.update(environment)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the ranks and returns the command's exit code."""
+    """Start the ranks, wait for them, and return the command's exit code. Raises LaunchError."""
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
     world = decode_world_info(args.world_info)
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if not slots:
         raise LaunchError(f"--world_info: host {host!r} has no slots")
     elastic_nodes = elastic_limits(args, len(world)) if args.enable_elastic_training else (0, 0)
-    meets_elsewhere = args.enable_elastic_training and len(world) > 1  # the command may keep the port
+    meets_elsewhere = args.enable_elastic_training and len(world) > 1  # the command's store holds the port
     if args.node_rank == 0 and not meets_elsewhere and not ports.is_free(args.master_addr, args.master_port):
         raise LaunchError(port_in_use(args.master_addr, args.master_port))
     report = os.environ.pop(NODE_REPORT, None)
@@ -183,9 +183,9 @@ def run(args: argparse.Namespace) -> int:
     log_dir = make_log_dir(args.enable_each_rank_log)
 
     adopt_orphans()
-    if args.enable_elastic_training:  # by default it would end this process; a handler of its own comes later
+    if args.enable_elastic_training:  # ignored until its handler is installed: the default is to die
         signal.signal(START_ANEW, lambda *_: None)
-    with holding_signals():  # this imports torch: an interrupt within might abort it, or be lost
+    with holding_signals():  # imports torch: an interrupt during that might abort the process, or be lost
         from deepspeed.tools.launcher.agent import NodeJob, supervise
     if args.enable_elastic_training:
         from deepspeed.tools.launcher.elastic import supervise
@@ -208,13 +208,13 @@ def run(args: argparse.Namespace) -> int:
         min_nodes=elastic_nodes[0],
         max_nodes=elastic_nodes[1],
     )
-    # Until the ranks run: then the agent has handlers of its own.
+    # Until the ranks run: then the agent's own handlers take over.
     with handled_by(_end):
         return supervise(job)
 
 
 def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
-    """Fewest and most machines of an elastic job."""
+    """Return the smallest and the largest number of machines of an elastic job. Raises LaunchError."""
     fewest = args.min_elastic_nodes if args.min_elastic_nodes > 0 else 1
     most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else nodes
     if not fewest <= nodes <= most:
@@ -226,7 +226,7 @@ def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
 
 
 def make_log_dir(folder: str | None) -> Path | None:
-    """The folder of ``--enable_each_rank_log``, created if missing."""
+    """Create the folder of ``--enable_each_rank_log`` if missing, and return it; None without that option."""
     if folder is None:
         return None
     try:
@@ -246,7 +246,7 @@ def port_in_use(address: str, port: int) -> str:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """Exit by an exception, so that folders are removed, which the signal alone would leave."""
+    """Exit with an exception, so that temporary folders are removed: the signal alone would leave them."""
     sys.exit(128 + signum)
 
 
@@ -264,7 +264,7 @@ def main(args: list[str] | None = None) -> None:
     except LaunchError as error:
         logger.error("error: %s", "\n".join([str(error), *error.__notes__]))
         sys.exit(USAGE_ERROR)
-    except KeyboardInterrupt:  # before the ranks ran: afterwards the agent turns it into its own exception
+    except KeyboardInterrupt:  # before the ranks run: then the agent turns it into its own exception
         sys.exit(shim.INTERRUPTED)
     finally:
         if saved_pid is not None:
@@ -275,7 +275,7 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Nothing is left to do, and an orderly shutdown of torch costs a third of the time to import it.
+        # Nothing is left to do, and an orderly shutdown of torch takes a third of its import time.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)

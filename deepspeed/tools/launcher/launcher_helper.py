@@ -1,4 +1,4 @@
-"""The program that MPI launchers and Slurm start for every rank: it sets the rank's environment and becomes the user's.
+"""Per-rank entry point under MPI launchers and Slurm: sets the rank's environment, then becomes the user's program.
 
 python -m deepspeed.tools.launcher.launcher_helper --launcher=mpich --world_info=... script.py [ARGUMENT ...]
 """
@@ -25,7 +25,7 @@ from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.launch import decode_world_info
 
-# Where each launcher says the rank, and the rank on its machine.
+# Environment variables in which each launcher passes the rank and the local rank.
 RANK_NAMES = {
     OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"],
     MPICH_LAUNCHER: ["PMI_RANK", "PMIX_RANK"],
@@ -69,10 +69,10 @@ def env_mapping(
     rank_name_list: Sequence[str] | None = None,
     local_rank_name_list: Sequence[str] | None = None,
 ) -> MutableMapping[str, str]:
-    """Sets RANK and LOCAL_RANK in ``env`` from the variables of these names; those that are missing are skipped.
+    """Set RANK and LOCAL_RANK in ``env`` from the variables of these names; unset variables are skipped.
 
     Raises:
-        EnvironmentError: two of them are there and differ.
+        EnvironmentError: two of them are set to different values.
     """
     for target, names in (("RANK", rank_name_list), ("LOCAL_RANK", local_rank_name_list)):
         values = {name: env[name] for name in names or () if name in env}
@@ -87,10 +87,10 @@ def env_mapping(
 def environment_of(
     env: MutableMapping[str, str], args: argparse.Namespace, world: Mapping[str, Sequence[int]]
 ) -> MutableMapping[str, str]:
-    """``env`` with everything that a rank of `deepspeed.tools.launcher.launch` gets as well.
+    """Add to ``env`` every variable that `deepspeed.tools.launcher.launch` gives a rank, and return it.
 
     Raises:
-        OSError: the launcher does not say which rank this is.
+        OSError: the launcher has not set the rank.
     """
     env_mapping(env, RANK_NAMES[args.launcher], LOCAL_RANK_NAMES[args.launcher])
     if "RANK" not in env:
@@ -111,14 +111,14 @@ def environment_of(
             "LOCAL_RANK": local_rank,
         }
     )
-    if env.get(VISIBLE_DEVICES) != "":  # if empty, it hides GPUs
+    if env.get(VISIBLE_DEVICES) != "":  # set but empty: the user hides all GPUs
         env[VISIBLE_DEVICES] = ",".join(map(str, slots))
     return env
 
 
 def bind(env: MutableMapping[str, str], core_list: str | None) -> None:
-    """Binds this process to its share of the machine's cores, one thread for each, as `deepspeed.tools.launcher.launch`
-    does. ``env`` is of `environment_of`.
+    """Bind this process to its share of the machine's cores, one OpenMP thread per core, as
+    `deepspeed.tools.launcher.launch` does. ``env`` comes from `environment_of`.
     """
     own = cores.binding(core_list, int(env["LOCAL_SIZE"]))[int(env["LOCAL_RANK"])]
     os.sched_setaffinity(0, own)

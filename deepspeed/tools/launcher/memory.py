@@ -1,4 +1,4 @@
-"""The folder in shared memory of an elastic job on one machine: ranks keep their state there, and it outlives them."""
+"""Shared-memory folder of an elastic job on one machine: ranks keep their state there, and it outlives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEPS = struct.Struct("<q")
 
 
 class Memory:
-    """The folder that outlives ranks."""
+    """Shared-memory folder that outlives the ranks, and the count of finished steps in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,13 +25,13 @@ class Memory:
 
     @property
     def step(self) -> int:
-        """Steps that the ranks of this machine have finished."""
+        """Number of steps that the ranks of this machine have finished."""
         return _STEPS.unpack(self._progress.read_bytes())[0]
 
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
-    """This process's folder, as long as the context lasts."""
+    """Create this process's `Memory`, and remove it at the end of the context."""
     with own_folder(memory_folder()) as folder:
         os.environ[ELASTIC_STATE] = str(folder)
         yield Memory(folder)

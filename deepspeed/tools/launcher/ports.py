@@ -1,4 +1,4 @@
-"""The rendezvous port: whether it is free, which ports are, and who is about to use one."""
+"""Rendezvous ports: probing, search for a free one, and reservation against other launchers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ CANDIDATES = 4096
 
 
 def is_free(address: str, port: int) -> bool:
-    """Tell whether a server could listen on ``address``:``port`` now. An address of another machine counts as
-    free.
-    """
+    """Tell whether a server could listen on ``address``:``port`` now; always true for another machine's address."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except OSError:
         return True
     with socket.socket(family, kind, protocol) as probe:
-        # As the store does: lingering connections do not count.
+        # As the store does: connections in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(where)
@@ -36,9 +34,9 @@ def is_free(address: str, port: int) -> bool:
 
 
 def free_ports(address: str) -> Iterator[int]:
-    """Endless series of ports that are free now, and likely still free some seconds later, when rank 0 has started.
+    """Yield, without end, ports that are free now and likely still free when rank 0 starts, seconds later.
 
-    Ports from the kernel's range for outgoing connections might not be: those below that range come first.
+    Ports of the kernel's ephemeral range might be taken by then: those below that range come first.
     """
     try:
         lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -55,17 +53,17 @@ def free_ports(address: str) -> Iterator[int]:
 
 
 def find_free(address: str) -> int:
-    """The first of ``free_ports``."""
+    """Return the first of ``free_ports``."""
     return next(free_ports(address))
 
 
 class PortReservation:
-    """Keeps other launchers on this host from choosing ``port`` until it is closed, or this process ends.
+    """Keeps other launchers on this host from choosing ``port`` until the reservation is closed or this process ends.
 
-    Some seconds pass between choosing a port and rank 0 listening on it; a launcher started meanwhile would also find
+    Seconds pass between choosing a port and rank 0 listening on it; a launcher started in between would also find
     it free. An abstract Unix socket with the port in its name prevents that: such names belong to the network
-    namespace, as ports do, are the same for all users, and disappear with the process that created them, however it
-    ends. They exist only on Linux; elsewhere nothing is reserved.
+    namespace, as ports do, are shared by all users, and disappear with their process, however it ends. They exist
+    only on Linux; elsewhere nothing is reserved.
 
     Attributes:
         is_ours: False if another process has reserved the port.
@@ -80,7 +78,7 @@ class PortReservation:
         self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._name.bind(f"\0deepspeed.launcher.port.{port}")
-        except OSError as error:  # any other error: a sandbox without such names, so nothing is reserved
+        except OSError as error:  # any other error: a sandbox without such names; nothing is reserved
             self.is_ours = error.errno != errno.EADDRINUSE
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class PortReservation:
 
 
 def reserve(address: str, preferred: int) -> PortReservation:
-    """``preferred`` if it is free and not reserved, else another such port."""
+    """Reserve ``preferred`` if it is free and unreserved, else another such port."""
     for port in itertools.chain([preferred], free_ports(address)):
         reservation = PortReservation(port)
         if reservation.is_ours and is_free(address, port):

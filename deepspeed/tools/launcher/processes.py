@@ -1,4 +1,4 @@
-"""Monitoring ranks and leaving no process behind. Functions that need the Linux kernel do nothing elsewhere."""
+"""Process monitoring and clean-up, so that no process is left behind. Linux-only functions do nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COLLECT_EVERY_S = 5.0
 LOOK_EVERY_S = 0.25
 ERROR_REPORT = "error.json"  # of a rank, in its folder
 FOLDER_PREFIX = "deepspeed_launch_"
-OWNER = "owner"  # of such a folder: locked as long as its launcher lives
+OWNER = "owner"  # lock file in such a folder: locked as long as its launcher lives
 
 
 def grace_seconds(launcher_pid: int | None = None) -> float:
-    """Time that ranks (of this launcher) have between the request to stop and SIGKILL.
+    """Return the seconds that ranks (of this launcher) have between the request to stop and SIGKILL.
 
-    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it, for scripts that save by themselves at SIGTERM; ranks whose config says
-    that they do so have told their launcher.
+    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it, for scripts that save at SIGTERM; ranks whose config asks for that have
+    written their grace time to the launcher's folder.
     """
     given = os.environ.get("DEEPSPEED_STOP_GRACE")
     if given is not None or launcher_pid is None:
@@ -44,28 +44,28 @@ def grace_seconds(launcher_pid: int | None = None) -> float:
 
 
 def run_dir_prefix(launcher_pid: int) -> str:
-    """Prefix of the temporary folder for the error reports of a launcher's ranks."""
+    """Return the name prefix of the temporary folders of a launcher."""
     return f"{FOLDER_PREFIX}{launcher_pid}_"
 
 
 def memory_folder() -> Path:
-    """Return the folder in which ranks of an elastic job keep their state: shared memory, or what
-    DEEPSPEED_ELASTIC_MEMORY names."""
+    """Return the folder in which ranks of an elastic job keep their state: DEEPSPEED_ELASTIC_MEMORY if set, else shared
+    memory, or the temporary folder where there is none."""
     own = os.environ.get("DEEPSPEED_ELASTIC_MEMORY")
     shared = Path("/dev/shm")
     return Path(own) if own else shared if shared.is_dir() else Path(tempfile.gettempdir())
 
 
 def folders_of(launcher_pid: int) -> list[Path]:
-    """All folders that a launcher makes."""
+    """Return all temporary folders of a launcher."""
     places = {Path(tempfile.gettempdir()), memory_folder()}
     return [path for place in places for path in place.glob(run_dir_prefix(launcher_pid) + "*")]
 
 
 @contextmanager
 def own_folder(place: Path | None = None) -> Iterator[Path]:
-    """Make a temporary folder of this launcher, removed at the end, whichever signal that is; if it is SIGKILL, by the
-    next launcher."""
+    """Create a temporary folder of this launcher, removed at the end of the context, also after a signal; after
+    SIGKILL, the next launcher removes it."""
     place = Path(tempfile.gettempdir()) if place is None else place
     _remove_stale(place)
     folder = lock = None
@@ -82,40 +82,40 @@ def own_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def _own(folder: Path) -> int | None:
-    """Return a descriptor that locks the folder until this process ends, however it ends: ids of processes do not tell
-    who lives where containers share a folder. None where there are no such locks."""
+    """Return a descriptor that locks the folder until this process ends, however it ends; None where file locks are
+    missing. Process ids do not tell which launchers live: containers may share the folder."""
     try:
         import fcntl
 
         new = folder / f"{OWNER}.new"
         lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        new.rename(folder / OWNER)  # nobody sees it unlocked
+        new.rename(folder / OWNER)  # it appears only once locked
     except (ImportError, OSError):
         return None
     return lock
 
 
 def _remove_stale(place: Path) -> None:
-    """Remove the folders of launchers that were killed: those whose lock nobody holds any more."""
+    """Remove the folders of killed launchers: those whose lock is no longer held."""
     for folder in place.glob(FOLDER_PREFIX + "*"):
         try:
             import fcntl
 
             lock = os.open(folder / OWNER, os.O_RDWR)
-        except (ImportError, OSError):  # another user's, or one that is being made
+        except (ImportError, OSError):  # another user's, or one that is being created
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            pass  # its launcher lives
+            pass  # its launcher is alive
         finally:
             os.close(lock)
 
 
 def remove(folder: Path) -> None:
-    """Again if something was written there meanwhile, by a process that is about to end."""
+    """Remove a folder, retrying for a second while ending processes still write there."""
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -124,7 +124,7 @@ def remove(folder: Path) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that it can still be found."""
+    """Make this process the parent of every descendant whose own parent ends, so that it can still be found."""
     if LINUX:
         import ctypes
 
@@ -132,14 +132,15 @@ def adopt_orphans() -> None:
 
 
 def own_children() -> frozenset[int]:
-    """Process ids of this process's current children."""
+    """Return the process ids of this process's current children."""
     import psutil
 
     return frozenset(child.pid for child in psutil.Process().children())
 
 
 def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0) -> None:
-    """Sends SIGKILL to all descendants except ``spared`` children, until none is left or the time is up."""
+    """Send SIGKILL to all descendants except ``spared`` children and theirs, until none is left or ``within_s`` is
+    over."""
     import psutil
 
     deadline = time.monotonic() + within_s
@@ -159,7 +160,7 @@ def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0
 
 
 def _collect(pids: Iterable[int]) -> None:
-    """Collects the exit status of dead children that this process adopted as orphans."""
+    """Reap dead children that this process adopted as orphans."""
     for pid in pids:
         try:
             os.waitpid(pid, os.WNOHANG)
@@ -187,11 +188,11 @@ def _is_alive(process) -> bool:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the context, termination signals go to ``handler``; a hang-up that nohup ignores stays ignored."""
+    """Route termination signals to ``handler`` within the context; SIGHUP stays ignored under nohup."""
     before = {}
     if threading.current_thread() is threading.main_thread():  # Python delivers signals only to it
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-            signum = getattr(signal, name, None)  # Windows has two of them
+            signum = getattr(signal, name, None)  # Windows has only two of them
             if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
                 continue
             before[signum] = signal.signal(signum, handler)
@@ -204,10 +205,10 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Termination signals that arrive within the context take effect at its end.
+    """Defer termination signals that arrive within the context to its end.
 
-    Their handlers raise; raised inside ``Thread.start``, that leaves a thread which Python does not know, and the
-    thread prints a traceback when it ends.
+    Their handlers raise; an exception inside ``Thread.start`` would leave a thread that Python has not registered,
+    which prints a traceback when it ends.
     """
     held: list[int] = []
     with handled_by(lambda signum, _: held.append(signum)):
@@ -217,8 +218,8 @@ def holding_signals() -> Iterator[None]:
 
 
 def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[int, float]) -> None:
-    """Starts a thread that ends a rank which has reported a failure but does not exit by itself within the grace time:
-    a thread or an exit handler of its script keeps it alive, and until it is gone the other ranks wait for it.
+    """Start a thread that ends a rank which has reported a failure but does not exit within the grace time: a thread
+    or an exit handler of its script keeps it alive, and the other ranks wait for it until it is gone.
     """
 
     def look() -> None:
@@ -233,19 +234,19 @@ def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[i
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signum)
 
-    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a process id could have been reused by now
+    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a process id might be reused by then
         threading.Thread(target=look, name="failed-ranks", daemon=True).start()
 
 
 class ExitWatch:
-    """Records when each process ended, to the millisecond, without collecting its exit status: the agent does that.
+    """Records when each process ended, to the millisecond, without reaping it: the agent does that.
 
-    The agent polls ten times a second, and by then a killed rank has often taken others down with it; the exit code
-    of the first one becomes the command's.
+    The agent polls ten times a second; within that interval a killed rank often takes others down with it. The exit
+    code of the first one becomes the command's.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """``pids``: local rank -> process id of a child that has not been waited for yet."""
+        """Watch ``pids``: local rank -> process id of a child that has not been reaped yet."""
         self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
         self._pids = frozenset(pids.values())
         if not hasattr(os, "pidfd_open"):
@@ -254,7 +255,7 @@ class ExitWatch:
         for local_rank, pid in pids.items():
             try:
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, local_rank)
-            except OSError:  # an old kernel, or no descriptors left: the agent's own times are used
+            except OSError:  # an old kernel, or no descriptors left: fall back to the agent's timestamps
                 return
         threading.Thread(target=self._watch, args=(len(pids),), name="exit-watch", daemon=True).start()
 
@@ -269,10 +270,10 @@ class ExitWatch:
         self._selector.close()
 
     def _collect_orphans(self) -> None:
-        """Collects the exit status of adopted processes that ranks left behind: a long run would fill the table."""
+        """Reap adopted processes that ranks left behind: over a long run, zombies would fill the process table."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                # Not ours to collect; the agent is about to, and then we continue.
+                # A rank: the agent reaps it, and this loop continues the next time.
                 if ended.si_pid in self._pids:
                     return
                 os.waitpid(ended.si_pid, 0)

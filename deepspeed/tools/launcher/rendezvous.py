@@ -1,9 +1,9 @@
-"""The rendezvous of an elastic job's machines: torch's dynamic rendezvous, over a store that outlives any of them.
+"""Rendezvous of an elastic job's machines: torch's dynamic rendezvous over a store that outlives each of them.
 
     python -m deepspeed.tools.launcher.rendezvous PORT PARENT_PID
 
-is that store, as a process of its own beside the `deepspeed` command. Where machines are started by hand, the first
-one keeps it, and then the job does not outlive that machine.
+runs that store as a separate process next to the `deepspeed` command. If machines are started by hand, the first
+one hosts the store, and the job does not survive the loss of that machine.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from deepspeed.tools.launcher.shim import die_with_parent
 from deepspeed.tools.launcher.supervision import START_ANEW
 
 RUN_ID = "deepspeed"
-JOIN_S = 600  # for the fewest machines to come
-LAST_CALL_S = 2  # for more than the fewest to come
-HEARTBEAT_S, HEARTBEATS = 1, 3  # a machine that misses them has gone
+JOIN_S = 600  # timeout until the minimum number of machines has joined
+LAST_CALL_S = 2  # wait for machines beyond the minimum
+HEARTBEAT_S, HEARTBEATS = 1, 3  # interval, and how many a machine may miss before it counts as lost
 CONNECT_S = 60
-STEP_S = 60.0  # a machine that has come waits so long for the end of a step
+STEP_S = 60.0  # longest time that a joining machine waits for the end of a step
 
 
 class AtSteps(RendezvousHandler):
-    """Lets the agent see machines that wait only when a step has been finished since they came."""
+    """Hides waiting machines from the agent until a step has finished since they arrived."""
 
     def __init__(self, handler: RendezvousHandler, kept: Memory) -> None:
         self._handler = handler
         self._kept = kept
-        self._seen: tuple[int, float] | None = None  # the step at which someone was first seen, and when
+        self._seen: tuple[int, float] | None = None  # step and time at which a waiting machine was first seen
         self._lost = False
         signal.signal(START_ANEW, self._on_loss)
 
@@ -56,7 +56,7 @@ class AtSteps(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        return False  # it counts starts, which machines that come later have not seen
+        return False  # torch keys it by restart count, which differs on machines that join later
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._seen, self._lost = None, False
@@ -92,8 +92,8 @@ class AtSteps(RendezvousHandler):
 
 
 def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
-    """The rendezvous of this machine."""
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each start of the ranks has a store of its own
+    """Return this machine's rendezvous handler. Raises LaunchError if the store cannot be reached."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each start of the ranks creates a new store
     keeps_store = job.node_rank == 0 and ports.is_free(job.master_addr, job.master_port)
     try:
         store = TCPStore(
@@ -121,17 +121,17 @@ def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
 
 
 def _heartbeats() -> dict[str, Any]:
-    """Return the heartbeats after which a machine counts as gone; torch before 2.7 takes no such setting."""
+    """Return the heartbeat settings of a lost machine; torch before 2.7 does not accept them."""
     known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
     wanted = {"keep_alive_interval": HEARTBEAT_S, "keep_alive_max_attempt": HEARTBEATS}
     return {name: value for name, value in wanted.items() if name in known}
 
 
 def own_address(master_addr: str, master_port: int) -> str:
-    """The address with which this machine reaches ``master_addr``: the one that others reach it by."""
+    """Return the source address of packets to ``master_addr``: other machines reach this one at it."""
     family, _, _, _, where = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # of a datagram socket: nothing is sent
+        probe.connect(where)  # a datagram socket: nothing is sent
         return probe.getsockname()[0]
 
 

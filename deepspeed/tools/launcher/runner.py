@@ -1,8 +1,8 @@
-"""The `deepspeed` command: decides which devices to use and starts `deepspeed.tools.launcher.launch` on them.
+"""The `deepspeed` command: chooses devices and starts `deepspeed.tools.launcher.launch` on them.
 
 It stays small (no torch) and runs as long as the launcher that it starts. The two monitor each other: if this
-process is killed, the kernel notifies the launcher, which stops its ranks; if the launcher is killed, the kernel kills
-the ranks, and the processes that they had started are reparented to this one, which ends them.
+process is killed, the kernel signals the launcher, which stops its ranks; if the launcher is killed, the kernel kills
+the ranks, and their orphaned children are reparented to this process, which kills them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LAUNCHER_ARGS = "launcher_args"
 
 
 class _MarkGiven(argparse.Action):
-    """Stores the value and records that the user chose it: ``NAME_given``."""
+    """Stores the value, and records in ``NAME_given`` that the user set it."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         setattr(namespace, self.dest, values)
@@ -124,8 +124,8 @@ _SEVERAL_MACHINES = {
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of `deepspeed`; everything after the script is the script's."""
-    # Abbreviations off: argparse would also look for them among the arguments of the user's script.
+    """Parse the command line of `deepspeed`; everything after the script belongs to the script."""
+    # Abbreviations off: argparse would also match them among the script's arguments.
     parser = ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [options] script [arguments of the script]",
@@ -153,13 +153,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
-    """``--launcher_args --x=y``, as the documents have it, becomes one word: argparse takes the second for an option of
-    its own. What follows the script is left alone."""
+    """Join ``--launcher_args --x=y``, the documented form, into one word: argparse would take the second word for an
+    option of its own. The script's arguments are left unchanged."""
     known, left, joined = parser._option_string_actions, list(args), []
     while left:
         word = left.pop(0)
         action = known.get(word)
-        if action is None or action.nargs is not None or not left:  # no option, or one that takes no value
+        if action is None or action.nargs is not None or not left:  # not an option, or one without a value
             joined.append(word)
         elif action.dest == LAUNCHER_ARGS and left[0].startswith("-"):
             joined.append(f"{word}={left.pop(0)}")
@@ -171,7 +171,7 @@ def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) ->
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
-    """``"2"`` -> ``(2, -1)``; with elastic training also ``"2:4"`` -> ``(2, 4)``. Raises LaunchError otherwise."""
+    """Parse ``"2"`` to ``(2, -1)``; with elastic training also ``"2:4"`` to ``(2, 4)``. Else raises LaunchError."""
     low, colon, high = str_num_nodes.partition(":")
     try:
         numbers = int(low), int(high) if colon else -1
@@ -183,8 +183,8 @@ def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, in
 
 
 def check_elastic(args: argparse.Namespace) -> None:
-    """``--num_nodes MIN:MAX`` is another way to write the limits of ``--elastic_training``. Raises LaunchError for
-    limits that cannot be meant."""
+    """Translate ``--num_nodes MIN:MAX`` into the node limits of ``--elastic_training``. Raises LaunchError for
+    contradictory limits."""
     low, high = parse_num_nodes(str(args.num_nodes), args.elastic_training)
     args.num_nodes = low
     if high > 0:
@@ -199,7 +199,7 @@ def check_elastic(args: argparse.Namespace) -> None:
 
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
-    """``--autotuning``: finds the fastest config, and with ``run`` runs the script with it. Returns the exit code."""
+    """Find the fastest config (``--autotuning``), and with ``run`` run the script with it. Returns the exit code."""
     from deepspeed.tools.autotuning.command import run_autotuning as tune
 
     try:
@@ -209,7 +209,7 @@ def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequ
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `deepspeed`. Given ``args``, it raises LaunchError where the command exits with 2."""
+    """Run the `deepspeed` command. Called with ``args``, it raises LaunchError where the command would exit with 2."""
     parsed = parse_args(args)
     configure_logging(parsed)
     try:
@@ -235,13 +235,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.PortReservation]:
-    """Checks everything that can be checked before a process is started; returns what runs the job and gives its exit
-    code, and the port to hold until it ends.
+    """Validate everything that can be checked before a process is started. Returns a function that runs the job and
+    returns its exit code, and the port reservation to hold until the job ends.
     """
     check_elastic(args)
     active = choose_devices(args)
     if args.launcher_given and args.launcher in RUNNERS:
-        # Also where one host is left, which is started here.
+        # Also if a single host is left, for which the launcher is not used.
         RUNNERS[args.launcher].validate_active_resources(active)
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
@@ -270,7 +270,8 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.PortRese
 def _this_machine_of_several(
     args: argparse.Namespace, active: Mapping[str, Sequence[int]]
 ) -> tuple[Callable[[], int], ports.PortReservation]:
-    """``--no_ssh``: the same command is given on every machine, with another ``--node_rank``."""
+    """Prepare this machine's part of a ``--no_ssh`` job: the user runs the command on every machine, each with its own
+    ``--node_rank``."""
     if not 0 <= args.node_rank < len(active):
         raise LaunchError(
             f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(active) - 1} ({', '.join(active)})"
@@ -278,7 +279,7 @@ def _this_machine_of_several(
     if len(active) > 1 and not args.master_addr:
         raise LaunchError("--no_ssh needs --master_addr, an address of the machine with --node_rank 0")
     address = args.master_addr or "127.0.0.1"
-    args.master_port_given = True  # all machines must use the same
+    args.master_port_given = True  # all machines must use the same port
     reservation = choose_port(args, address) if args.node_rank == 0 else ports.PortReservation(0)
     command = [*LAUNCH, *launch_arguments(args, active, address, args.master_port, args.node_rank)]
     return functools.partial(supervise, command), reservation

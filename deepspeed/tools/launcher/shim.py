@@ -6,8 +6,8 @@ KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Shim
 to the launcher's lifetime, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
 that escapes a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
-reads (``TORCHELASTIC_ERROR_FILE``), and only the rank that fails first prints its traceback: the others fail because
-of it, and their tracebacks would bury the one that matters.
+reads (``TORCHELASTIC_ERROR_FILE``). Only the rank that fails first prints its traceback: the others fail because of
+it, and their tracebacks would bury the root cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 LINUX = sys.platform.startswith("linux")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST_FAILURE = "first_failure"
-SCRIPT_ENDED = "script_ended"  # of a rank: when its script ended without a failure
+SCRIPT_ENDED = "script_ended"  # file in a rank's folder: when its script ended without a failure
 LOCAL_RANK_OPTION = "--local_rank"
 SIGKILL = 9  # not in `signal` on Windows
 INTERRUPTED = 128 + signal.SIGINT
@@ -36,21 +36,21 @@ class ShimOptions(NamedTuple):
     """The options of this machine's ranks, the same for all of them."""
 
     local_rank_argument: bool = True
-    own_log: bool = False  # standard output is this rank's file: standard error goes there, too
+    own_log: bool = False  # standard output is this rank's log file: send standard error there, too
     cores: list[list[int]] | None = None  # by local rank
     of_a_peer: str = (
-        ""  # text of exceptions that are told by the launcher only: the cause is on another machine
+        ""  # pattern of exceptions caused by a peer: this rank does not print them, the launcher reports them
     )
 
 
 def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
-    """Makes the kernel send ``signum`` to this process when its parent ends, however it ends (Linux only)."""
+    """Make the kernel send ``signum`` to this process when its parent ends, however it ends (Linux only)."""
     if not LINUX:
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the request was in place
+    if os.getppid() != parent_pid:  # the parent ended before the request took effect
         os._exit(128 + signum)
 
 
@@ -92,17 +92,17 @@ def main() -> None:
 
 
 def _set_last_exception(error: BaseException) -> None:
-    """Sets what Python itself sets for an uncaught exception: exit handlers look there to learn
+    """Set ``sys.last_*`` as Python does for an uncaught exception: exit handlers read it to learn
     whether the run succeeded (a rank that failed must not wait for the others)."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def spare_strict_parsers(added: str) -> None:
-    """Makes an argparse parser that does not know ``--local_rank`` ignore the one that we ``added``.
+    """Make argparse parsers that do not declare ``--local_rank`` ignore the ``added`` argument.
 
-    Scripts for this command take the option, as documented; scripts for other launchers read LOCAL_RANK and would
-    end with "unrecognized arguments". Only its parser knows which of the two a script is: the option may be declared
-    in any module that the script imports. ``sys.argv`` holds it either way.
+    Scripts written for this command take the option, as documented; scripts for other launchers read LOCAL_RANK and
+    would fail with "unrecognized arguments". Only the parser can tell the two apart: the option may be declared in any
+    module that the script imports. ``sys.argv`` holds the argument either way.
     """
     import argparse
 
@@ -119,7 +119,7 @@ def spare_strict_parsers(added: str) -> None:
 
 
 def run_program(target: str, arguments: list[str]) -> None:
-    """Replaces this process; never returns."""
+    """Replace this process by the program; never returns."""
     try:
         os.execvp(target, [target, *arguments])
     except OSError as error:
@@ -128,7 +128,7 @@ def run_program(target: str, arguments: list[str]) -> None:
 
 
 def run_script(path: str) -> None:
-    """Runs a Python file as ``python path`` would: in a fresh ``__main__``, with the file's folder first on
+    """Run a Python file as ``python path`` would: in a fresh ``__main__``, with the file's folder first on
     ``sys.path``.
     """
     full_path = os.path.abspath(path)
@@ -150,7 +150,7 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Runs a module as ``python -m name`` would."""
+    """Run a module as ``python -m name`` would."""
     import runpy
 
     _set_first_path(os.getcwd())
@@ -158,13 +158,14 @@ def run_module(name: str) -> None:
 
 
 def _set_first_path(folder: str) -> None:
-    """Puts ``folder`` where Python had put the shim's own folder."""
+    """Replace the shim's own folder, the first on ``sys.path``, by ``folder``."""
     if not getattr(sys.flags, "safe_path", False):  # -P and PYTHONSAFEPATH, from Python 3.11 on
         sys.path[0] = folder
 
 
 def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
-    """Records the error for the launcher; prints it if no rank of this machine has failed before."""
+    """Record the error for the launcher; print it if it is the first failure on this machine and not caused by a
+    peer, or if the rank has its own log file."""
     import traceback
 
     now = time.time()
@@ -193,8 +194,8 @@ def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
 
 
 def report_exit(end: SystemExit, own_log: bool) -> None:
-    """Records the exit code for the launcher, before others notice that this rank has ended. A text in place of a
-    code is printed by the first rank only."""
+    """Record the exit code for the launcher, before peers notice that this rank has ended. A message in place of a code
+    is printed by the first rank only, or to the rank's own log file."""
     now = time.time()
     first = _is_first_failure()
     path = os.environ.get(ERROR_FILE)
@@ -216,19 +217,21 @@ def report_exit(end: SystemExit, own_log: bool) -> None:
 
 
 def record_end() -> None:
-    """Tells the launcher that the script has ended well, before exit handlers close what others may still use."""
+    """Tell the launcher that the script has succeeded, before exit handlers close connections that peers may still
+    use."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return
     try:
         with open(os.path.join(os.path.dirname(path), SCRIPT_ENDED), "w", encoding="utf-8") as file:
             file.write(repr(time.time()))
-    except OSError:  # the folder is gone or full: only a message is less exact
+    except OSError:  # the folder is gone or full: only the failure report becomes less precise
         pass
 
 
 def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:
-    """Writes torch's layout, from which ProcessFailure reads message, call stack and time, plus our own facts."""
+    """Write the error file in torch's layout, from which ProcessFailure reads message, call stack and time, plus
+    ``facts`` of our own."""
     record: dict[str, Any] = {
         "message": {
             "message": message,
@@ -238,7 +241,7 @@ def _write(path: str, *, message: str, origin: str, callstack: str, time: float,
         "time": time,
         **facts,
     }
-    # Whole or not there: the launcher may stop this rank, and read its report, at any moment.
+    # Written atomically: the launcher may stop this rank, and read its report, at any moment.
     part = f"{path}.part"
     with open(part, "w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -249,12 +252,12 @@ def _one_line_of(error: BaseException) -> str:
     import traceback
 
     told = traceback.TracebackException(type(error), error, None)
-    told.__notes__ = None  # pyright: ignore[reportAttributeAccessIssue]  # the report is of one line
+    told.__notes__ = None  # pyright: ignore[reportAttributeAccessIssue]  # the report has one line
     return "".join(told.format_exception_only()).strip()
 
 
 def _oldest(error: BaseException) -> BaseException:
-    """The original exception: a ``finally`` that communicates with other ranks raises a second one over it."""
+    """Return the original exception: a ``finally`` that communicates with peers raises a second one over it."""
     seen = {id(error)}
     while True:
         earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -265,7 +268,7 @@ def _oldest(error: BaseException) -> BaseException:
 
 
 def _is_first_failure() -> bool:
-    """True in exactly one rank of this machine: the one that creates the marker file next to the ranks'
+    """Return True in exactly one rank of this machine: the one that creates the marker file next to the ranks'
     folders."""
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -276,12 +279,12 @@ def _is_first_failure() -> bool:
     except FileExistsError:
         return False
     except OSError:
-        return True  # the folder is gone or full: better one traceback too many
+        return True  # the folder is gone or full: rather one traceback too many than none
     return True
 
 
 def _without_shim_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the user's first line on; None if it never got that far (a missing module, bad
+    """Return the traceback from the user's first frame on; None if no user code ran (a missing module, bad
     syntax).
     """
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Running a command that starts ranks, and leaving nothing behind when it ends or is asked to."""
+"""Supervision of a command that starts ranks: signal forwarding, and clean-up when it ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from deepspeed.tools.launcher.shim import LINUX, die_with_parent
 
 logger = logging.getLogger("deepspeed.tools.launcher")
 
-RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # names the process with which a launcher must end
-NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of telling them
-START_ANEW = signal.SIGUSR1  # of an elastic job: a machine is gone, which its ranks may not notice
-LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
+RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
+NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them
+START_ANEW = signal.SIGUSR1  # restart of an elastic job: a machine was lost, which its ranks may not notice
+LAST_RESORT_S = 1.75  # time for the launcher to exit after it has killed its ranks
 
 
 def supervise(
@@ -39,12 +39,12 @@ def supervise(
     stdin: int | None = None,
     errors_to: Callable[[bytes], None] | None = None,
 ) -> int:
-    """Runs the launcher and forwards signals to it; returns the exit code when no process of the job is left.
+    """Run the launcher and forward signals to it; return its exit code once no process of the job is left.
 
-    ``asked_by`` is given a function that stops the launcher with a signal, for requests that do not come as signals.
-    ``what`` is the command's name in messages; ``ends_by`` the only signal that it is sent, if others do not end it;
-    ``stdin`` its standard input, as `subprocess` takes it; ``errors_to`` is given what it writes to standard error,
-    which it shares with us otherwise.
+    ``asked_by``: called with a function that sends the launcher a signal, for requests that do not arrive as signals.
+    ``what``: the command's name in messages. ``ends_by``: signal to send instead of the received one, for commands that
+    only end by it. ``stdin``: as for `subprocess`. ``errors_to``: receives the launcher's standard error in chunks;
+    by default it is inherited.
     """
     adopt_orphans()
     not_ours = own_children()
@@ -64,7 +64,7 @@ def supervise(
                 remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
-    # It did not end in time and was killed, or was interrupted where Python can only abort: not why it ended.
+    # After a request, a death by another signal (killed after the timeout, or aborted by Python) is not the reason.
     if code < 0 and requests.asked:
         return 128 + requests.asked[0]
     return code if code >= 0 else 128 - code
@@ -73,8 +73,8 @@ def supervise(
 def _start(
     command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None, *, piped: bool
 ) -> subprocess.Popen[bytes]:
-    """``piped``: its standard error is read here."""
-    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
+    """Start the command. ``piped``: with a pipe for its standard error."""
+    # In its own session, the launcher gets Ctrl-C from this process only, not from the terminal as well.
     return subprocess.Popen(
         command,
         env={**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())},
@@ -86,7 +86,7 @@ def _start(
 
 
 class _Requests:
-    """Hands signals on to the launcher. ``asked``: those that ask it to end; it is killed if it does not."""
+    """Forwards signals to the launcher, and kills it if it does not end in time. ``asked``: requests to end so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], ends_by: int | None) -> None:
         self.asked: list[int] = []
@@ -95,7 +95,7 @@ class _Requests:
 
     def hand_on(self, signum: int, frame: FrameType | None = None) -> None:
         process = self._process
-        if signum == START_ANEW:  # no request to end
+        if signum == START_ANEW:  # not a request to end
             process.send_signal(signum)
             return
         self.asked.append(signum)
@@ -118,5 +118,5 @@ def _reader(process: subprocess.Popen[bytes], errors_to: Callable[[bytes], None]
 
 
 def _end_with_this_process(own_pid: int) -> Callable[[], None] | None:
-    """Prepare a child before it becomes the command: the kernel ends it when this process ends (Linux)."""
+    """Return a ``preexec_fn`` that makes the kernel end the child when this process ends (Linux), or None."""
     return (lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None

@@ -1,1 +1,1 @@
-"""Measuring storage: `ds_io` times one configuration, `ds_nvme_tune` looks for the best one."""
+"""Storage benchmarks: `ds_io` times one configuration, `ds_nvme_tune` searches for the best one."""

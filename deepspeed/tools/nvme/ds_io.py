@@ -23,7 +23,8 @@ from deepspeed.tools.nvme.measure import (
 
 
 def plans(args: argparse.Namespace) -> list[MeasurePlan]:
-    """One per process: every device of every folder, or `multi_process` ones."""
+    """Return one plan per process: one for each device of each mapped folder, or `multi_process` for one folder.
+    FileNotFoundError, ValueError."""
     if args.folder is not None:
         places = [(args.folder, index) for index in range(args.multi_process)]
     else:

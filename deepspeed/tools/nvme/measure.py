@@ -1,4 +1,4 @@
-"""Transfers between tensors and files by several engines, and their times in one process or several at once."""
+"""Transfers between tensors and files with several engines, timed in one process or in several concurrently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.ops.aio.async_io import aio_handle
 from deepspeed.ops.gds.gds import gds_handle
 from deepspeed.ops.io import FastFileWriter, FastFileWriterConfig
 
-# The engines that `ds_io` can time: the same read or write done by a handle, a fast writer, or plain torch.
+# The engines that `ds_io` can time: the same read or write with an aio handle, a fast writer, or plain torch.
 
 
 HANDLES = ("aio_handle", "aio_basic")
@@ -28,7 +28,7 @@ HANDLES = ("aio_handle", "aio_basic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One configuration of reading or writing a whole file."""
+    """One configuration for reading or writing a whole file."""
 
     io_size: int  # bytes
     read: bool
@@ -39,7 +39,7 @@ class Transfer:
     overlap_events: bool = True
     intra_op_parallelism: int = 1
     fast_io_size: int = 64 << 20  # bytes buffered by torch_fastio
-    device: int | None = None  # accelerator that holds the tensor; None: the host
+    device: int | None = None  # index of the accelerator that holds the tensor; None: host memory
     gds: bool = False
     pinned: bool = True
     legacy_save: bool = False
@@ -52,8 +52,8 @@ class Transfer:
 
 
 def prepare(transfer: Transfer) -> Callable[[str], object]:
-    """Return a function that does the transfer with the file at a given path. Tensors and threads are created in
-    advance."""
+    """Return a function that runs the transfer on the file at a given path. Tensors and threads are created here,
+    outside the timed call."""
     handle = transfer.handle()
     buffer = _buffer(transfer, handle)
     if transfer.engine == "torch_io":
@@ -100,24 +100,24 @@ def _fast_save(buffer: Tensor, path: str, config: FastFileWriterConfig, legacy: 
 
 
 FLAGS = ("single_submit", "overlap_events")
-"""Settings that are true or false."""
+"""Boolean settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurePlan:
-    """The work of one process in its folder."""
+    """Measurement of one process in its folder."""
 
     transfer: Transfer
     folder: str
-    name: str  # of the file; one per process
+    name: str  # prefix of the file names; one per process
     loops: int
     warmup_loops: int = 0
     file_per_loop: bool = False
 
 
 def seconds_per_loop(plan: MeasurePlan, done: Callable[[], object] = lambda: None) -> list[float]:
-    """Times of the loops, warm-up first. Files that are written are removed again, files that are read are kept. `done`
-    is called after each loop."""
+    """Return the time of each loop in seconds, warm-up first. Written files are removed, files to read are created and
+    kept. `done` is called after each loop."""
     transfer = plan.transfer
     paths = [
         os.path.join(plan.folder, f"{plan.name}_{i if plan.file_per_loop else 0}.bin")
@@ -140,7 +140,8 @@ def seconds_per_loop(plan: MeasurePlan, done: Callable[[], object] = lambda: Non
 
 
 def speeds(plans: Sequence[MeasurePlan], include_warmup: bool = False, progress: bool = False) -> list[float]:
-    """GB/s of each loop, all processes together (the slowest one counts); `progress` shows a bar on a terminal."""
+    """Return the GB/s of each loop over all processes (bytes of all, time of the slowest); `progress` shows a bar on a
+    terminal."""
     loops = plans[0].warmup_loops + plans[0].loops
     with tqdm(total=loops * len(plans), disable=None if progress else True, leave=False) as bar:
         if len(plans) == 1:
@@ -157,7 +158,7 @@ def speeds(plans: Sequence[MeasurePlan], include_warmup: bool = False, progress:
 
 
 def check_devices(gpu: bool) -> None:
-    """ValueError if tensors should be on an accelerator and there is none: host memory would be measured."""
+    """Raise ValueError if `gpu` is set and there is no accelerator: host memory would be measured instead."""
     if gpu and get_accelerator().device_name() == "cpu":
         raise ValueError(
             "--gpu: this machine has no accelerator that torch can use; leave --gpu out to measure host memory"
@@ -169,7 +170,7 @@ def summary(values: Sequence[float]) -> str:
 
 
 def aio_section(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The `aio` section for ds_config; flags are strings, as documented."""
+    """Return the `aio` section for ds_config; flags are strings, as documented."""
     flags = {name: str(settings.get(name, name == "overlap_events")).lower() for name in FLAGS}
     numbers = {name: settings.get(name) for name in ("intra_op_parallelism", "queue_depth", "block_size")}
     return {"aio": {**flags, **{name: value for name, value in numbers.items() if value is not None}}}

@@ -30,7 +30,8 @@ _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
 
 
 def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All combinations of the lists in `config`, as arguments of `aio_handle`. ValueError for other keys or values."""
+    """Return all combinations of the lists in `config`, as fields of `Transfer`. ValueError for unknown keys or invalid
+    values."""
     lists: dict[str, list[Any]] = {}
     for key, values in config.items():
         name = _OTHER_NAMES.get(key, key)
@@ -52,7 +53,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speeds in GB/s of each configuration: its settings with "read" and "write" (None: not measured)."""
+    """Measure each configuration; return its settings with "read" and "write" in GB/s (None: not measured)."""
     kinds = [kind for kind, left_out in (("read", args.no_read), ("write", args.no_write)) if not left_out]
     results = []
     args.log_dir.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ def _flush_page_cache() -> None:
 
 
 def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The configuration that takes the least time to read and write one byte each."""
+    """Return the configuration with the shortest time to read and write one byte each."""
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
 
 

@@ -1,1 +1,1 @@
-"""`ds init`: a config, a training script and a launch command for a model, a goal and the machines at hand."""
+"""`ds init`: a config, a training script and a launch command for a model, a goal and the available machines."""

@@ -1,4 +1,4 @@
-"""Arguments of `ds init`, and the questions that it asks in a terminal for those that are missing. Imports no torch."""
+"""Arguments of `ds init`, and the prompts for missing ones in a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the arguments; ask for missing ones in a terminal. SystemExit, code 2: some are missing without one."""
+    """Parse the arguments; prompt for missing ones in a terminal, else exit with code 2 (SystemExit)."""
     made = parser()
     args = made.parse_args(argv)
     asks = sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _ask_all(made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Set what was not given; an answer is read as the option's value would be."""
+    """Prompt for the options that were not given; answers are parsed like option values."""
     questions: list[tuple[str, str, str]] = [
         ("--model", "Model: a folder or name of Hugging Face, or a size such as gpt:125m", ""),
         ("--goal", f"Goal: {', '.join(GOALS)}", "finetune"),

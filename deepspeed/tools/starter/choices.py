@@ -1,4 +1,4 @@
-"""The choice of `ds init`: the first config that fits, cheapest in time first, each tried by planning its memory."""
+"""Config choice of `ds init`: plans the memory of candidates in order of time cost, and takes the first that fits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deepspeed.zero.partitioning import blocks_of
 LORA_RANK = 16
 LEARNING_RATES = {"finetune": 1e-5, "pretrain": 3e-4, "lora": 2e-4}
 MAX_PER_RANK = 16
-"""Samples of a micro-batch, from where on larger ones are hardly faster."""
+"""Samples per micro-batch above which throughput hardly increases."""
 
 USUAL_BATCH = 32
 
 
 @dataclass(slots=True)
 class Decision:
-    """The planned run, and sentences that say what was tried and why the last was taken."""
+    """The planned run, and sentences on the candidates that were tried and why this one was taken."""
 
     answer: PlanAnswer
     reasons: list[str] = field(default_factory=list)
@@ -50,8 +50,8 @@ class Decision:
 
 
 def decide(args: argparse.Namespace) -> Decision:
-    """Choose for these arguments of `ds init`. DeepSpeedConfigError: nothing known fits, or the batch cannot be
-    divided; ModelError: the model cannot be built."""
+    """Choose the config for these arguments of `ds init`. DeepSpeedConfigError: no known config fits, the batch is not
+    divisible by the ranks, or the client does not support the device; ModelError: the model cannot be built."""
     ranks = args.gpus * args.nodes
     batch = args.batch or max(1, USUAL_BATCH // ranks) * ranks
     if batch % ranks:
@@ -77,7 +77,7 @@ def decide(args: argparse.Namespace) -> Decision:
 
 
 def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
-    """Return the request to `ds plan` with the config that all others are changes of."""
+    """Return the base request to `ds plan`, from which all candidates are derived."""
     config: dict[str, Any] = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": 1,
@@ -96,13 +96,14 @@ def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
     request = make_request(planned, config)
     if request.device_type != "cpu":
         config["bf16"] = {"enabled": True}
-    elsewhere = args.device_memory is not None and args.host_memory is None  # nothing is known of that host
+    elsewhere = args.device_memory is not None and args.host_memory is None  # that host's memory is unknown
     capacity = replace(request.capacity, host=None) if elsewhere else request.capacity
     return replace(request, config=config, capacity=capacity, follow_disk=False)
 
 
 def add_adapters(module: nn.Module) -> None:
-    """Freeze the model, and give each linear layer of its blocks the two matrices that LoRA trains, to be counted."""
+    """Freeze the model, and add LoRA's two trained matrices to each linear layer of its blocks, so that the plan counts
+    them."""
     module.requires_grad_(False)
     for block in blocks_of(module):
         for linear in [each for each in block.modules() if isinstance(each, nn.Linear)]:
@@ -114,7 +115,8 @@ def add_adapters(module: nn.Module) -> None:
 
 
 def _ways(request: PlanRequest) -> Iterator[PlanRequest]:
-    """Yield what to try: without recomputing, then with; at each the stages, which cost communication."""
+    """Yield the candidates, cheapest in time first: without recomputation, then with it; within each, by ZeRO stage,
+    since higher stages cost communication."""
     first = request.config["zero_optimization"]["stage"]
     stages = range(first, 4 if request.ranks > 1 else 1)
     for checkpointing in (False, True) if request.shape is not None else (False,):
@@ -138,7 +140,7 @@ def _smallest_that_fits(request: PlanRequest) -> Decision:
         lacks = "; ".join(line for line in report.verdict(found) if "DOES NOT FIT" in line)
         reasons.append(f"{_name(way)} was not taken: {lacks}.")
     assert found is not None
-    for stage in (2, 3):  # at both a rank's part of the states can be on the host
+    for stage in (2, 3):  # at both, a rank's shard of the states can be offloaded to the host
         advice = advise(answer(_at(found.request, stage)))
         if advice.result is not None:
             changes = "; ".join(advice.changes)
@@ -156,7 +158,7 @@ def _name(request: PlanRequest) -> str:
 
 
 def _enlarge(decision: Decision, per_rank: int) -> None:
-    """Double the micro-batch while it fits and divides what a rank has in a step."""
+    """Double the micro-batch while it fits and divides the samples per rank and step."""
     micro = 1
     while 2 * micro <= min(per_rank, MAX_PER_RANK) and per_rank % (2 * micro) == 0:
         larger = replace(decision.answer.request, micro_batch=2 * micro)

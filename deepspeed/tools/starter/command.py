@@ -1,4 +1,4 @@
-"""`ds init`: reads or asks for what is needed, chooses, writes the files and prints the launch command."""
+"""`ds init`: reads or prompts for the arguments, chooses a config, writes the files, prints the launch command."""
 
 from __future__ import annotations
 

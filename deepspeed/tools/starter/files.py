@@ -1,4 +1,4 @@
-"""The files that `ds init` writes, from the templates beside this module: `@NAME@` stands for what is filled in."""
+"""The files that `ds init` writes, from the templates next to this module: `@NAME@` is a placeholder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FROM_PRETRAINED = 'AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16")
 
 
 def launch_command(args: argparse.Namespace) -> str:
-    """The command that starts the run, from within the folder."""
+    """Return the command that starts the run, from within the folder."""
     if args.goal == "serve":
         model = shlex.quote(_path(args.model))
         many = (
@@ -72,7 +72,7 @@ def launch_command(args: argparse.Namespace) -> str:
 
 
 def files(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
-    """Text of each file, by its name."""
+    """Return the text of each file, by name."""
     config = decision.config
     values = {
         "LAUNCH": launch_command(args),
@@ -103,7 +103,7 @@ def _path(model: str) -> str:
 
 
 def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
-    """Return the values of task.py: its imports, and the code that builds the model."""
+    """Return the placeholder values of task.py: its imports, and the code that builds the model."""
     request = decision.answer.request
     vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", 256))
     own = "\nimport deepspeed\n"
@@ -128,7 +128,7 @@ def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]
 
 
 def _gpt(config: Any) -> str:
-    """The call that builds the GPT of model.py."""
+    """Return the source of the call that builds the GPT of model.py."""
     numbers = {
         "layers": config.num_hidden_layers,
         "width": config.hidden_size,
@@ -158,7 +158,7 @@ def _hugging_face(args: argparse.Namespace, bf16: bool) -> tuple[list[str], str]
 
 
 def choices_page(args: argparse.Namespace, decision: Decision) -> str:
-    """CHOICES.md: why the config is what it is, and the planned memory."""
+    """Return the text of CHOICES.md: the reasons for the config, and the planned memory."""
     device = decision.answer.request.device_type
     again = f"ds plan ds_config.json --model {args.model} --gpus {args.gpus} --nodes {args.nodes}"
     lines = [

@@ -1,4 +1,4 @@
-"""Output of `ds init` for a model that is to be served: the command, over as few ranks as hold it."""
+"""Output of `ds init` for serving: the command, with the fewest tensor-parallel ranks that hold the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deepspeed.planning.report import size
 from deepspeed.tools.plan import build_model
 
 SHARE = 0.7
-"""Of a device's memory, what weights may take beside the cache of keys and values."""
+"""Share of a device's memory that weights may take, besides the KV cache."""
 
 
 def files(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Return the files and the reasons; sets ``args.gpus`` to the ranks that share the model. DeepSpeedConfigError: it
-    fits no number of them."""
+    """Return the files and the reasons; sets ``args.gpus`` to the ranks that share the model. DeepSpeedConfigError: the
+    model fits on no allowed number of ranks."""
     module = build_model(args.model, torch.bfloat16)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     config = getattr(module, "config", None)

@@ -1,1 +1,1 @@
-"""Orders in which a space of experiments is explored."""
+"""Search strategies over a space of experiments."""

@@ -1,4 +1,4 @@
-"""Models of what an experiment will measure."""
+"""Cost models of experiments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class XGBoostCostModel:
-    """Regression by gradient boosting of shallow trees (J. Friedman: Greedy function approximation, 2001), without the
-    library of that name.
+    """Regression by gradient boosting of decision stumps (J. Friedman: Greedy function approximation, 2001), without
+    the XGBoost library.
 
     Args:
-        loss_type: ``"reg"``: squared error; ``"rank"``: the same, of ranks instead of values.
-        num_threads, log_interval, upper_model: Accepted, of no effect.
+        loss_type: ``"reg"``: squared error; ``"rank"``: squared error of the ranks of the values.
+        num_threads, log_interval, upper_model: Accepted without effect.
     """
 
     ROUNDS, RATE, MIN_GAIN = 200, 0.1, 1e-12
@@ -30,7 +30,7 @@ class XGBoostCostModel:
         self._trees: list[tuple[int, float, float, float]] = []
 
     def fit(self, xs: Any, ys: Any) -> None:
-        """``xs``: a row of numbers per experiment; ``ys``: what was measured."""
+        """Fit the model. ``xs``: a row of features per experiment; ``ys``: the measured values."""
         rows = np.asarray(xs, dtype=np.float64)
         rows = rows.reshape(len(rows), -1)
         wanted = np.asarray(ys, dtype=np.float64)
@@ -46,7 +46,7 @@ class XGBoostCostModel:
             left = left - self.RATE * _leaf(tree, rows)
 
     def predict(self, xs: Any) -> np.ndarray:
-        """Return the expected value of each row."""
+        """Return the predicted value of each row."""
         rows = np.asarray(xs, dtype=np.float64)
         rows = rows.reshape(len(rows), -1)
         total = np.full(len(rows), self._base)
@@ -61,7 +61,8 @@ def _leaf(tree: tuple[int, float, float, float], rows: np.ndarray) -> np.ndarray
 
 
 def _best_split(rows: np.ndarray, left: np.ndarray, least: float) -> tuple[int, float, float, float] | None:
-    """The column and threshold whose two means explain most of what is left."""
+    """Return the stump (column, threshold, mean below, mean above) that explains most of the residuals ``left``; None
+    if none gains more than ``least``."""
     best, gain = None, least
     for column in range(rows.shape[1]):
         values = np.unique(rows[:, column])
@@ -76,15 +77,15 @@ def _best_split(rows: np.ndarray, left: np.ndarray, least: float) -> tuple[int, 
 
 @dataclass
 class StepTimeModel:
-    """Seconds of an optimizer step: each micro-batch takes a fixed time and one that grows with its samples, which two
-    runs of different size tell; stages differ by a factor each, 1 until one was measured there."""
+    """Seconds per micro-batch: a fixed time plus a time per sample, fitted to runs of two or more sizes, times a factor
+    for the stage."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
     factors: dict[int, float] = field(default_factory=dict)
 
     def fit(self, runs: Sequence[tuple[int, int, float]]) -> None:
-        """``runs``: (stage, samples of a micro-batch, seconds per micro-batch)."""
+        """Fit the model. ``runs``: (stage, micro-batch size in samples, seconds per micro-batch)."""
         stages = {stage for stage, _, _ in runs}
         most = max(stages, key=lambda stage: len({size for at, size, _ in runs if at == stage}))
         same = [(size, seconds) for stage, size, seconds in runs if stage == most]
@@ -93,7 +94,7 @@ class StepTimeModel:
         if len(set(sizes)) > 1:
             slope, fixed = np.polyfit(sizes, times, 1)
             self.per_sample, self.fixed = max(float(slope), 0.0), max(float(fixed), 0.0)
-        else:  # all of it grows with the size: larger ones are not taken to be better
+        else:  # one size only: assume time proportional to it, so that no larger size looks better
             self.per_sample, self.fixed = float((times / sizes).mean()), 0.0
         self.factors = {}
         for stage in stages:
@@ -104,14 +105,15 @@ class StepTimeModel:
         return (self.fixed + self.per_sample * size) or 1e-9
 
     def seconds(self, stage: int, size: int) -> float:
-        """Return the seconds of one micro-batch."""
+        """Return the predicted seconds of one micro-batch."""
         return self.factor(stage) * self._alike(size)
 
     def factor(self, stage: int) -> float:
-        """Measured, or that of the next lower stage that was: a higher one communicates as much or more."""
+        """Return the factor of a stage, or of the next lower measured one: a higher stage communicates at least as
+        much. Without a lower one, the smallest; 1 before any measurement."""
         below = [known for known in self.factors if known <= stage]
         return self.factors[max(below)] if below else min(self.factors.values(), default=1.0)
 
     def plateau(self, loss: float) -> int:
-        """Samples of a micro-batch from which on larger ones gain less than this share of throughput."""
+        """Return the micro-batch size in samples above which larger ones gain less than this share of throughput."""
         return max(1, round(self.fixed / (self.per_sample * loss))) if self.per_sample else 1 << 20

@@ -1,4 +1,4 @@
-"""A tuner that learns from what was measured which experiment is worth running next."""
+"""A tuner that predicts from the measured experiments which one to run next."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from deepspeed.tools.autotuning.tuner.cost_model import XGBoostCostModel
 from deepspeed.tools.autotuning.utils import get_val_by_key
 
 INITIAL = 2
-"""Experiments that are measured before the model says anything."""
+"""Number of experiments to measure before the model is used."""
 
 
 class ModelBasedTuner(BaseTuner):
-    """First the two ends of the list, then always the experiment that a regression of the results expects most of.
+    """Runs first both ends of the list, then the experiment with the best value predicted by a regression.
 
-    ``tuning_space``: the config whose lists are the values to try; its keys are what the regression sees.
+    The numeric keys of the experiments' configs are its features. ``tuning_space``: the config whose lists are the
+    values to try.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class ModelBasedTuner(BaseTuner):
         self.evaluated: list[tuple[list[float], float]] = []
 
     def find_estimated_top_configs(self) -> list[dict[str, Any]]:
-        """Experiments that are left, the most promising first."""
+        """Return the remaining experiments, the most promising first."""
         if len(self.evaluated) < INITIAL:
             ends = [*self.all_exps[-1:], *self.all_exps[:-1]]
             return ends
@@ -66,11 +67,11 @@ def _numbers(config: dict[str, Any]) -> list[str]:
     return found
 
 
-# Numbers for configs, and configs for numbers.
+# Feature vectors of configs.
 
 
 def flatten(d: Mapping[str, Any], parent_key: str = "", sep: str = "_") -> dict[str, Any]:
-    """Nested dicts as one, whose keys are joined by ``sep``."""
+    """Flatten nested dicts into one, with keys joined by ``sep``."""
     flat: dict[str, Any] = {}
     for key, value in d.items():
         path = f"{parent_key}{sep}{key}" if parent_key else key
@@ -81,8 +82,8 @@ def flatten(d: Mapping[str, Any], parent_key: str = "", sep: str = "_") -> dict[
 def dict_to_feature(
     feature_dict: Mapping[str, Any], keys: Sequence[str], max_value: Mapping[str, float] | None = None
 ) -> list[float]:
-    """The numbers of the keys, at any depth; texts and what is missing are 0, and with ``max_value`` each is divided by
-    the largest of its key."""
+    """Return the values of the keys, at any depth, as floats; non-numbers are 0. With ``max_value``, each is divided by
+    its key's maximum."""
     feature: list[float] = []
     for key, value in feature_dict.items():
         if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""The programs that start ranks on several machines, and their command lines.
+"""External multi-node launchers, and their command lines.
 
 pdsh starts one `deepspeed.tools.launcher.launch` per machine, which starts the ranks there. The MPI launchers and
-Slurm start the ranks themselves; each is `deepspeed.tools.launcher.launcher_helper`, which learns from its launcher
-which rank it is.
-Values of environment variables stand on no command line but pdsh's, which offers nothing else: other users of a machine
-can read command lines.
+Slurm start the ranks themselves, each as `deepspeed.tools.launcher.launcher_helper`, which reads its rank from the
+launcher's environment variables.
+Values of environment variables are kept off command lines, which other users of a machine can read; pdsh offers no
+other way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Resources = Mapping[str, Sequence[int] | int]
 
 
 def slots_of(resources: Resources) -> dict[str, list[int]]:
-    """Host -> its slots, from their lists or their numbers; host names are checked."""
+    """Return host -> slots, from lists or counts of slots; validates host names."""
     return {
         checked_host(host): list(range(slots)) if isinstance(slots, int) else list(slots)
         for host, slots in resources.items()
@@ -48,7 +48,7 @@ def slots_of(resources: Resources) -> dict[str, list[int]]:
 
 
 class MultiNodeRunner(ABC):
-    """One such program. ``args`` is the parsed command line of `deepspeed`, ``world_info_base64`` host -> slots."""
+    """An external launcher. ``args``: the parsed command line of `deepspeed`; ``world_info_base64``: host -> slots."""
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
         self.args = args
@@ -57,9 +57,9 @@ class MultiNodeRunner(ABC):
         self.user_script = args.user_script
         self.world_info_base64 = world_info_base64
         self.exports: dict[str, str] = {}
-        """Environment variables of the ranks as a shell's command line takes them."""
+        """Environment variables of the ranks, quoted for a shell."""
         self.variables: dict[str, str] = {}
-        """The same as they are."""
+        """The same, unquoted."""
 
     @abstractmethod
     def backend_exists(self) -> bool:
@@ -69,10 +69,10 @@ class MultiNodeRunner(ABC):
     def get_cmd(
         self, environment: MutableMapping[str, str], active_resources: Resources
     ) -> list[str] | tuple[list[str], list[str], MutableMapping[str, str]]:
-        """The command line. What its process needs is added to ``environment``."""
+        """Return the command line, and add the variables that it needs to ``environment``."""
 
     def add_export(self, key: str, var: str) -> None:
-        """Sets an environment variable of the ranks."""
+        """Set an environment variable of the ranks."""
         key, value = key.strip(), var.strip()
         self.variables[key] = value
         self.exports[key] = value if re.fullmatch(r"[\w@%+=:,./-]*", value) else _double_quoted(value)
@@ -82,15 +82,15 @@ class MultiNodeRunner(ABC):
 
     @property
     def name(self) -> str:
-        """Name of the launcher, as `--launcher` takes it."""
+        """Name of the launcher, as `--launcher` accepts it."""
         return type(self).__name__
 
     def validate_args(self) -> None:  # noqa: B027 - most have no limits
-        """Raises LaunchError (a ValueError) for options that the program cannot serve."""
+        """Raise LaunchError (a ValueError) for options that the launcher does not support."""
 
     @classmethod  # noqa: B027 - most take any
     def validate_active_resources(cls, active_resources: Resources) -> None:
-        """Raises LaunchError (a ValueError) for slots that the program cannot serve."""
+        """Raise LaunchError (a ValueError) for slots that the launcher does not support."""
 
     def launcher_arguments(self) -> list[str]:
         return shlex.split(self.args.launcher_args)
@@ -112,7 +112,7 @@ class PDSHRunner(MultiNodeRunner):
     def get_cmd(
         self, environment: MutableMapping[str, str], active_resources: Resources
     ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
-        """(command, command that ends what it has started, environment of both)."""
+        """Return (command, command that kills its remote processes, environment of both)."""
         environment["PDSH_RCMD_TYPE"] = "ssh"
         if self.args.ssh_port is not None:
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
@@ -125,11 +125,11 @@ class PDSHRunner(MultiNodeRunner):
         steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.variables.items()]
         steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
         launch = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch"]
-        job = f"--job={socket.gethostname()}-{os.getpid()}"  # a second job of this user has the same hosts, perhaps
+        job = f"--job={socket.gethostname()}-{os.getpid()}"  # the user may run two jobs on the same hosts
         launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
         words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
-        # The brackets keep the pattern from finding the command line that it stands on.
+        # The brackets keep the pattern from matching pkill's own command line.
         ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} {job} ")
         end = [
             "pdsh",
@@ -153,12 +153,12 @@ def _double_quoted(text: str) -> str:
 
 
 def _for_pdsh(text: str) -> str:
-    """Quote a word for the remote shell; pdsh itself replaces ``%h``, ``%n`` and ``%u``."""
+    """Quote a word for the remote shell; pdsh itself expands ``%h``, ``%n`` and ``%u``."""
     return shlex.quote(text).replace("%", "%%")
 
 
 class _StartsRanks(MultiNodeRunner):
-    """A program that starts the ranks itself; ``resource_pool`` is all hosts with their numbers of slots."""
+    """A launcher that starts the ranks itself. ``resource_pool``: host -> number of slots, for all hosts."""
 
     program = "mpirun"
 
@@ -178,7 +178,7 @@ class _StartsRanks(MultiNodeRunner):
             )
 
     def helper(self) -> list[str]:
-        """The command line of every rank."""
+        """Return the command line of every rank."""
         command = [
             sys.executable,
             "-u",
@@ -195,20 +195,20 @@ class _StartsRanks(MultiNodeRunner):
         return [*command, self.user_script, *self.user_arguments]
 
     def own_binding_off(self, option: str, *values: str) -> list[str]:
-        """``option`` with its values if ranks bind themselves (``--bind_cores_to_rank``) and the launcher's own
-        arguments do not say how it binds: each rank must see all cores of its machine to take its share.
+        """Return ``option`` with its values if ranks bind themselves (``--bind_cores_to_rank``) and the launcher's own
+        arguments set no binding; else an empty list. A rank must see all cores of its machine to take its share.
         """
         name = option.lstrip("-").partition("=")[0]
         given = {argument.lstrip("-").partition("=")[0] for argument in self.launcher_arguments()}
         return [option, *values] if self.args.bind_cores_to_rank and name not in given else []
 
     def exported(self, environment: MutableMapping[str, str]) -> list[str]:
-        """Puts the exports into the environment; returns their names."""
+        """Add the exports to the environment; return their names."""
         environment.update(self.variables)
         return list(self.variables)
 
     def slots_each(self, slots: Mapping[str, Sequence[int]]) -> int:
-        """The number of ranks per machine. Raises LaunchError if it differs."""
+        """Return the number of ranks per machine. Raises LaunchError if machines differ."""
         counts = {len(each) for each in slots.values()}
         if len(counts) > 1:
             raise LaunchError(
@@ -234,7 +234,7 @@ class OpenMPIRunner(_StartsRanks):
         command = [self.program, "-n", str(sum(map(len, slots.values()))), "--host", hosts]
         command += ["--map-by", "slot", "--mca", "btl", "^openib"]
         given = self.launcher_arguments()
-        # The documented default; only of this machine is it known whether it has that interface.
+        # The documented default. Whether the interface exists is known for this machine only.
         here = {host.rpartition("@")[2] for host in slots} & {THIS_MACHINE, socket.gethostname()}
         if "btl_tcp_if_include" not in given and (not here or Path("/sys/class/net/eth0").exists()):
             command += ["--mca", "btl_tcp_if_include", "eth0"]
@@ -283,7 +283,7 @@ class MVAPICHRunner(_Hydra):
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64, resource_pool)
-        # Ranks that use CUDA, and threads beside the one that communicates.
+        # For ranks that use CUDA, and threads besides the communicating one.
         for name, value in {
             "MV2_SMP_USE_CMA": "0",
             "MV2_DEBUG_SHOW_BACKTRACE": "1",
@@ -297,7 +297,7 @@ class MVAPICHRunner(_Hydra):
         return MVAPICH_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """MVAPICH2 is recognised by ``mpiname``."""
+        """Tell whether ``mpirun`` and MVAPICH2, recognised by the output of ``mpiname``, are installed."""
         if shutil.which("mpiname") is None or not super().backend_exists():
             return False
         answer = subprocess.run(
@@ -332,7 +332,7 @@ class SlurmRunner(_StartsRanks):
         slots = slots_of(active_resources)
         each = self.slots_each(slots)
         command = [self.program, "-n", str(each * len(slots)), "--nodes", str(len(slots))]
-        # scripts that look for the hosts that a filter has left find them by the long option
+        # with a filter, the long option: scripts search the command line for it to find the remaining hosts
         hosts = "--nodelist" if self.args.include or self.args.exclude else "-w"
         command += ["--ntasks-per-node", str(each), hosts, ",".join(slots), "--kill-on-bad-exit=1"]
         if self.args.num_gpus > 0 and self._may_ask_for_gpus():
@@ -342,7 +342,8 @@ class SlurmRunner(_StartsRanks):
         return [*command, "--export=ALL", *self.launcher_arguments(), *self.helper()]
 
     def _may_ask_for_gpus(self) -> bool:
-        """Slurm refuses where it knows no GPUs: in an allocation without any, and where ranks compute on CPUs."""
+        """Tell whether to pass ``--gpus-per-node``: Slurm refuses it in an allocation without GPUs. Also False if ranks
+        compute on CPUs, or the user asks for GPUs."""
         if "SLURM_JOB_ID" in os.environ:
             return any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"))
         words = self.launcher_arguments()

@@ -1,8 +1,8 @@
-"""Bandwidth between the machines of a job: every pair for a moment, those that share no machine at once.
+"""Bandwidth between the machines of a job, pair by pair; pairs without a machine in common are measured concurrently.
 
-Each machine runs this module (over ssh), which listens at its own address until its input ends, and is told to whom to
-send. A connection has to begin with the secret of this measurement; what follows is counted and nothing else.
-Nothing here imports torch.
+Each machine runs this module (over ssh), which listens at its own address until its input ends, and sends to the
+receivers named there. A connection must begin with the secret of this measurement; the bytes after it are only
+counted. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_S = 10.0
 SLOW = 3
 SECRET_BYTES = 32
 ALL_PAIRS_OF = 16
-"""Of more machines, each is measured with the next one only."""
+"""With more machines, each is measured with its next neighbour only."""
 
 Pair = tuple[str, str]
 
@@ -38,8 +38,8 @@ Pair = tuple[str, str]
 
 
 def serve(source: IO[str], sink: IO[str]) -> None:
-    """Reads the secret and its own address, and prints the port at which it listens; then, for each line
-    ``[address, port]``, bytes per second or why there is no number."""
+    """Read the secret and this machine's address, and print the listening port; then answer each line
+    ``[address, port]`` with the rate in bytes per second, or the reason of the failure."""
     secret, own = json.loads(source.readline())
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     with socket.create_server((own, 0), family=family) as listener:
@@ -58,7 +58,7 @@ def send(address: str, port: int, secret: str) -> float | str:
             while time.perf_counter() < began + SECONDS:
                 sent += connection.send(chunk)
             connection.shutdown(socket.SHUT_WR)
-            counted = int.from_bytes(_read(connection, 8), "little")  # when all has arrived
+            counted = int.from_bytes(_read(connection, 8), "little")  # sent once all has arrived
             seconds = time.perf_counter() - began
     except OSError as error:
         return f"{address}:{port}: {error.strerror or error}"
@@ -66,7 +66,7 @@ def send(address: str, port: int, secret: str) -> float | str:
 
 
 def _receive_all(listener: socket.socket, secret: str) -> None:
-    with contextlib.suppress(OSError):  # it is closed at the end
+    with contextlib.suppress(OSError):  # the listener is closed at the end
         while True:
             connection, _ = listener.accept()
             threading.Thread(target=_receive, args=(connection, secret), daemon=True).start()
@@ -94,8 +94,8 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 def rounds(names: Sequence[str]) -> Iterator[list[Pair]]:
-    """Every pair once, in rounds in which each machine has one partner at most (the circle method); of many machines,
-    only neighbours."""
+    """Yield every pair once, in rounds in which each machine has at most one partner (the circle method); for more than
+    ``ALL_PAIRS_OF`` machines, only neighbours."""
     if len(names) > ALL_PAIRS_OF:
         ring = list(zip(names, [*names[1:], names[0]], strict=True))
         last = [ring.pop()] if len(ring) % 2 else []
@@ -114,8 +114,8 @@ def measure(
     command_for: Callable[[str, str], Sequence[str]],
     address_of: Callable[[str], str | None],
 ) -> dict[Pair, float | str]:
-    """(sender, receiver) -> bytes per second, or why there is no number; machines that do not answer are left out.
-    ``command_for``: what runs a shell command on a machine."""
+    """Return (sender, receiver) -> bytes per second, or the reason of the failure; machines that do not answer are left
+    out. ``command_for(machine, command)``: the command line that runs a shell command on a machine."""
     secret = secrets.token_hex(SECRET_BYTES // 2)
     addresses = {name: address for name in names if (address := address_of(name)) is not None}
     with contextlib.ExitStack() as stack:
@@ -134,7 +134,7 @@ def measure(
         for pairs in rounds(ready):
             found |= sent(pairs)
             found |= sent([(other, one) for one, other in pairs])
-        for pair in slow(found):  # once more: a machine may have been busy for a moment
+        for pair in slow(found):  # measure again: a machine may have been busy for a moment
             found[pair] = max(
                 found[pair], *sent([pair]).values(), key=lambda rate: isinstance(rate, float) and rate
             )
@@ -142,7 +142,7 @@ def measure(
 
 
 def slow(found: Mapping[Pair, float | str]) -> list[Pair]:
-    """The pairs that are ``SLOW`` times slower than the median."""
+    """Return the pairs that are more than ``SLOW`` times slower than the median."""
     rates = [rate for rate in found.values() if not isinstance(rate, str)]
     least = statistics.median(rates) / SLOW if rates else 0.0
     return [pair for pair, rate in found.items() if not isinstance(rate, str) and rate < least]
@@ -155,7 +155,7 @@ def _command() -> str:
 
 
 class _Machine:
-    """One that listens and sends."""
+    """A machine of the measurement: the process that runs `serve` there."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -181,7 +181,7 @@ class _Machine:
         self._process.stdout.close()  # type: ignore[union-attr]
 
     def ask(self, what: Sequence[Any]) -> None:
-        with contextlib.suppress(OSError):  # then there is no answer
+        with contextlib.suppress(OSError):  # the process has ended: there will be no answer
             self._process.stdin.write(json.dumps(what) + "\n")  # type: ignore[union-attr]
 
     def answer(self) -> Any:

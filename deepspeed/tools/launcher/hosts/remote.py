@@ -1,10 +1,10 @@
-"""The program that the built-in ssh launcher starts on every machine: `deepspeed.tools.launcher.launch`, until the
-connection ends.
+"""Remote end of the built-in ssh launcher: runs `deepspeed.tools.launcher.launch` on one machine until the connection
+ends.
 
-Its one line of standard input is a request as JSON: environment variables and arguments stand on no command line, where
-other users of the machine could read them. After it, each line is the name of a signal for the launcher. When the input
-ends, so has the connection or the command at its other end: the launcher is stopped. Failures of ranks are written to
-standard error as one marked line, which the other end tells together with those of other machines.
+The first line of standard input is a JSON request: environment variables and arguments are kept off the command line,
+where other users of the machine could read them. Each later line is the name of a signal for the launcher. End of
+input means that the connection or the `deepspeed` command is gone: the launcher is stopped. Failures of ranks are
+written to standard error as one marked line, which the command reports together with those of other machines.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _listen(requests: TextIO, ask: Callable[[int], None]) -> None:
-    """Hands the signals that are requested to ``ask``; the end of the requests means SIGTERM."""
+    """Start a thread that passes the requested signals to ``ask``, and SIGTERM at the end of input."""
 
     def listen() -> None:
         for line in requests:
@@ -67,7 +67,7 @@ def _listen(requests: TextIO, ask: Callable[[int], None]) -> None:
 
 
 def _end(code: int) -> None:
-    """The listening thread holds standard input, which a regular exit would wait for."""
+    """Exit without interpreter shutdown, which would wait for standard input: the listening thread holds its lock."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Starting the ranks of several machines, by whichever launcher was chosen."""
+"""Starting the ranks of several machines, with the chosen launcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Start = tuple[Callable[[], int], ports.PortReservation]
 
 
 def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> Start:
-    """Return the runner of the job on these hosts, and the port it holds meanwhile; see
+    """Return a function that runs the job on these hosts, and its port reservation; see
     `deepspeed.tools.launcher.runner.prepare`."""
     hosts = [checked_host(host) for host in active]
     name = _launcher_of(args)
@@ -59,7 +59,7 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
 
 
 def _launcher_of(args: argparse.Namespace) -> str:
-    """The launcher that was asked for; if none was, pdsh, or ssh alone where pdsh is missing."""
+    """Return the requested launcher; by default pdsh, or ssh if pdsh is not installed."""
     name = args.launcher.lower()
     if args.elastic_training:
         if args.launcher_given and name != SSH_LAUNCHER:
@@ -109,15 +109,15 @@ def _over_ssh(
 
 
 def _beside_store(start: Callable[[], int], port: int) -> int:
-    """``start``, beside a process that keeps what the machines of an elastic job tell each other: it is left when any
-    of them is lost."""
+    """Run ``start`` with the rendezvous store of an elastic job in a separate process, which survives the loss of any
+    machine."""
     command = [sys.executable, "-m", "deepspeed.tools.launcher.rendezvous", str(port), str(os.getpid())]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
     ) as store:
         try:
             assert store.stdout is not None
-            store.stdout.readline()  # it is ready
+            store.stdout.readline()  # wait until it is ready
             return start()
         finally:
             store.kill()
@@ -150,7 +150,7 @@ def _by_program(
 
 
 def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[str, str]) -> int:
-    """pdsh leaves running what it has started when it ends before that: the second command ends it."""
+    """Run pdsh. If it fails, run the ``end`` command: pdsh leaves its remote processes running when it exits early."""
     code = supervise(command, environment, what="pdsh", ends_by=signal.SIGTERM)
     if code != 0:
         try:
@@ -172,15 +172,15 @@ def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[s
 
 # --- srun, with the exit code of the rank that failed first
 #
-# srun's own code is the largest of all ranks': that of those which Slurm stopped because of the first failure. But it
-# says how each rank ended, in the order in which they did.
+# srun itself returns the largest exit code of all ranks, often that of a rank which Slurm stopped because of the first
+# failure. But its messages report each rank's end, in the order in which the ranks ended.
 
 _ENDED = re.compile(r"^srun: error: \S+: tasks? [\d,\-]+: (.+?)\s*$")
 _CODE = re.compile(r"Exited with exit code (\d+)")
 
 
 def code_of(line: str) -> int | None:
-    """The exit code of the ranks that a line of srun is about, as a shell tells it; None for any other line."""
+    """Parse the exit code, as a shell reports it, from srun's message about ended ranks; None for any other line."""
     found = _ENDED.match(line)
     if found is None:
         return None
@@ -195,7 +195,7 @@ def code_of(line: str) -> int | None:
 
 
 class FirstFailure:
-    """Hands on what srun writes to standard error, and remembers the first code in it."""
+    """Forwards srun's standard error, and records the first exit code in it."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -210,7 +210,7 @@ class FirstFailure:
 
 
 def run_srun(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs it until no process of the job is left; the exit code."""
+    """Run srun until no process of the job is left; return the exit code of the first rank that failed, or 0."""
     first = FirstFailure()
     code = supervise(command, environment, what="srun", errors_to=first)
     return code if code == 0 or first.code is None else first.code

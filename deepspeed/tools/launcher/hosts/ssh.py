@@ -1,8 +1,7 @@
 """The built-in launcher for several machines: one ssh connection to each, and no other program.
 
-Each connection runs `deepspeed.tools.launcher.hosts.remote`. What the machines print comes back line by line, with
-the name of the host before it; failures of ranks come back as data, so that the cause is reported once, first, and
-alone.
+Each connection runs `deepspeed.tools.launcher.hosts.remote`. Output comes back line by line, prefixed with the host
+name; failures of ranks come back as data, so that the root cause is reported once, and first.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from deepspeed.tools.launcher.supervision import LAST_RESORT_S, START_ANEW
 logger = logging.getLogger("deepspeed.tools.launcher")
 
 CONNECTION_FAILED = 255  # ssh's own exit code
-RETRY_S = 10.0  # until a machine that an elastic job has lost is tried again
-SETTLE_S = 0.5  # for machines to notice by themselves that a rank elsewhere has failed
+RETRY_S = 10.0  # delay before an elastic job tries a lost machine again
+SETTLE_S = 0.5  # time for machines to notice on their own that a rank elsewhere has failed
 OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5", "-o",
     "ServerAliveCountMax=3",
@@ -42,16 +41,16 @@ OPTIONS = (
 
 @dataclass
 class SshNode:
-    """One machine of a job: what to run there, and afterwards how it ended."""
+    """One machine of a job: the arguments to launch it with and, once it has ended, the outcome."""
 
     host: str
     arguments: Sequence[str]
     local: bool = False
-    entries: list[Failure] = field(default_factory=list)  # of its ranks that failed or left
+    entries: list[Failure] = field(default_factory=list)  # its ranks that failed or left
     exit_code: int | None = None
     ended_at: float = 0.0
     stopped: bool = False  # it was asked to end
-    given_up: bool = False  # an elastic job went on without it
+    given_up: bool = False  # an elastic job continued without it
 
     @property
     def failed_ranks(self) -> bool:
@@ -70,17 +69,17 @@ class RemoteJob:
     adds_local_rank: bool = True
     log_dir: str | None = None
     folder: str = field(default_factory=os.getcwd)
-    min_nodes: int = 0  # an elastic job goes on with as many machines
+    min_nodes: int = 0  # fewest machines with which an elastic job continues; 0: not elastic
 
     def command(self, node: SshNode) -> list[str]:
-        """Return the command that starts the remote end: without ssh on this machine."""
+        """Return the command that starts the remote end; on this machine, without ssh."""
         start = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.hosts.remote"]
         if node.local and self.venv_script is None:
             return start
         words = " ".join(["exec", *map(shlex.quote, start)])
         if self.venv_script is not None:
             words = f". {shlex.quote(self.venv_script)} && {words}"
-        # The package need not be installed there if this folder, or PYTHONPATH, holds it.
+        # With this folder and PYTHONPATH, the package need not be installed there.
         path = self.environment.get("PYTHONPATH")
         if path:
             words = f"PYTHONPATH={shlex.quote(path)}; export PYTHONPATH; {words}"
@@ -91,7 +90,7 @@ class RemoteJob:
         return ["ssh", "-T", *self.ssh_options, *OPTIONS, *port, "--", node.host, words]
 
     def request(self, node: SshNode) -> bytes:
-        """The line that the remote end reads first."""
+        """Return the JSON line that the remote end reads first."""
         content: dict[str, Any] = {
             "folder": self.folder,
             "environment": dict(self.environment),
@@ -101,7 +100,7 @@ class RemoteJob:
 
 
 class _SshConnection:
-    """A running node: its process and the threads that carry its output."""
+    """A running node: its process and the threads that forward its output."""
 
     def __init__(
         self, job: RemoteJob, node: SshNode, prefix: str, ended: queue.SimpleQueue[_SshConnection | None]
@@ -127,18 +126,18 @@ class _SshConnection:
         threading.Thread(target=self._wait, args=(ended,), daemon=True).start()
 
     def ask(self, signum: int) -> None:
-        """Asks the remote launcher to end as if by this signal."""
+        """Ask the remote launcher to end as if by this signal."""
         if self.node.exit_code is None:
             self.node.stopped = True
             self._send(signal.Signals(signum).name.encode() + b"\n")
 
     def start_anew(self) -> None:
-        """Restart an elastic job: another machine is gone."""
+        """Ask for a restart of the ranks of an elastic job, after the loss of another machine."""
         if self.node.exit_code is None:
             self._send(START_ANEW.name.encode() + b"\n")
 
     def kill(self) -> None:
-        """Ends the connection; the remote end notices."""
+        """Kill the connection; the remote end stops at the end of its input."""
         if self._process.poll() is None:
             self._process.kill()
 
@@ -148,7 +147,7 @@ class _SshConnection:
         try:
             stdin.write(line)
             stdin.flush()
-        except OSError:  # it has ended: its exit code says why
+        except OSError:  # the process has ended: its exit code says why
             pass
 
     def _carry(self, source: IO[bytes], sink: Any, prefix: bytes) -> None:
@@ -157,12 +156,12 @@ class _SshConnection:
             if line.startswith(mark):
                 self.node.entries = read_report(line[len(mark) :].decode(errors="replace"), self.node.host)
                 continue
-            sink.buffer.write(prefix + line)  # one write a line: nodes share the stream
+            sink.buffer.write(prefix + line)  # one write per line: nodes share the stream
             sink.flush()
 
     def _wait(self, ended: queue.SimpleQueue[_SshConnection | None]) -> None:
         code = self._process.wait()
-        self.node.ended_at = time.time()  # its output may stay open, in what the connection leaves behind
+        self.node.ended_at = time.time()  # now: processes that it leaves behind may keep its output open
         for thread in self._pumps:
             thread.join()
         self.node.exit_code = code if code >= 0 else 128 - code
@@ -170,7 +169,7 @@ class _SshConnection:
 
 
 def run(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
-    """Runs the nodes of a job until all have ended; returns the exit code of the first rank that failed, or 0."""
+    """Run the nodes of a job until all have ended; return the exit code of the first rank that failed, or 0."""
     not_ours = own_children()
     ended: queue.SimpleQueue[_SshConnection | None] = queue.SimpleQueue()
     asked: list[int] = []
@@ -196,7 +195,7 @@ def run(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
 
 
 class _Machines:
-    """The connections of a job, and which of them an elastic job goes on without, until they come back."""
+    """The connections of a job, and the machines that an elastic job has lost and will try again."""
 
     def __init__(
         self, job: RemoteJob, running: list[_SshConnection], connect: Callable[[SshNode], _SshConnection]
@@ -211,7 +210,7 @@ class _Machines:
         return sum(each.node.exit_code is None for each in self.running)
 
     def goes_on_without(self, node: SshNode) -> bool:
-        """Give up a machine that has failed if the job may continue without it; return whether it does."""
+        """Give up a failed machine if the job may continue without it; return whether it does."""
         left = self.left()
         if (
             not self._job.min_nodes
@@ -225,16 +224,14 @@ class _Machines:
             "%s", _of_silent(node, True) if not node.failed_ranks else f"{node.host}: its ranks failed"
         )
         logger.warning("the job continues with %d machines", left)
-        for (
-            each
-        ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
+        for each in self.running:  # their ranks would wait for the lost machine, which sends nothing
             each.start_anew()
         self._away.append(SshNode(node.host, node.arguments, node.local))
         self.retry_at = time.monotonic() + RETRY_S
         return True
 
     def call_back(self) -> None:
-        """Try the machines that have gone."""
+        """Reconnect to the lost machines."""
         self.retry_at = float("inf")
         if self.left():
             away, self._away = self._away, []
@@ -244,8 +241,8 @@ class _Machines:
 def _watch(
     machines: _Machines, ended: queue.SimpleQueue[_SshConnection | None], asked: Sequence[int]
 ) -> None:
-    """Waits until all have ended. When one fails, or a signal comes, the others are asked to end, and in the end made
-    to."""
+    """Wait until all nodes have ended. After a failure or a signal, ask the others to end; after the grace period, kill
+    them."""
     running = machines.running
     ask_at = kill_at = float("inf")
     while machines.left():
@@ -270,11 +267,11 @@ def _watch(
 
 
 def _report(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
-    """Tells who failed first, over all machines; returns the exit code."""
+    """Report the first failure over all machines; return its exit code."""
     failures = causes_first(entry for node in nodes for entry in node.entries)
     silent = [node for node in nodes if node.exit_code and not node.failed_ranks and not node.stopped]
     causes = [failure for failure in failures if not (failure.lost_peer or failure.stopped or failure.left)]
-    if silent and not causes:  # a machine that could not start, or is gone
+    if silent and not causes:  # a machine that could not start, or was lost
         first = min(silent, key=lambda node: node.ended_at)
         for node in silent:
             logger.error(_of_silent(node, bool(failures)))
