@@ -315,12 +315,11 @@ def _limit_line(value: int | None, least: int, machine: str, check: str, remedy:
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:
-    """Tell whether a list in the syntax of gloo and NCCL (prefixes; ^ excludes; = is accepted, but not checked as
-    exact) matches any interface."""
-    names = [name for name in value.lstrip("^=").split(",") if name]
-    if value.startswith("^"):
-        return any(not interface.startswith(tuple(names)) for interface in interfaces)
-    return any(interface.startswith(tuple(names)) for interface in interfaces)
+    """Tell whether a list in the syntax of gloo and NCCL (prefixes; = exact; ^ excludes) matches any interface."""
+    names = tuple(name for name in value.lstrip("^=").split(",") if name)
+    exact = value.lstrip("^").startswith("=")
+    named = [each for each in interfaces if (each in names if exact else each.startswith(names))]
+    return len(named) < len(interfaces) if value.startswith("^") else bool(named)
 
 
 # ---- the command

@@ -66,6 +66,7 @@ def test_a_good_machine_has_nothing_to_remedy() -> None:
         ({"open_files": 256}, "open files", WARNING),
         ({"locked": 65536}, "locked memory", WARNING),
         ({"chosen": {"GLOO_SOCKET_IFNAME": "ib0"}}, "network interface", BAD),
+        ({"chosen": {"NCCL_SOCKET_IFNAME": "=eth"}}, "network interface", BAD),
         ({"left_over": ["RANK"]}, "environment", WARNING),
         ({"writable": False}, "folder", WARNING),
         ({"free_disk": 2**20}, "folder", WARNING),
@@ -75,7 +76,7 @@ def test_what_is_wrong_with_one_machine(fact: dict[str, Any], check: str, state:
     assert wrong(findings_of({**FINE, **fact}, "h")) == [(check, state)]
 
 
-@pytest.mark.parametrize("value", ["eth", "eth0", "^docker0,lo", "=eth0", "ib0,eth0"])
+@pytest.mark.parametrize("value", ["eth", "eth0", "^docker0,lo", "=eth0", "^=eth", "ib0,eth0"])
 def test_lists_of_interfaces(value: str) -> None:
     assert wrong(findings_of({**FINE, "chosen": {"NCCL_SOCKET_IFNAME": value}}, "h")) == []
 

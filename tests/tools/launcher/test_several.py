@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -353,7 +355,10 @@ def test_command_line_of_pdsh(folder):
     assert command[:6] == ["pdsh", "-S", "-f", "1024", "-w", "worker-0,worker-1"]
     assert (env["PDSH_RCMD_TYPE"], env["PDSH_SSH_ARGS_APPEND"]) == ("ssh", "-p 2222")
     assert "100%% " in command[-1] and "--node_rank=%n" in command[-1]
-    assert end[0] == "pdsh" and "pkill" in end[-1]
+    kill = shlex.split(end[-1].replace("%%", "%"))
+    assert end[0] == "pdsh" and kill[:3] == ["pkill", "-TERM", "-f"]
+    started = " ".join(shlex.split(command[-1].rpartition("exec ")[2].replace("%%", "%")))
+    assert re.search(kill[3], started) and not re.search(kill[3], " ".join(kill))
 
 
 def test_exports_are_kept_as_a_shell_takes_them(folder):

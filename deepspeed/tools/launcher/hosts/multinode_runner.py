@@ -124,13 +124,14 @@ class PDSHRunner(MultiNodeRunner):
             steps.append(f". {_for_pdsh(self.args.venv_script)}")
         steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.variables.items()]
         steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
-        launch = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch"]
+        module = "deepspeed.tools.launcher.launch"
+        launch = [sys.executable, "-u", "-m", module]
         job = f"--job={socket.gethostname()}-{os.getpid()}"  # the user may run two jobs on the same hosts
         launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
         words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
         # The brackets keep the pattern from matching pkill's own command line.
-        ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} {job} ")
+        ours = _for_pdsh(f"[{module[0]}]{module[1:]} --world_info={self.world_info_base64} {job} ")
         end = [
             "pdsh",
             "-f",
