@@ -1,5 +1,5 @@
-"""The catalog of a checkpoint folder: what it holds, by parameter name, regardless of what wrote it. Nothing is read
-until it is requested."""
+"""The catalog of a checkpoint folder: its content by parameter name, independent of the writer. Nothing is read until
+it is requested."""
 
 from __future__ import annotations
 

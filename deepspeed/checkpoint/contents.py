@@ -37,7 +37,7 @@ from deepspeed.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """This rank's coordinates, which number its files, and what it writes.
+    """This rank's coordinates, which number its files, and the files that it writes.
 
     ``writes_replicas``: write shards that other ranks hold too (where ranks share no folder).
     """

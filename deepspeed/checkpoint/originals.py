@@ -1,4 +1,4 @@
-"""Expressions that turn the weights of a transformed module into those of the original module.
+"""Expressions that compute the original module's weights from a transformed module's.
 
 An *expression* names tensors of the transformed module's state dict and says how they make one tensor of the
 original. Expressions are plain data recorded in a checkpoint, so an export needs neither the model nor the transform.

@@ -32,9 +32,9 @@ class Placement:
 
     ``boxes`` are the boxes of the global tensor that it holds, concatenated in this order along the one dim in which
     they differ; ``()``: all of it. ``split``: mesh axes over which the global tensor is split. ``replicated``: axes
-    over which ranks hold equal copies, besides those over which gradients are summed. ``counts``: whether this copy
-    is counted where each weight counts once (the gradient norm). ``elsewhere``: boxes that this rank holds too, but
-    another rank counts.
+    over which ranks hold equal copies, other than those over which gradients are summed. ``counts``: whether this
+    copy is counted where each weight counts once (the gradient norm). ``elsewhere``: boxes that this rank holds too,
+    but another rank counts.
     """
 
     global_shape: tuple[int, ...]

@@ -93,7 +93,7 @@ def save(
                     flush(folder.staging)
         owned = folder.is_owned
         _commit(folder, request, ranks, flushed=replaces)
-        if not owned:  # they may be in another machine's page cache
+        if not owned:  # the owner cannot flush this machine's page cache
             flush_later(folder.final / name for name in written)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 MASTER = "fp32"
-"""Key of a fragment's master weights, whatever their dtype."""
+"""Key of a fragment's master weights, for any dtype."""
 
 
 class ParamEntry(Protocol):

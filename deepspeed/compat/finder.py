@@ -167,7 +167,7 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own_spec  # the import system has set that of the documented path
+        module.__spec__ = self.own_spec  # the import system has set the documented path's spec
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of our module, to run it under the documented path (``python -m``)."""

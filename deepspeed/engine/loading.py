@@ -112,7 +112,7 @@ def _load(
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
             _resume(engine, catalog, ranks, what, report)
-    # Each pipeline stage reports what it restored; among replicas, those on rank 0's axis.
+    # Each pipeline stage reports what it restored; among replicas, only the pipeline that contains rank 0.
     stages = engine.mesh.ranks("pp")
     log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
     return str(catalog.folder), materialize(catalog.client_state)

@@ -66,13 +66,13 @@ def write_archive(
 ) -> int:
     """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
 
-    Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory completely
-    (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as the tensor that its
-    parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict, under the key ``CHECKSUMS``, for
-    ``open_archive``. ``class_names``: qualified names to pickle for classes of objects in ``content``, where the
-    reader's differ from ours. ``note``: plain metadata for ``open_archive``, which ``torch.load`` ignores. Returns
-    the file's size in bytes. CheckpointError: a class that cannot be loaded safely (an incomplete file is left at
-    ``path``). OSError: a write failed.
+    Tensors at any depth are written as CPU tensors of their own size, without the rest of their storage; those that
+    share memory completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is
+    written as the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict,
+    under the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: qualified names to pickle for classes of
+    objects in ``content``, where the reader's differ from ours. ``note``: plain metadata for ``open_archive``, which
+    ``torch.load`` ignores. Returns the file's size in bytes. CheckpointError: a class that cannot be loaded safely
+    (an incomplete file is left at ``path``). OSError: a write failed.
     """
     plan = _Plan(class_names or {})
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)

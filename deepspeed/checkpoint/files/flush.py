@@ -43,7 +43,7 @@ def flush_names(folder: Path) -> None:
 
 
 def flush_later(paths: Iterable[Path]) -> None:
-    """Flush these files and their names in the background, in this order. Those removed meanwhile are skipped.
+    """Flush these files and their names in the background, in this order. Files removed in the meantime are skipped.
 
     An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """

@@ -185,7 +185,7 @@ def _remove_stale(folder: Path, now: float) -> None:
         if lock is None:
             continue
         try:
-            if _is_stale(staging, folder / match[1], now):  # no save of this tag has begun meanwhile
+            if _is_stale(staging, folder / match[1], now):  # re-check under the lock
                 logger.info(
                     f"{staging} is removed: an earlier save left it, and nothing was written to it for an hour"
                 )

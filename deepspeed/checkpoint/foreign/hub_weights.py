@@ -1,4 +1,4 @@
-"""Weights of a Transformers model: conversion from the layout of its files to that of the model.
+"""Weights of a Transformers model: conversion from the layout of its files to the model's.
 
 The two differ: files of the hub have one tensor per expert where the model has one per layer, and names that later
 releases of Transformers changed. Transformers keeps the rules of each architecture and applies them in

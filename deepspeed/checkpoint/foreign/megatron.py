@@ -96,7 +96,7 @@ class MegatronSDLoader:
         quantize_groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[str, State, tuple[None, int]]:
-        """``(file, state dict, (None, number of files merged))`` for rank ``mp_rank`` of ``mp_world_size``.
+        """Return ``(file, state dict, (None, number of files merged))`` for rank ``mp_rank`` of ``mp_world_size``.
 
         ``module_key``: key of the weights in a file; None: the file is the state dict itself. A pipeline's model
         files (``is_pipe_parallel``) hold no weights, so with another number of ranks all read the first file.

@@ -41,7 +41,8 @@ def is_universal(folder: Path) -> bool:
 
 
 def has_only_parameters(folder: Path) -> bool:
-    """Return whether ``folder`` has a weights-only universal checkpoint: no optimizer state and no model files."""
+    """Return whether ``folder`` has a weights-only universal checkpoint: no optimizer state and no model files. With
+    optimizer state but without model files it is incomplete instead."""
     rest = (folder / FOLDER / COMMON, *folder.glob(f"*{MODEL_SUFFIX}"))
     return is_universal(folder) and not any(path.exists() for path in rest)
 

@@ -492,7 +492,7 @@ def _scalars(scaler: Any) -> dict[str, Any]:
 
 
 def _complete(folder: Path, optims: list[Path], count: int) -> list[Path]:
-    """Return the files of ranks 0 to ``count - 1``, in that order; those of a larger earlier run are left out."""
+    """Return the files of ranks 0 to ``count - 1``, in that order; files of an earlier, larger run are ignored."""
     by_rank = {(optim_ranks(path.name) or (0, 0))[0]: path for path in optims}
     missing = [rank for rank in range(count) if rank not in by_rank]
     if missing and optims:

@@ -46,8 +46,8 @@ class TokenSampler:
 
     @untraced
     def draw(self, layer: int, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
-        """Ascending indices int64 [batch, kept] of the tokens that a layer keeps of each row. Not compiled: steps are
-        Python numbers, each of which would trigger a recompilation."""
+        """Return the ascending indices, int64 [batch, kept], of the tokens that a layer keeps in each row. Not
+        compiled: steps are Python numbers, each of which would trigger a recompilation."""
         if self.place is None:
             return gpt_sample_tokens(kept, length, batch, 1, device)[0][0]
         place = self.place()

@@ -30,7 +30,7 @@ class Compilation:
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` the wrapped module in place; at stage 3 block by block.
+        """Apply ``torch.compile`` to the wrapped module in place; at stage 3 block by block.
 
         Args:
             backend: default: the accelerator's.

@@ -326,7 +326,7 @@ def _peak_flops(device: torch.device, tflops: float | None) -> float | None:
 
 def _plan(engine: Engine) -> dict[str, Any]:
     """Return ``now`` and ``most`` as in the start report, and ``line``: the reference for measured memory, on CPUs
-    that of the whole process, including Python and libraries."""
+    for the whole process, including Python and libraries."""
     try:
         ledger = ledger_of(engine)
         now, most = now_and_most(ledger)
