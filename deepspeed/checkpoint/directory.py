@@ -6,8 +6,7 @@ One file of each checkpoint contains it, in one of two forms:
 - *computed*: three numbers for each parameter. ZeRO shards evenly, and shard ``s`` is in file ``s``, so the files of
   an interval follow by division. Its size and cost do not depend on the world size. Every rank checks that its
   fragments match the numbers.
-- *listed*, if some rank's do not match: a row for each fragment, gathered from all ranks and searched by
-  bisection.
+- *listed*, if some rank's fragments do not: a row for each fragment, gathered from all ranks, for binary search.
 """
 
 from __future__ import annotations

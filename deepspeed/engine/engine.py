@@ -121,8 +121,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             make_whole(model)
         # Memory is checked before any of it is allocated on the device.
         self._check_memory(model, optimizer, model_parameters)
-        # Masters and buckets copy the weights, which must be on the device, in their dtype and equal on all ranks by
-        # then.
+        # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._prepare_module(model, None if dont_change_device else self.device)
         self._build_training(optimizer, model_parameters)
         # The schedule sets rates in the optimizer's groups, and a loader of variable batches wraps the schedule.

@@ -78,8 +78,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         settings, ``input_ids`` and ``attention_mask`` may differ, and the result is the tensor of tokens.
 
         Raises:
-            RuntimeError: the prompt is longer than ``hybrid_engine.max_out_tokens``. ValueError: tensor-parallel
-            generation with other per-prompt inputs, or with more outputs than tokens.
+            RuntimeError: the prompt is longer than ``hybrid_engine.max_out_tokens``.
+            ValueError: tensor-parallel generation with other per-prompt inputs, or with more outputs than tokens.
         """
         section = self._config.hybrid_engine
         check_length(inputs, kwargs, section.max_out_tokens)

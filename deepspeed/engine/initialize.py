@@ -66,8 +66,8 @@ def initialize(
             and ``sequence_parallel_size``.
 
     Raises:
-        DeepSpeedConfigError: lists all problems of the config, before anything is allocated. AssertionError: when
-        model or config is missing, or the config is given twice.
+        DeepSpeedConfigError: lists all problems of the config, before anything is allocated.
+        AssertionError: model or config is missing, or the config is given twice.
     """
     given = _one_config(args, config if config is not None else config_params)
     if model is None:

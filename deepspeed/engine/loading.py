@@ -54,9 +54,9 @@ def load_checkpoint(
     a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a folder as
     written by ``save_pretrained``): then only these are loaded, regardless of the other options; likewise for a
     universal checkpoint made by ``hf_to_universal``. ``load_module_only`` changes only the weights; for 16-bit
-    weights it reads the fp32 masters from the optimizer files, if possible. RNG states, data position and accumulated
-    gradients are restored only by a full load. CheckpointError (a ValueError) names the file that is missing, damaged
-    or foreign, or the mismatch.
+    weights it reads the fp32 masters from the optimizer files, if possible; otherwise it does not open these. RNG
+    states, data position and accumulated gradients are restored only by a full load. CheckpointError (a ValueError)
+    names the file that is missing, damaged or foreign, or the mismatch.
     """
     ranks = ranks_of(engine)
     if engine.background_writer is not None:

@@ -84,8 +84,8 @@ class SavedExperts:
             yield {_renumbered(name, share, local): value for name, value in group.items()}, members
 
     def order(self, groups: Sequence[Sequence[str]], share: int) -> list[list[str]]:
-        """Return the names of one share's optimizer by group, from the global ``groups``: experts were in separate
-        groups, divided evenly over the optimizer files."""
+        """Return the names of one share's optimizer by group, from the loading optimizer's ``groups``: experts were
+        in separate groups, and each layer's were divided evenly over the optimizer files."""
         count = max(len(self.optimizers), 1)
         dense = [[name for name in group if not _NAME.fullmatch(name)] for group in groups]
         experts = [[name for name in group if _NAME.fullmatch(name)] for group in groups]

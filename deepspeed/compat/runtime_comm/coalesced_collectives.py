@@ -101,8 +101,8 @@ def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator])
     numel = tensor.numel() // everyone.size
     parts = tensor.reshape(-1)
     if near is not None:
-        # Slice g * near.size + i belongs to rank i of group g: rank i of each group first sums the slices of all
-        # ranks i.
+        # Slice g * near.size + i is for rank i of group g. Within a group, rank i first sums the slices for all ranks
+        # i.
         by_place = parts.view(across.size, near.size, numel).transpose(0, 1).reshape(-1)
         parts = torch.empty(across.size * numel, dtype=torch.float32, device=tensor.device)
         near.reduce_scatter(parts, by_place).wait()

@@ -98,7 +98,7 @@ def pack(
         numbers: number of each sequence in the packs; None: its index in ``lengths``.
         smallest, largest: limits on sequences per pack; a pack that is full with fewer than ``smallest`` is dropped.
         order: dataloader (as given), seqlen (short ones first), or random.
-        per_batch: packs of a batch; packs that do not fill a last batch are left out.
+        per_batch: packs of a batch; packs that do not fill a last batch are dropped.
         equal: all packs of a batch have the same number of sequences, assigned round-robin.
 
     Sequences longer than ``max_tokens`` are dropped too; the log counts dropped sequences.
@@ -212,7 +212,7 @@ def scale_lr(
     """Scale ``base_lr`` from batches of ``base_batch_size`` to batches of ``batch_size``.
 
     linear: proportional (Goyal et al. 2017); sqrt: by the square root (Krizhevsky 2014); none or None: unchanged.
-        ValueError: unknown method.
+    ValueError: unknown method.
     """
     known = "none" if method is None else str(method).lower()
     if known == "linear":
