@@ -1,5 +1,5 @@
-"""The catalog of a checkpoint folder: what it holds, by parameter name, regardless of what wrote it. Nothing is read
-until it is requested."""
+"""The catalog of a checkpoint folder: its content by parameter name, independent of the writer. Nothing is read until
+it is requested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
         return self.archive.path
 
     def view(self, copy: StridedCopy) -> Tensor:
-        """The elements of ``copy``, in its shape."""
+        """Return the elements of ``copy``, in its shape."""
         if copy.contiguous:
             return self.data.narrow(0, copy.source_offset, copy.numel)
         offset = self.data.storage_offset() + copy.source_offset
@@ -37,30 +37,29 @@ class Source:
 
 
 class CatalogFiles(Protocol):
-    """The files behind a catalog that are opened on demand."""
+    """Files of a catalog, opened on demand."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Add what holds ``shards``, or everything for None; of replicas, those in the files numbered ``prefer``."""
+        """Open the files that hold ``shards`` (None: all files); among replicas, those of file number ``prefer``."""
         ...
 
     def check_complete(self) -> None:
-        """CheckpointNotFoundError names a file that is missing."""
+        """Check that no file is missing, else raise CheckpointNotFoundError with its name."""
         ...
 
     def rank_state(self, number: int) -> dict[str, Any] | None:
-        """Random states and data position of the rank that saved as number ``number``; those of the last one if there
-        were fewer."""
+        """Return the RNG states and the data position saved by rank ``number``, or by the last rank if fewer saved."""
         ...
 
 
 class AllOpen:
-    """The files of catalogs that are complete from the start."""
+    """The files of a catalog that is complete when it is made."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Everything is open already."""
+        """Do nothing: all files are open."""
 
     def check_complete(self) -> None:
-        """They were complete when they were opened."""
+        """Do nothing: the files were checked when they were opened."""
 
     def rank_state(self, number: int) -> dict[str, Any] | None:
         return None
@@ -79,13 +78,13 @@ class Catalog:
     """The content of one checkpoint folder.
 
     ``module``: weights and buffers as the model's state dict names them, in the model's own dtype. ``module_dtypes``:
-    of all its tensors, in its order, even if only parts were saved. ``fragments``: for each trained parameter, by
-    kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not per
-    element, such as ``"step"``. ``extra``: entries of the module's state dict that are not tensors. ``aliases``: other
-    name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
-    files record (for upstream's, what can be inferred). ``files``: those not open yet; until they are, ``fragments``
-    and ``module`` may have names and kinds without sources. ``renamed``: the content of a single rank's file under the
-    names of this catalog.
+    dtypes of all its tensors, in its order, even if only parts were saved. ``fragments``: for each trained parameter,
+    by kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not
+    per element, such as ``"step"``. ``extra``: entries of the module's state dict that are not tensors. ``aliases``:
+    other name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: entries
+    that only our files record (for upstream's, those that can be inferred). ``files``: files to open on demand; until
+    then ``fragments`` and ``module`` may list names and kinds without sources. ``renamed``: maps the content of one
+    rank's file to the names of this catalog.
     """
 
     folder: Path
@@ -117,12 +116,13 @@ class Catalog:
         self.module.setdefault(source.index.name, []).append(source)
 
     def trained_names(self) -> set[str]:
-        """Parameters that were trained when the checkpoint was saved, or before; known before other files are open."""
+        """Return the parameters that were trained when the checkpoint was saved, or before; known before other files
+        are open."""
         groups = {name for group in self.groups for name in group.names}
         return groups | set(self.fragments) | set(self.index.get("trained") or ())
 
     def find(self, names: Iterable[str]) -> str | None:
-        """The name under which a parameter known by any of ``names`` has its fragments or weights."""
+        """Return the name under which a parameter known by any of ``names`` has its fragments or weights."""
         known = list(names)
         for table in (self.fragments, self.module):
             for name in known:
@@ -132,10 +132,10 @@ class Catalog:
         return None
 
     def masters(self, name: str) -> list[Source]:
-        """Sources of a parameter's most precise weights available."""
+        """Return the sources of a parameter's most precise weights available."""
         return self.fragments.get(name, {}).get(MASTER) or self.module.get(name, [])
 
     def kinds(self) -> set[str]:
-        """Kinds of optimizer state that are present for any parameter."""
+        """Return the kinds of optimizer state that are present for any parameter."""
         kinds = {kind for states in self.fragments.values() for kind in states}
         return (kinds | {key for values in self.values.values() for key in values}) - {MASTER}

@@ -24,13 +24,13 @@ from deepspeed.checkpoint.shards import ShardIndex
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """Tensors by name, none of them read yet; ``aliases``: other name -> name in ``tensors``."""
+    """Lazy tensors by name; ``aliases``: other name -> name in ``tensors``."""
 
     tensors: OrderedDict[str, LazyTensor]
     aliases: dict[str, str]
 
     def materialized(self) -> OrderedDict[str, Tensor]:
-        """All of them in memory; tied ones share storage."""
+        """Return all tensors in memory; tied ones share storage."""
         return self.mapped(materialize)
 
     def mapped(self, make: Callable[[LazyTensor], Tensor]) -> OrderedDict[str, Tensor]:
@@ -40,7 +40,7 @@ class Consolidated:
         return made
 
     def original(self, originals: Originals) -> Consolidated:
-        """The tensors of the module before its transforms."""
+        """Return the tensors of the module before its transforms."""
         exported = originals.exported(self.tensors, self.aliases)
         return Consolidated(
             OrderedDict((name, self._made(made)) for name, made in exported.tensors.items()), exported.aliases
@@ -61,7 +61,7 @@ def materialize(tensor: LazyTensor) -> Tensor:
 
 
 def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
-    """``checkpoint_dir/tag``, the tag read from ``latest`` if it is None. ValueError or FileNotFoundError."""
+    """Return ``checkpoint_dir/tag``, with the tag from ``latest`` if None. ValueError or FileNotFoundError."""
     if tag is None:
         tag = read_latest(checkpoint_dir)
         if tag is None:
@@ -72,8 +72,8 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
 
 
 def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
-    """Masters of trained parameters; frozen weights and buffers as they are in the model file. Where transforms changed
-    the module, names and shapes are those of the module before them.
+    """Return the master weights of trained parameters, and frozen weights and buffers as the model file has them.
+    Names and shapes are those of the untransformed module.
 
     Works on our checkpoints and on those of release 0.19. CheckpointError if a part is missing or damaged.
     """

@@ -52,7 +52,7 @@ PARAM_N_SUB_PARAMS = "param_n_sub_params"
 SUB_PARAM_SHAPE = "sub_param_shape"
 SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 
-# What a model says there about its parameters, by regular expressions that match their names
+# A model's description of its parameters: regular expressions that match their names
 VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
 PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
 PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
@@ -61,11 +61,11 @@ TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
 PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 
-# What tensor-parallel layers of release 0.19 say about their parameters, and how each is cut
+# Cuts of parameters, as tensor-parallel layers of release 0.19 record them
 DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"
 AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
 
-# Experts that are spread over ranks
+# Expert parallelism
 EP_IS_EXPERT_PARAM = "is_expert_param"
 EP_NUM_EXPERTS = "ep_num_experts"
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
@@ -74,7 +74,7 @@ AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION_KEY = f"{AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY}_version"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION = 1
 
-# The same where tensor-parallel ranks share experts
+# Expert parallelism folded with tensor parallelism
 FOLDING_METADATA_KEY = "folding"
 FOLDING_TP_SIZE, FOLDING_TP_RANK = "tp_size", "tp_rank"
 FOLDING_EP_SIZE, FOLDING_EP_RANK = "ep_size", "ep_rank"

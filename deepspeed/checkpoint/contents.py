@@ -1,4 +1,4 @@
-"""The content of each file of a checkpoint: from a rank's live memory, or from a copy of it."""
+"""The content of each checkpoint file, from a rank's live tensors or from a snapshot of them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from deepspeed.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """This rank's place among all: the numbers in its files' names, and what it writes.
+    """This rank's coordinates, which number its files, and the files that it writes.
 
-    ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
+    ``writes_replicas``: write shards that other ranks hold too (where ranks share no folder).
     """
 
     dp_rank: int
@@ -50,11 +50,11 @@ class RankPlace:
     writes_replicas: bool = False
     stage: int = 0
     stages: int = 1
-    """Of a pipeline: they have other parameters."""
+    """Pipeline stages, each with its own parameters."""
 
     @classmethod
     def on(cls, mesh: ProcessMesh, ranks: Ranks) -> RankPlace:
-        """Return the position of this rank, which is that on the mesh."""
+        """Return the coordinates of this rank on the mesh."""
         dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
         mp_size = mesh.size("pp") * tp_size
         return cls(
@@ -76,10 +76,10 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """One rank's training as ``save`` sees it.
+    """The state of one rank's training that ``save`` reads.
 
-    ``header``: values of the documented top-level keys. ``positions``: what the index adds (micro-steps,
-    precision...). ``rank_state``: what differs from rank to rank (random states, position in the data).
+    ``header``: values of the documented top-level keys. ``positions``: further entries of the index (micro-steps,
+    precision...). ``rank_state``: per-rank state (RNG states, data position).
     """
 
     module: nn.Module
@@ -92,28 +92,27 @@ class Training:
     positions: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     own_state: Mapping[str, Any] | None = None
-    """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
+    """Optimizer state of this rank alone, written to a separate file; None on all ranks or on none."""
     write_layers: Callable[[Path, Mapping[str, Any]], None] | None = None
-    """Writes the documented files of single layers into a folder (pipelines), marked with the save that they are of. It
-    gathers weights, which no rank leaves early, whatever fails."""
+    """Writes the documented per-layer files (pipelines) into a folder, marked with the id of the save. Collective: it
+    gathers weights, so every rank stays to the end even if its own writes fail."""
     experts_of_stages: frozenset[str] = frozenset()
-    """``kinds_of_experts`` of all stages of a pipeline, as all of them write the same files."""
+    """``kinds_of_experts`` over all pipeline stages, so that every stage writes the same set of files."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank's report on its files to the others: what they hold, by key of the directory, and hashes of its
-    buffers."""
+    """One rank's report to the others: the contents of its files by directory key, and hashes of its buffers."""
 
     held: dict[str, directory.Contents]
     buffer_hashes: list[int]
 
 
 class SavedFiles:
-    """The content of one rank's files, and what ranks have to know of each other to write them.
+    """The content of one rank's files, and the facts that ranks exchange to write them.
 
-    ``values`` is all that training changes; the rest (names, shapes, places) is as it was when this object was made.
-    So with a copy of the ``values`` everything after that may happen later, in another thread.
+    ``values`` holds everything that training changes; the rest (names, shapes, placements) is fixed when this object
+    is made. With a copy of ``values`` the remaining steps may therefore run later, in another thread.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class SavedFiles:
         self.cuts: Mapping[str, ShardCut] = {}
         self._describe(training, exclude_frozen)
         self.values = self._values(training)
-        # What ranks find out when they meet:
+        # Set by merge_reports:
         self.save_number = new_id()
         self.save: dict[str, Any] = {}
         self.pending = False
@@ -169,7 +168,7 @@ class SavedFiles:
             self.param_shapes = _param_shapes(self.entries, len(state.param_groups))
 
     def _values(self, training: Training) -> dict[str, Any]:
-        """Live; nothing is copied."""
+        """Return the live values; nothing is copied."""
         module, state = training.module, training.state
         weights = module_state(module, exclude=self.excluded)
         for name in self.cut:
@@ -196,7 +195,7 @@ class SavedFiles:
         }
 
     def _section(self, state: TrainingState, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
-        """This rank's part of the training state, where it writes one."""
+        """Return this rank's section of the training state, None if it writes none."""
         if not (self.optimizer_files or self.model_file):
             return None
         shards = list(state.shards() if self.place.writes_replicas else state.distinct_shards())
@@ -212,13 +211,13 @@ class SavedFiles:
         }
 
     def _in_model_file(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The weights that the model file of this rank's model-parallel position holds, whoever writes it."""
+        """Return the weights in the model file of this rank's model-parallel rank, whichever rank writes it."""
         if self.place.dp_rank == 0:
             return weights
         return {name: value for name, value in weights.items() if name not in self.kinds}
 
     def _own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen weights that no model file holds: those of a kind (experts) of which this rank is the first holder."""
+        """Return frozen weights that no model file holds: experts of which this rank is the first holder."""
         if self.model_file:
             return {}
         first = {
@@ -230,7 +229,7 @@ class SavedFiles:
         return {name: weights[name] for name in self.frozen if name in first & weights.keys()}
 
     def _untrained(self, weights: Mapping[str, Tensor]) -> list[tuple[ShardIndex, Tensor]]:
-        """Weights that the training state does not hold: in full, or this rank's parts where they are
+        """Return the weights that are not in the training state: whole, or this rank's shards where they are
         sharded."""
         if self.parts:
             shapes = self._part_shapes()
@@ -243,30 +242,30 @@ class SavedFiles:
         ]
 
     def _part_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the sharded weights that the training state does not hold; the same on all ranks."""
+        """Return the shapes of sharded weights that are not in the training state; the same on all ranks."""
         trained = self.shapes or {}
         left = {name for name in self.parts.shapes if name not in self.excluded}
         return {n: s for n, s in self.parts.shapes.items() if n in left and (n not in trained or not prod(s))}
 
     @property
     def signature(self) -> tuple[int, int] | None:
-        """Number of trained parameters and of their elements."""
+        """Numbers of trained parameters and of their elements."""
         return None if self.shapes is None else (len(self.shapes), sum(map(prod, self.shapes.values())))
 
     @property
     def moment(self) -> tuple[Any, Any]:
-        """At which step the values were taken."""
+        """The global step and micro-step of the values."""
         return self.values["header"].get("global_steps"), self.values["positions"].get("micro_steps")
 
     # Among ranks --------------------------------------------------------------------------------------------
 
     def report(self) -> RankReport:
-        """Return what this rank tells the others."""
+        """Return this rank's report to the others."""
         hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
         return RankReport({} if self.node_local else self._held(), hashes)
 
     def _held(self) -> dict[str, directory.Contents]:
-        """Return what this rank's files hold of each parameter, by key of the directory."""
+        """Return the contents of this rank's files per parameter, by directory key."""
         found: dict[str, directory.Contents] = {}
         if self.optimizer_files and self.shapes is not None:
             found[OPTIMIZER_DIRECTORY] = self._contents(self.shapes, self.cuts, self.held_shards)
@@ -286,10 +285,10 @@ class SavedFiles:
         return directory.Contents(list(shapes), list(shapes.values()), known, held, self.place.number)
 
     def merge_reports(self, ranks: Ranks, report: RankReport) -> None:
-        """Agree on what must be in the first file, and find out which buffers differ from rank to rank. Collective.
+        """Agree on the entries of the first file, and find buffers that differ between ranks. Collective.
 
-        What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
-        their random states."""
+        Only one message grows with the world size: the RNG states that rank 0 receives at stage 0, where other ranks
+        have no file."""
         pending, number = ranks.largest([self.values["pending"] is not None, self.save_number])
         self.pending = bool(pending)
         self.save = save_entry(number, self.moment[0])
@@ -313,15 +312,15 @@ class SavedFiles:
                 self.covered[key] = self._on_all_stages(contents.names, ranks)
 
     def _on_all_stages(self, names: Sequence[str], ranks: Ranks) -> list[str]:
-        """``names`` and those of the other stages. Collective if there are some."""
+        """Return ``names`` merged with those of the other stages. Collective if there are several stages."""
         if self.place.stages == 1:
             return list(names)
         reports = ranks.gather(list(names) if self.place.dp_rank == 0 else [])
         return list(dict.fromkeys(name for report in reports for name in report))
 
     def _names_of_all(self, ranks: Ranks, held: Mapping[str, directory.Contents]) -> None:
-        """Put the names of all ranks' parts into the first file, where ranks hold parts of shared lists. It has no
-        directory then: a loader searches the files. Collective."""
+        """Put the parameter names of all ranks into the first file, where ranks hold different experts of one list.
+        There is no directory then: a loader searches the files. Collective."""
         own = {key: list(contents.names) for key, contents in held.items()}
         reports = ranks.gather_at_writers(
             (self.place.number, own, self.trained, list(self.values["own_weights"]))
@@ -335,8 +334,8 @@ class SavedFiles:
         self.frozen_elsewhere = list(dict.fromkeys(name for _, _, names in ordered for name in names))
 
     def _merge_stages(self, ranks: Ranks, own: dict[str, int]) -> None:
-        """Find out which buffers differ among the ranks of one stage, and the names that the first file lists for all
-        stages."""
+        """Find buffers that differ between the ranks of one stage, and collect the names of all stages for the first
+        file."""
         facts = {"trained": self.trained, "aliases": self.aliases, "excluded": self.excluded, "cut": self.cut}
         reports = ranks.gather((self.place.stage, own, facts if self.place.dp_rank == 0 else None))
         alike = [other for stage, other, _ in reports if stage == self.place.stage]
@@ -350,7 +349,7 @@ class SavedFiles:
     # In files -----------------------------------------------------------------------------------------------
 
     def contents(self, rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Return the content of each of this rank's files by name, made when it is called."""
+        """Return a function per file of this rank, by name, that makes its content."""
         place, values = self.place, self.values
         contents: dict[str, Callable[[], dict[str, Any]]] = {}
         if self.optimizer_files:
@@ -388,7 +387,7 @@ class SavedFiles:
         return content
 
     def _boxes(self, held: Iterable[str]) -> dict[str, Any]:
-        """Return where tensors of the state dict lie in larger ones."""
+        """Return the global shape and boxes of each tensor that is part of a larger one."""
         placements = {name: self.placements[name] for name in held if name in self.placements}
         return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
 
@@ -447,7 +446,7 @@ class SavedFiles:
         }
 
     def _rank_states(self) -> dict[str, Any]:
-        """Each rank's state goes into its own file, if it writes one anyway."""
+        """Return the ranks' states for the model file; a rank that writes its own file keeps its state there."""
         if self.optimizer_files:
             return {}
         if self.parts:
@@ -456,8 +455,8 @@ class SavedFiles:
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:
-    """The module's state dict, its tensors detached and in place, without the names in ``exclude``. Parameters are as
-    this rank holds them, whatever else the module shows in its state dict."""
+    """Return the module's state dict, its tensors detached and in place, without the names in ``exclude``. Parameters
+    are as this rank holds them, even if hooks of the module's state dict change them."""
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -468,7 +467,7 @@ def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
-    """Other name -> first name of every parameter that the module registers several times (tied weights)."""
+    """Return other name -> first name for every parameter registered several times (tied weights)."""
     return _shared(module.named_parameters(remove_duplicate=False))
 
 
@@ -482,7 +481,7 @@ def _shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
 
 
 def _param_shapes(entries: Iterable[ParamEntry], groups: int) -> list[OrderedDict[str, torch.Size]]:
-    """Shapes by optimizer group, as documented."""
+    """Return the shapes by optimizer group, in the documented format."""
     shapes: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in range(groups)]
     for entry in entries:
         if entry.group_index >= 0:

@@ -3,11 +3,10 @@ files it needs.
 
 One file of each checkpoint contains it, in one of two forms:
 
-- *computed*: how each parameter is cut, three numbers for each. ZeRO cuts evenly, and shard ``s`` is in file ``s``, so
-  the files of an interval follow by division. Neither its size nor the work to make or to use it depends on how many
-  ranks saved. Every rank checks that what it holds is what the numbers say.
-- *listed*, where a rank holds anything else: a row for each fragment, gathered from all ranks and searched by
-  bisection.
+- *computed*: three numbers for each parameter. ZeRO shards evenly, and shard ``s`` is in file ``s``, so the files of
+  an interval follow by division. Its size and cost do not depend on the world size. Every rank checks that its
+  fragments match the numbers.
+- *listed*, if some rank's fragments do not: a row for each fragment, gathered from all ranks, for binary search.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 NAME, START, STOP, FILE = range(4)
 """Columns of a row. Rows are sorted by them, in this order."""
 TABLES = ("first_rows", "rows")
-"""Keys of what is searched, and so verified piece by piece."""
+"""Keys of the tables that are searched, and therefore verified row by row."""
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class FileContents:
     has_boxes: bool = False
 
     def follows(self, cuts: Sequence[ShardCut], numels: Sequence[int], file: int) -> bool:
-        """Return whether the file with this number holds what the parameters' ``cuts`` say, and nothing else."""
+        """Return whether file number ``file`` holds exactly the intervals that the parameters' ``cuts`` imply."""
         if self.has_boxes:
             return False
         found: dict[int, list[tuple[int, int]]] = {}
@@ -47,7 +46,7 @@ class FileContents:
                 found.setdefault(number, []).append((start, stop))
         for number, (cut, numel) in enumerate(zip(cuts, numels, strict=True)):
             start, stop = cut.interval(file, numel)
-            for low, high in sorted(found.get(number, ())):  # several where they are kept in pieces
+            for low, high in sorted(found.get(number, ())):  # several if the shard is kept in pieces
                 if low != start:
                     return False
                 start = high
@@ -56,7 +55,7 @@ class FileContents:
         return True
 
     def packed(self) -> tuple[Tensor, list[tuple[str, ...]], list[int], bool]:
-        """In a form that is small to send: numbers as a tensor, each set of kinds once."""
+        """Return a compact form to send: rows as a tensor, each distinct set of kinds once."""
         distinct = list(dict.fromkeys(self.kinds))
         places = {kinds: place for place, kinds in enumerate(distinct)}
         return (
@@ -68,7 +67,8 @@ class FileContents:
 
 
 def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> FileContents:
-    """``shards``: a rank's fragments with their kinds; ``names``: those of all parameters, the same on every rank."""
+    """Describe a rank's fragments and their kinds (``shards``); ``names``: of all parameters, the same on every
+    rank."""
     number = {name: place for place, name in enumerate(names)}
     found = FileContents()
     for index, kinds in shards:
@@ -81,8 +81,8 @@ def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str
 def pack(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
-    """Return the directory of what all ``ranks`` hold (``FileContents.packed`` of each, by file number). None where
-    tensors are split into boxes: intervals do not show what overlaps then."""
+    """Return the listed directory of all ``ranks`` (``FileContents.packed`` of each, by file number). None if tensors
+    are split into boxes: flat intervals do not show their overlaps."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
     rows = [
@@ -107,9 +107,9 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Input of a directory: by parameter what all ranks know, and what this rank's file ``held``.
+    """Input of a directory: the parameters known to all ranks, and the content of this rank's file (``held``).
 
-    ``cuts``: None for a parameter that is not known to be cut evenly.
+    ``cuts``: None for a parameter that may not be sharded evenly.
     """
 
     names: Sequence[str]
@@ -123,7 +123,7 @@ class Contents:
 
 
 def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
-    """The directory, on ranks that write it; None elsewhere, and where there can be none. Collective."""
+    """Return the directory on ranks that write it; None elsewhere, or if none is possible. Collective."""
     computed = _compute(contents, ranks)
     if computed is not None:
         return computed
@@ -139,7 +139,7 @@ def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def _pack_differing(reports: Sequence[tuple[Any, list[str], list[tuple[int, ...]]]]) -> dict[str, Any] | None:
-    """Pack the reports of ranks with different parameters (stages of a pipeline), over the names of them all."""
+    """Pack the reports of ranks with different parameters (pipeline stages), under the union of their names."""
     shapes: dict[str, tuple[int, ...]] = {}
     for _, names, own in reports:
         shapes.update(zip(names, own, strict=True))
@@ -154,8 +154,8 @@ def _pack_differing(reports: Sequence[tuple[Any, list[str], list[tuple[int, ...]
 
 
 def _compute(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
-    """The computed form; None on all ranks if a rank holds something else. What is sent does not grow with the number
-    of ranks."""
+    """Return the computed form; None on all ranks if some rank's fragments do not match. Messages do not grow with
+    the world size."""
     names, shapes = list(contents.names), [tuple(shape) for shape in contents.shapes]
     cuts = contents.known_cuts()
     numels = [prod(shape) for shape in shapes]
@@ -170,7 +170,7 @@ def _compute(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def _kinds_of_all(contents: Contents, ranks: Ranks) -> list[tuple[str, ...]] | None:
-    """The kinds of state that each parameter has on any rank. None if no rank has every kind that occurs."""
+    """Return the kinds of state that each parameter has on any rank. None if no rank has every kind that occurs."""
     own = list(dict.fromkeys(kind for kinds in contents.held.kinds for kind in kinds))
     known = ranks.longest(own)
     if known is None or ranks.any(not set(own) <= set(known)):
@@ -192,18 +192,18 @@ class Directory(Protocol):
     kinds: dict[str, tuple[str, ...]]
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
-        """Numbers of the files that hold all saved parts of ``shard``; of replicas, the one in file ``prefer``, or the
-        first. For a shard without elements, a file that has its name."""
+        """Return the numbers of the files that hold all saved parts of ``shard``; among replicas, file ``prefer``,
+        else the first. For an empty shard, one file that lists its name."""
         ...
 
 
 def read(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> Directory:
-    """Read what ``make`` made. ``verify`` is called with each part of a table before it is used."""
+    """Read the result of ``make``. ``verify`` is called with each part of a table before it is used."""
     return Computed(packed) if "cuts" in packed else Listed(packed, verify)
 
 
 class Computed:
-    """Files by arithmetic."""
+    """The computed form: file numbers by division."""
 
     def __init__(self, packed: Mapping[str, Any]) -> None:
         names = packed["names"]
@@ -221,7 +221,7 @@ class Computed:
 
 
 class Listed:
-    """Searches the rows of all fragments."""
+    """The listed form: binary search in the rows of all fragments."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))
@@ -252,7 +252,8 @@ class Listed:
         return set(found.values()) if shard.numel else set(list(found.values())[:1])
 
     def _first_after(self, low: int, high: int, start: int) -> int:
-        """The first row whose fragment ends after ``start``: fragments do not overlap, so their ends are sorted."""
+        """Return the first row whose fragment ends after ``start``: fragments do not overlap, so their ends are
+        sorted."""
         while low < high:
             middle = (low + high) // 2
             if self._row(middle)[STOP] > start:

@@ -15,7 +15,7 @@ class CheckpointError(ExplainedError, ValueError):
 
 
 class FailedElsewhere(CheckpointError):
-    """Another rank could not do its part; that rank has said why."""
+    """Another rank failed, and reported the reason there."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -23,17 +23,17 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointTagError(CheckpointError, AssertionError):
-    """A tag cannot name a folder, or ranks give different ones. An AssertionError, too, as release 0.19 raises it."""
+    """A tag cannot name a folder, or ranks pass different tags. Also an AssertionError, as in release 0.19."""
 
 
 class CheckpointDegreesError(CheckpointError, RuntimeError):
-    """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""
+    """Files of one checkpoint record different degrees of parallelism. Also a RuntimeError, as in release 0.19."""
 
 
 def mixed_saves(
     path: Path, found: Mapping[str, Any] | None, beside: Path, expected: Mapping[str, Any] | None
 ) -> CheckpointError:
-    """Return the error for the file ``path`` of another save than the file ``beside``."""
+    """Return the error for a file ``path`` that is from another save than the file ``beside``."""
     return CheckpointError(
         f"{path} is of {_save_in_words(found)}, but {beside} is of "
         f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
@@ -47,8 +47,7 @@ def _save_in_words(save: Mapping[str, Any] | None) -> str:
 
 @contextmanager
 def laid_out(folder: Path, written_by: object) -> Iterator[None]:
-    """A CheckpointError that names the ``folder`` for whatever using its files raises because they hold something else
-    than their release writes."""
+    """Turn errors from malformed files of release ``written_by`` into a CheckpointError that names the ``folder``."""
     try:
         yield
     except CheckpointError:

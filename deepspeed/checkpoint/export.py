@@ -1,4 +1,4 @@
-"""Weights for use outside training: torch ``.bin`` files or safetensors, in shards, one tensor at a time."""
+"""Export of weights: torch ``.bin`` files or safetensors, in shards, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -58,10 +58,9 @@ def save_weights(
     """Write ``weights`` into ``folder``: one file, or shards of at most ``max_shard_size`` and an index of
     them.
 
-    ``aliases`` (other name -> name in ``weights``) share their tensor: in ``.bin`` files it appears under
-    both names; safetensors holds it once and lists the aliases in its metadata, as
-    ``safetensors.torch.load_model`` expects. A tensor larger than a shard gets its own shard. Files of an
-    earlier export with the same names are replaced.
+    ``aliases`` (other name -> name in ``weights``) share their tensor: in ``.bin`` files it appears under both names;
+    safetensors holds it once and lists the aliases in its metadata, as ``safetensors.torch.load_model`` expects. A
+    tensor larger than a shard gets its own shard. Existing files of the same names are replaced.
     """
     filename = filename or (SAFETENSORS_NAME if safetensors else BIN_NAME)
     aliases = {alias: name for alias, name in (aliases or {}).items() if name in weights}
@@ -86,7 +85,7 @@ def save_weights(
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of ``"5GB"``, ``"200MiB"`` or a number."""
+    """Return bytes of ``"5GB"``, ``"200MiB"`` or a number."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
@@ -97,11 +96,11 @@ def parse_size(size: int | str) -> int:
 
 
 def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
-    """The safetensors format: header length, JSON header, then the tensors' bytes.
+    """Write the safetensors format: header length, JSON header, then the tensors' bytes.
 
-    Written here because the library's `save_file` takes tensors that are all in memory, and this one a tensor at a
-    time, which may be read from the shards of a checkpoint just then. The library judges the result: it reads the
-    header back, with every dtype, shape and offset. ValueError: a dtype that the format or the installed library lacks.
+    The library's `save_file` needs all tensors in memory; this one holds one at a time, which may be read from a
+    checkpoint's shards on demand. The library validates the result by reading the header back: every dtype, shape and
+    offset. ValueError: a dtype that the format or the installed library lacks.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0

@@ -1,4 +1,4 @@
-"""Filling live state from a catalog: each rank reads, and verifies, what its own fragments need."""
+"""Loading: fill live state from a catalog; each rank reads and verifies only the bytes of its own fragments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 from deepspeed.ops.adam.multi_tensor_adam import as_in
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Group options that say how an optimizer computes, not what: the running optimizer's values are kept."""
+"""Group options that choose an implementation, not a result: the running optimizer's values are kept."""
 TORCH_OPTIONS = {
     "amsgrad": False,
     "maximize": False,
@@ -31,8 +31,7 @@ TORCH_OPTIONS = {
     "capturable": False,
     "differentiable": False,
 }
-"""Group options that torch's optimizers expect to find; ours do not have all of them: exports add them,
-and what loads one again leaves them out."""
+"""Group options that torch's optimizers require. Ours lack some: exports add them, and loading drops them again."""
 
 
 @dataclass(slots=True)
@@ -57,14 +56,14 @@ class LoadReport:
 
 
 class Reader:
-    """Copies fragments, verifies them, and counts what it touches."""
+    """Copies fragments, verifies them, and counts the bytes read."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.bytes_read = 0
 
     def fill(self, target: ShardIndex, into: Tensor, sources: list[Source], what: str) -> None:
-        """``into``: [target.numel], of any dtype. CheckpointError if ``sources`` do not cover it."""
+        """Fill ``into`` [target.numel], of any dtype. CheckpointError: ``sources`` do not cover it."""
         try:
             copies, missing = intersect(target, [source.index for source in sources])
         except ValueError as error:
@@ -92,7 +91,7 @@ class Reader:
 class Restorer:
     """Loads one catalog into a module and its training state. Every rank makes the same calls in the same order.
 
-    ``is_stage``: other ranks have other parts of the model (pipelines), whose names are no mistake here.
+    ``is_stage``: a pipeline stage; names of other stages in the checkpoint are expected.
     """
 
     catalog: Catalog
@@ -114,14 +113,14 @@ class Restorer:
 
     @property
     def rewrites_names(self) -> bool:
-        """Return whether the module's own code must see everything that was saved, under the old names."""
+        """Return whether the module's own loading code must see the saved state dict under the old names."""
         return _rewrites_names(self.module) and not self.parts
 
     @property
     def nested(self) -> dict[str, Any]:
-        """Dicts in the saved state dict, for a model that loads them itself: Megatron-LM's, whose scripts save what its
-        ``state_dict_for_save_checkpoint`` returns. It cannot fill a module that is held in parts (stage 3), whose
-        weights are all found by name."""
+        """Dicts in the saved state dict, for a model that loads them itself: Megatron-LM's, whose scripts save the
+        result of ``state_dict_for_save_checkpoint``. Not for a sharded module (stage 3), whose weights are all found
+        by name."""
         if type(self.module).load_state_dict is nn.Module.load_state_dict:
             return {}
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
@@ -135,11 +134,11 @@ class Restorer:
         return [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
 
     def check_names(self) -> None:
-        """Report names that the model and the checkpoint do not share: an error if strict. What a model of nested dicts
-        knows by names of its own is left to it."""
+        """Report names that are only in the model or only in the checkpoint: an error if strict. Names within nested
+        dicts are left to the model."""
         own = module_state(self.module)
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
-        saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
+        saved |= self.catalog.module_dtypes.keys()  # all parts of some may be on other nodes
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         nested = self.nested
         missing = [name for name in own if name not in saved and (self.parts or not nested)]
@@ -168,7 +167,7 @@ class Restorer:
         self.report.notes.append(text)
 
     def weights_from_module(self) -> None:
-        """The model's own weights and buffers, through its ``load_state_dict``; masters follow them."""
+        """Load weights and buffers through the model's ``load_state_dict``, then refresh the masters from them."""
         self._fill_parts(trained=True)
         cut = self._cut()
         tensors = self._module_tensors(only=lambda name: name not in cut)
@@ -181,8 +180,7 @@ class Restorer:
             self.state.weights_loaded()
 
     def buffers_of_rank(self, rank: int, ranks: int) -> None:
-        """Give each rank its own buffers back, where they differed and the number of ranks is the same; otherwise all
-        ranks keep those of the first."""
+        """Restore per-rank buffers if the world size is the same; otherwise all ranks keep those of rank 0."""
         index = self.catalog.index
         if not index.get("buffers_differ"):
             return
@@ -201,14 +199,15 @@ class Restorer:
                 own[name].copy_(saved)
 
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
-        """``custom_load_fn(src=saved state dict, dst=module)`` may do anything; masters follow the
-        weights (where those are sharded, when the caller shards them again)."""
+        """Load by ``custom_load_fn(src=saved state dict, dst=module)``, then refresh the masters from the weights (if
+        those are sharded, the caller does so when it shards them again)."""
         custom_load_fn(src={**self._module_tensors(), **self.nested}, dst=self.module)
         if self.state is not None and not self.parts:
             self.state.weights_loaded()
 
     def weights_from_masters(self) -> None:
-        """Masters by intersection, each rank its own part; frozen weights and buffers from the model file."""
+        """Load masters by intersection, each rank its own shards, and frozen weights and buffers from the model
+        file."""
         self._load_rest()
         for index, tensors in self._shards():
             name = self._name_of(index)
@@ -222,7 +221,7 @@ class Restorer:
         self.report.of_parameters += len(self.entries)
 
     def optimizer_states(self) -> None:
-        """Per-element state by intersection, other values as they are; the optimizer's groups."""
+        """Load per-element state by intersection, other values as saved, and the optimizer's groups."""
         assert self.state is not None
         if not self.catalog.has_optimizer:
             if self.strict:
@@ -246,8 +245,7 @@ class Restorer:
         self._groups()
 
     def _count_states(self) -> None:
-        """Per-element states of the model's parameters, over all ranks; an incomplete one raises when
-        filled."""
+        """Count the per-element states of the model's parameters; an incomplete one raises when it is filled."""
         own = {kind for _, tensors in self._shards() for kind, tensor in tensors.items() if tensor.dim()} - {
             MASTER
         }
@@ -257,7 +255,7 @@ class Restorer:
             self.report.states += len(saved & own)
 
     def _check_kinds(self) -> None:
-        """State of a different optimizer must not be taken for this one's."""
+        """Raise CheckpointError if the saved state is of a different optimizer."""
         saved = self.catalog.kinds()
         for index, tensors in self._shards():
             wanted = {kind for kind in tensors if kind != MASTER}
@@ -281,20 +279,20 @@ class Restorer:
             )
 
     def _has_state(self, name: str | None) -> bool:
-        """Return whether the saved parameter ``name`` has optimizer state; one that never had a gradient has none."""
+        """Return whether the saved parameter ``name`` has optimizer state: not if it never had a gradient."""
         kinds = self.catalog.fragments.get(name or "", {})
         return any(kind != MASTER for kind in kinds) or bool(self.catalog.values.get(name or ""))
 
     def _fill_states(
         self, index: ShardIndex, tensors: dict[str, Tensor], collected: dict[str, dict[str, Tensor]]
     ) -> None:
-        """Per-element state is written immediately; other values are ``collected`` by kind and parameter."""
+        """Fill per-element state in place; add other values to ``collected``, by kind and parameter."""
         name = self._name_of(index) or ""
         fragments, values = self.catalog.fragments.get(name, {}), self.catalog.values.get(name, {})
         for kind, tensor in tensors.items():
             per_element = tensor.dim() == 1 and tensor.numel() == index.numel
             if kind in fragments and not per_element and index.global_shape in ((), (1,)):
-                value = fragments[kind][0].data  # a scalar parameter, where the two look alike
+                value = fragments[kind][0].data  # a scalar parameter: per-element state and values look alike
             else:
                 value = values.get(kind)
             if per_element and value is not None:
@@ -307,13 +305,13 @@ class Restorer:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {kind} of {index.name}")
 
     def _groups(self) -> None:
-        """Each group takes the hyperparameters under which its parameters were saved."""
+        """Load into each group the hyperparameters saved for its parameters."""
         assert self.state is not None
         own = self.state.param_groups
         names: list[set[str]] = [set() for _ in own]
         siblings = names_of_siblings(self.module)
         for entry in self.entries:
-            if entry.group_index >= 0:  # of shared lists, the groups may name other modules than this rank's
+            if entry.group_index >= 0:  # saved groups may name another rank's modules of a shared list
                 names[entry.group_index] |= {self._find(entry) or entry.name, *siblings.get(entry.name, ())}
         matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
@@ -332,9 +330,9 @@ class Restorer:
         self.state.param_groups = own
 
     def _load_rest(self) -> None:
-        """Frozen weights, buffers and anything else that the training state does not hold."""
+        """Load frozen weights, buffers and everything else outside the training state."""
         if self.rewrites_names:
-            self._load_into_module(self._module_tensors())  # its own code knows what old names mean
+            self._load_into_module(self._module_tensors())  # its own code translates old names
             return
         self._fill_parts(trained=False)
         trained, cut = {id(entry.param) for entry in self.entries}, self._cut()
@@ -350,7 +348,7 @@ class Restorer:
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
 
     def _fill_parts(self, *, trained: bool) -> None:
-        """Weights that this rank holds a part of (stage 3); ``trained`` includes those of the optimizer."""
+        """Fill this rank's shards of weights (stage 3); ``trained``: also those of the optimizer."""
         known = {entry.name for entry in self.entries}
         for index, part in self.parts.fragments():
             name = self.catalog.find([index.name])
@@ -359,7 +357,7 @@ class Restorer:
             self.reader.fill(index, part, self._weights(name), f"the weights of {index.name}")
 
     def _cut(self) -> set[str]:
-        """All names of parameters that this rank holds only a part of."""
+        """Return the names of all sharded parameters."""
         params = self.module.named_parameters(remove_duplicate=False)
         return {name for name, param in params if hasattr(param, "ds_owner")}
 
@@ -374,7 +372,7 @@ class Restorer:
                 )
         if not self.nested:
             self._call_loader(self.module.load_state_dict, tensors, strict=self.strict and not partly)
-        elif tensors:  # under our names, which the model's own code does not know
+        elif tensors:  # flat names, which the model's own loader does not know
             self._call_loader(partial(nn.Module.load_state_dict, self.module), tensors, strict=False)
 
     def _load_nested(self) -> None:
@@ -393,7 +391,7 @@ class Restorer:
             ) from error
 
     def _module_tensors(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """The saved state dict under all its names, mapped from the files; ``only`` chooses names."""
+        """Return the saved state dict under all its names, mapped from the files; ``only``: filter on names."""
         own = module_state(self.module)
         tensors: dict[str, Any] = {}
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
@@ -417,8 +415,8 @@ class Restorer:
         return {**tensors, **{name: item for name, item in self.catalog.extra.items() if name not in nested}}
 
     def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
-        """Return what this rank's module holds under ``name``: mapped from a file that has exactly this, or filled
-        from the parts of several (stage 3, tensor parallelism)."""
+        """Return this rank's tensor ``name``: mapped if a file has exactly this part, else assembled from several
+        (stage 3, tensor parallelism)."""
         saved = sources[0].index
         placement = self.placements.get(name)
         target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()
@@ -432,7 +430,7 @@ class Restorer:
         return made.view(shape)
 
     def _weights(self, name: str) -> list[Source]:
-        """Return the sources of a parameter: the model's weights, then the masters, for what no model file holds."""
+        """Return the sources of a parameter: the model's weights, then masters for parts that no model file holds."""
         masters = self.catalog.fragments.get(name, {}).get(MASTER, [])
         return [*self.catalog.module.get(name, []), *masters]
 
@@ -441,7 +439,7 @@ class Restorer:
         return self.state.shards()
 
     def _name_of(self, index: ShardIndex) -> str | None:
-        """The saved name of a live fragment. CheckpointError if it is missing and required."""
+        """Return the saved name of a live fragment. CheckpointError if it is missing and required."""
         if not hasattr(self, "_by_name"):
             self._by_name = {entry.name: self._find(entry) for entry in self.entries}
         found = self._by_name.get(index.name)
@@ -458,7 +456,7 @@ class Restorer:
 
 
 def _matching(number: int, members: set[str], groups: list[Group]) -> Group | None:
-    """The saved group that holds ``members``; empty groups go by position."""
+    """Return the saved group that holds ``members``; empty groups are matched by position."""
     if not members:
         return groups[number] if number < len(groups) and not groups[number].names else None
     holders = [group for group in groups if members.intersection(group.names)]
@@ -466,12 +464,12 @@ def _matching(number: int, members: set[str], groups: list[Group]) -> Group | No
 
 
 def _added(key: str, value: Any, group: dict[str, Any]) -> bool:
-    """Return whether a saved option only fills a place that this optimizer does not have."""
+    """Return whether a saved option is a torch default that this optimizer lacks."""
     return key not in group and key in TORCH_OPTIONS and value == TORCH_OPTIONS[key]
 
 
 def _rewrites_names(module: nn.Module) -> bool:
-    """Return whether loading runs the model author's code, which may rename or reshape what was saved."""
+    """Return whether loading runs the model's own code, which may rename or reshape saved tensors."""
     for child in module.modules():
         if not all(getattr(hook, "keeps_names", False) for hook in child._load_state_dict_pre_hooks.values()):
             return True

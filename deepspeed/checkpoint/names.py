@@ -13,9 +13,9 @@ UNIVERSAL_FOLDER = "zero"
 """Folder of a universal checkpoint that holds a folder per parameter."""
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 SCRIPTS = (RECOVERY_SCRIPT, "zero_to_torch.py")
-"""Stored beside the checkpoints, for a shell."""
+"""Scripts stored next to the checkpoints, to run from a shell."""
 FORMAT = 3
-"""Version of the index that our files carry under ``INDEX``. Format 1 had sums for checksums, and all ranks' random
+"""Version of the index that our files carry under ``INDEX``. Format 1 had sums as checksums, and all ranks' RNG
 states in every model file; format 2 listed every fragment in its directories."""
 
 MODEL_SUFFIX = "_model_states.pt"
@@ -24,12 +24,12 @@ OPTIMIZER_STATE = "optimizer_state_dict"
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 INDEX = "checkpoint_index"
-"""Key of what the documented files do not record: format, order of tensors, random states, positions."""
+"""Key of entries beyond the documented ones: format, order of tensors, RNG states, positions."""
 SAVE = "save"
-"""Key of the index of every file: which save wrote it, ``{"id": text, "global_steps": number}``. All files of a save
-have the same random id."""
+"""Index key of the save that wrote a file, ``{"id": text, "global_steps": number}``. All files of a save have the
+same random id."""
 SAVED_BY = "deepspeed_save"
-"""Key of the same in files of the layouts of release 0.19, which have no index; that release ignores it."""
+"""The same key in files of release 0.19's layouts, which have no index; that release ignores it."""
 CHECKSUMS = "checkpoint_checksums"
 """Key of the hashes of every tensor in the same file."""
 
@@ -42,8 +42,8 @@ DOCUMENTED_KEYS = (
 RESERVED_KEYS = frozenset(
     (*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, SAVED_BY, CHECKSUMS)
 ) - {"universal_checkpoint_info"}
-"""Keys that a client state must not contain, and that are left out when it is returned. What a model says of its
-parameters' splits comes from the client where the model does not say it itself."""
+"""Keys that a client state must not contain, and that are dropped when it is returned. The client may pass
+``universal_checkpoint_info`` for a model that does not provide it."""
 
 _OURS = re.compile(
     r".*_(model|optim)_states\.pt|(pending_gradients|buffers|own_state)_rank_\d+\.pt"
@@ -55,7 +55,7 @@ _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
 def is_url(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder of checkpoints is named by a URL, such as `s3://bucket/run`."""
+    """Return whether a checkpoint folder is a URL, such as `s3://bucket/run`."""
     return "://" in os.fspath(folder)
 
 
@@ -64,12 +64,12 @@ def default_tag(global_steps: int) -> str:
 
 
 def model_file(mp_rank: int) -> str:
-    """Model states where every rank has the full parameters (stages 0 to 2)."""
+    """Return the name of a model file with full parameters (stages 0 to 2)."""
     return f"mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
 
 
 def zero_model_file(dp_rank: int, mp_rank: int) -> str:
-    """Model states of one rank where parameters are sharded (stage 3)."""
+    """Return the name of one rank's model file with sharded parameters (stage 3)."""
     return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
 
 
@@ -78,51 +78,51 @@ def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
 
 
 def dp_mp_ranks(dp_size: int, mp_size: int) -> list[tuple[int, int]]:
-    """(dp_rank, mp_rank) for each number by which a checkpoint's directories identify a rank's files."""
+    """Return (dp_rank, mp_rank) by file number, as a checkpoint's directories count ranks."""
     return [(dp, mp) for mp in range(mp_size) for dp in range(dp_size)]
 
 
 def pending_file(rank: int) -> str:
-    """Gradients that ``rank`` had accumulated when the checkpoint was saved between two updates."""
+    """Return the name of the file of ``rank``'s accumulated gradients, for a save between two updates."""
     return f"pending_gradients_rank_{rank}.pt"
 
 
 def buffers_file(rank: int) -> str:
-    """Buffers of ``rank`` where ranks hold different ones (BatchNorm statistics)."""
+    """Return the name of the file of ``rank``'s buffers, if they differ by rank (BatchNorm statistics)."""
     return f"buffers_rank_{rank}.pt"
 
 
 def own_state_file(rank: int) -> str:
-    """Return the name of the file of what the optimizer of ``rank`` does not share with other ranks (error
-    feedback)."""
+    """Return the name of the file of ``rank``'s unshared optimizer state (error feedback)."""
     return f"own_state_rank_{rank}.pt"
 
 
 def by_rank(paths: Iterable[str]) -> list[str]:
-    """Model files by the number of their model-parallel rank, which has more than two digits where there are many."""
+    """Sort model files by model-parallel rank, numerically: it may have more than two digits."""
     return sorted(paths, key=lambda path: (model_ranks(os.path.basename(path)) or (0, 0))[::-1])
 
 
 def by_numbers(paths: Iterable[str]) -> list[str]:
-    """Files whose names differ in numbers only, by these: file 100 comes after file 11."""
+    """Sort files by the numbers in their names: file 100 comes after file 11."""
     return sorted(
         paths, key=lambda path: [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
     )
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
+    """Return whether a file in a checkpoint folder is ours (the client's files are kept)."""
     return _OURS.fullmatch(name) is not None
 
 
 def optim_ranks(name: str) -> tuple[int, int] | None:
-    """(dp_rank, mp_rank) of an optimizer file's name."""
+    """Return (dp_rank, mp_rank) of an optimizer file's name; None for other names."""
     match = _OPTIM_FILE.fullmatch(name)
     return (int(match[2]), int(match[3])) if match else None
 
 
 def model_ranks(name: str) -> tuple[int, int] | None:
-    """(dp_rank, mp_rank) of a model file's name; dp_rank is 0 where the parameters are not sharded."""
+    """Return (dp_rank, mp_rank) of a model file's name, None for other names; dp_rank is 0 if parameters are not
+    sharded."""
     if match := _MODEL_FILE.fullmatch(name):
         return 0, int(match[1])
     match = _ZERO_MODEL_FILE.fullmatch(name)

@@ -1,4 +1,4 @@
-"""The shards of a checkpoint that this rank will read, decided when only the first file is open."""
+"""The shards of a checkpoint that this rank will read, computed when only the first file is open."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from deepspeed.checkpoint.state import TrainingState
 def needed_shards(
     catalog: Catalog, module: nn.Module, state: TrainingState | None, *, masters: bool, optimizer: bool
 ) -> list[ShardIndex]:
-    """``masters``: trained weights are read from the masters; ``optimizer``: its state is read, too.
+    """Return the shards to read. ``masters``: read trained weights from the masters; ``optimizer``: read its state.
 
-    Names are those of the checkpoint. Weights that every rank holds in full are needed in full if the first file does
-    not have them (a stage 3 checkpoint).
+    Names are those of the checkpoint. Unsharded weights are included if the first file does not have them (a stage 3
+    checkpoint).
     """
     trained = (
         {name for entry in state.trainable() for name in (entry.name, *entry.shared_names)}

@@ -1,7 +1,7 @@
-"""Lists of modules that ranks share: each has some of them, under the numbers of the whole list.
+"""Module lists distributed over ranks: each rank holds some modules, under their global numbers.
 
-So a weight has the same name whichever rank holds it, and checkpoints and exports do not depend on how the list was
-shared: they hold what one rank with all of it would have.
+So a weight has the same name on every rank, and checkpoints and exports are independent of the distribution: they are
+those of one rank with the whole list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class NumberedModules(nn.ModuleList):
-    """Modules ``first``, ``first + 1``, ... of ``total``, all of one kind; ``self[0]`` is the first of them."""
+    """Modules ``first``, ``first + 1``, ... of ``total``, all of one type; ``self[0]`` is module ``first``."""
 
     first = 0
     total = 0
@@ -31,11 +31,11 @@ class NumberedModules(nn.ModuleList):
 
     @property
     def shares(self) -> int:
-        """Among how many ranks the list is shared."""
+        """Number of ranks that share the list."""
         return self.total // len(self) if len(self) else 1
 
     def number_on(self, share: int, number: int) -> int:
-        """The number on another rank of what is ``number`` here."""
+        """Return the number of the module of rank ``share`` at the same local position as ``number`` here."""
         return share * len(self) + number - self.first
 
     def _get_abs_string_index(self, idx: Any) -> str:
@@ -66,14 +66,14 @@ class NumberedModules(nn.ModuleList):
 
 
 def shared_lists(module: nn.Module) -> Iterator[tuple[str, NumberedModules]]:
-    """Those of which other ranks have another part, by path."""
+    """Yield the lists that are distributed over several ranks, with their paths."""
     for path, each in module.named_modules():
         if isinstance(each, NumberedModules) and each.shares > 1:
             yield path, each
 
 
 def names_on_all(module: nn.Module) -> dict[str, list[str]]:
-    """Name here of each tensor of a shared list -> its names on all ranks that share the list, in their order."""
+    """Return name of each tensor of a shared list -> its names on all ranks that share the list, in rank order."""
     found: dict[str, list[str]] = {}
     for path, each in shared_lists(module):
         for name in each.state_dict(keep_vars=True):
@@ -85,13 +85,13 @@ def names_on_all(module: nn.Module) -> dict[str, list[str]]:
 
 
 def names_elsewhere(module: nn.Module) -> set[str]:
-    """Names that only other ranks have."""
+    """Return the names of tensors that only other ranks hold."""
     return {name for own, names in names_on_all(module).items() for name in names if name != own}
 
 
 def names_of_siblings(module: nn.Module) -> dict[str, list[str]]:
-    """Name of each parameter in a list of numbered modules -> those of the same parameter in all modules of the list,
-    also in one that this rank has all of."""
+    """Return name of each parameter in a list of numbered modules -> names of that parameter in all modules of the
+    list, distributed or not."""
     found: dict[str, list[str]] = {}
     for path, each in module.named_modules():
         if isinstance(each, NumberedModules):

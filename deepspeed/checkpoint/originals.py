@@ -1,7 +1,7 @@
-"""Expressions that turn the weights of a transformed module into those of the module that its author wrote.
+"""Expressions that compute the original module's weights from a transformed module's.
 
-An *expression* names tensors of the transformed module's state dict and says how they make one tensor of the original.
-Expressions are plain data: a checkpoint records them, and whoever exports it needs neither the model nor the transform.
+An *expression* names tensors of the transformed module's state dict and says how they make one tensor of the
+original. Expressions are plain data recorded in a checkpoint, so an export needs neither the model nor the transform.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ ORIGINALS = "originals"
 
 
 class Expression:
-    """One tensor, made of tensors of a state dict. Subclasses are frozen dataclasses whose fields are expressions,
-    tuples of expressions, and plain values."""
+    """One tensor, computed from tensors of a state dict. Subclasses are frozen dataclasses whose fields are
+    expressions, tuples of expressions, and plain values."""
 
     __slots__ = ()
 
     def shape(self, shape_of: Callable[[str], Shape]) -> Shape:
-        """Its shape, from the shapes of the named tensors. ValueError: they do not fit each other."""
+        """Return the shape, from the shapes of the named tensors. ValueError: they do not fit together."""
         raise NotImplementedError
 
     def value(self, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor itself; may share memory with what ``read`` returns."""
+        """Return the tensor; it may share memory with the results of ``read``."""
         raise NotImplementedError
 
     def names(self) -> list[str]:
-        """The tensors that it needs, in the order of their first use."""
+        """Return the names of the tensors that it reads, in order of first use."""
         return list(dict.fromkeys(name for child in self._children() for name in child.names()))
 
     def dtype(self, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
-        """The dtype of the most precise tensor in it."""
+        """Return the dtype of the most precise tensor in it."""
         return reduce(torch.promote_types, map(dtype_of, self.names()))
 
     def substituted(self, table: Mapping[str, Expression]) -> Expression:
-        """With the expressions of ``table`` in place of the tensors that it names."""
+        """Return the expression with named tensors replaced by the expressions of ``table``."""
         return self._mapped(lambda child: child.substituted(table))
 
     def packed(self) -> tuple[Any, ...]:
-        """As nested tuples, for a file."""
+        """Return nested tuples, for a file."""
         return (type(self).__name__, *(_packed(getattr(self, field.name)) for field in _fields(self)))
 
     def _children(self) -> Iterable[Expression]:
@@ -62,7 +62,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Weight(Expression):
-    """A tensor of the transformed module as it is."""
+    """A tensor of the transformed module, unchanged."""
 
     name: str
 
@@ -123,7 +123,7 @@ class Joined(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Transposed(Expression):
-    """A matrix that the transform keeps transposed."""
+    """The transpose of a matrix."""
 
     matrix: Expression
 
@@ -162,7 +162,7 @@ class LowRank(Expression):
 KINDS: dict[str, type[Expression]] = {
     kind.__name__: kind for kind in (Weight, Part, Joined, Transposed, LowRank)
 }
-"""What a checkpoint may hold."""
+"""Expression types that a checkpoint may hold, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +175,10 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Originals:
-    """The way back from a transformed module's state dict to the original's.
+    """The mapping from a transformed module's state dict to the original's.
 
-    ``order``: the names of the original's state dict. ``made_of``: its tensors that have another name or value now.
-    ``dropped``: tensors of the transformed module that the original does not have and does not need.
+    ``order``: the names of the original's state dict. ``made_of``: its tensors whose name or value changed.
+    ``dropped``: tensors that only the transformed module has.
     """
 
     order: tuple[str, ...]
@@ -186,7 +186,8 @@ class Originals:
     dropped: frozenset[str] = frozenset()
 
     def then(self, made_of: Mapping[str, Expression], dropped: Iterable[str] = ()) -> Originals:
-        """After one more transform, whose expressions give what this one's name."""
+        """Return the mapping after one more transform, whose expressions ``made_of`` give the tensors that this one
+        names."""
         inner = {name for expression in self.made_of.values() for name in expression.names()}
         table = {name: expression.substituted(made_of) for name, expression in self.made_of.items()}
         gone = set(dropped)
@@ -198,9 +199,9 @@ class Originals:
         return Originals(self.order, table, frozenset(gone))
 
     def exported(self, names: Iterable[str], aliases: Mapping[str, str]) -> Exported:
-        """Return what to write, if the transformed module's state dict has tensors ``names``, and ``aliases``
-        (other name -> name) of them. Where a part is missing (frozen ones may be left out), the others keep their
-        own names."""
+        """Return the export of a transformed state dict with tensors ``names`` and ``aliases`` (other name -> name).
+        If an input of an expression is missing (frozen weights may be left out), its other inputs keep their own
+        names."""
         known = dict.fromkeys([*names, *aliases])
         usable = {name: made for name, made in self.made_of.items() if known.keys() >= set(made.names())}
         untouched = set(self.order) - self.made_of.keys()
@@ -224,7 +225,7 @@ class Originals:
         return Exported(tensors, others)
 
     def packed(self) -> dict[str, Any]:
-        """For the index of a checkpoint."""
+        """Return plain data for the index of a checkpoint."""
         return {
             "order": list(self.order),
             "made_of": {name: expression.packed() for name, expression in self.made_of.items()},
@@ -233,7 +234,8 @@ class Originals:
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> Originals:
-        """Weights made in a way that is not in KINDS keep their transformed names, with one warning."""
+        """Restore from ``packed``; weights of an unknown expression type keep their transformed names, with a
+        warning."""
         made_of: dict[str, Expression] = {}
         unknown: dict[str, list[str]] = {}
         for name, expression in packed["made_of"].items():

@@ -1,7 +1,7 @@
-"""The part of our files that holds fragments: from live state to the file's content, and back to a catalog.
+"""The section of our files that holds fragments: packing live state, and unpacking into a catalog.
 
-A section lists its shards once, ``(name, shape, boxes, start, stop)``. Each kind of state is one flat tensor
-with the numbers of the shards it covers, in order:
+A section lists its shards once, ``(name, shape, boxes, start, stop)``. Each kind of state is one flat tensor with the
+shard numbers it covers, in order:
 
     {"shards": [...],
      "tensors": [{"kind": "exp_avg", "shards": [0, 1, ...], "data": [total]}, ...],
@@ -9,8 +9,7 @@ with the numbers of the shards it covers, in order:
      "wholes":  [{"kind": "row_factor", "shard": 3, "data": any shape}, ...],
      "masters_in_module": [0, 2, ...]}
 
-Masters that equal the model's fp32 weights bit for bit are not written again: the shard points into
-``module``.
+Masters that are bit-equal to the model's fp32 weights are not written again: the shard refers to ``module``.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, ParamEntry
 
 DIRECTORIES = OPTIMIZER_DIRECTORY, PARTS_DIRECTORY = ("optimizer_directory", "parts_directory")
-"""Index keys of each ``directory``: the optimizer's files, and weights that no optimizer holds (stage 3)."""
+"""Index keys of the directories: of the optimizer's files, and of weights without optimizer state (stage 3)."""
 
 
 def flat_kinds(index: ShardIndex, state: Mapping[str, Tensor]) -> list[str]:
-    """Kinds of state that are per element; the others are values, or whole tensors."""
+    """Return the kinds of state that are per element; the others are values, or whole tensors."""
     return [k for k, tensor in state.items() if tensor.dim() == 1 and tensor.numel() == index.numel]
 
 
 def pack_section(
     shards: Iterable[tuple[ShardIndex, dict[str, Tensor]]], weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Content for ``write_archive``; the tensors are not copied before that.
+    """Return the section for ``write_archive``, without copying tensors.
 
-    ``weights``: the model's state dict if its file is written to the same folder.
+    ``weights``: the model's state dict, if its file is in the same folder.
     """
     indices: list[ShardIndex] = []
     flat: dict[tuple[str, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -79,7 +78,7 @@ def pack_section(
 
 
 def pack_groups(groups: Sequence[Mapping[str, Any]], entries: Iterable[ParamEntry]) -> dict[str, Any]:
-    """Hyperparameters of the optimizer's groups with the names of their parameters."""
+    """Return the hyperparameters of the optimizer's groups and the names of their parameters."""
     names: list[list[str]] = [[] for _ in groups]
     for entry in entries:
         if entry.group_index >= 0:
@@ -88,8 +87,8 @@ def pack_groups(groups: Sequence[Mapping[str, Any]], entries: Iterable[ParamEntr
 
 
 def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> list[Tensor]:
-    """Add the fragments of one file to ``catalog``, which has the module tensors already. Returns the tensors that
-    hold them; the section's other tensors are not verified when they are used."""
+    """Add the fragments of one file to ``catalog``, which has the module tensors already. Return the flat tensors
+    that hold them; the section's other tensors are not verified on use."""
     indices = [ShardIndex(*entry) for entry in section["shards"]]
     for index in indices:
         catalog.fragments.setdefault(index.name, {})
@@ -140,7 +139,7 @@ def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool
 
 
 def _from_module(catalog: Catalog, index: ShardIndex, file: Path) -> Source:
-    """The fragment as a part of the model's weight."""
+    """Return the fragment as an interval of the model's weight."""
     for whole in catalog.module.get(index.name, ()):
         if whole.index.boxes == index.boxes:
             return Source(index, whole.data[index.start : index.stop], whole.archive)

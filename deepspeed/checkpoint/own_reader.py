@@ -1,4 +1,4 @@
-"""Our own checkpoints: the first model file lists the contents, and the others are opened as needed."""
+"""Reader of our own checkpoints: the first model file lists the contents, and the others are opened on demand."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ from deepspeed.checkpoint.state import MASTER
 
 
 class OwnReader:
-    """``catalog`` has the first model file's content from the start; ``fetch`` adds fragments of the other files.
+    """Reads our checkpoints: ``catalog`` starts with the first model file's content; ``fetch`` adds fragments of
+    other files.
 
-    ``optimizer=False`` does not open the optimizer's files if the weights are elsewhere. ``partial`` accepts that
-    files of other ranks are on other nodes.
+    ``optimizer=False``: do not open the optimizer's files unless they hold weights. ``partial``: files of other ranks
+    may be missing (on other nodes).
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class OwnReader:
             )
 
     def _file_names(self) -> tuple[list[str], list[str], list[str]]:
-        """Names of the optimizer's files and of those with parts of weights, by number; and of those with weights, by
-        model-parallel rank."""
+        """Return the names of the optimizer's files and of the files of sharded weights, both by file number, and of
+        the model files, by model-parallel rank."""
         optim, parts = self.index["optimizer"], self.index["part_files"]
         if self.index["format"] == 1:
             return (optim if isinstance(optim, list) else [], parts or [], [self.head.path.name])
@@ -90,7 +91,7 @@ class OwnReader:
     def _model_file_names(self, mp_size: int, *, sharded: bool) -> list[str]:
         if not sharded:
             return [names.model_file(mp) for mp in range(mp_size)]
-        if self.index.get("stages", 1) > 1:  # each has buffers, and names, that the first file does not have
+        if self.index.get("stages", 1) > 1:  # each stage has its own buffers and names
             return [names.zero_model_file(0, mp) for mp in range(mp_size)]
         return [self.head.path.name]
 
@@ -113,7 +114,7 @@ class OwnReader:
         return catalog
 
     def _directories(self) -> dict[str, Directory]:
-        """By index key, with the parameter names that each covers."""
+        """Return the directories by index key; add the parameter names that each covers to the catalog."""
         packed = {key: self.index.get(key) for key in DIRECTORIES}
         made = {
             key: read_directory(value, self.head.verify) for key, value in packed.items() if value is not None
@@ -130,14 +131,14 @@ class OwnReader:
         return made
 
     def _covered(self, key: str, listed: Iterable[str]) -> Iterable[str]:
-        """Names of the parameters in the files of a directory, also if it does not say where."""
+        """Return the names of the parameters in a directory's files, even if there is no directory."""
         return self.index.get("covered", {}).get(key, listed)
 
     # Other files --------------------------------------------------------------------------------------------
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Open the files that hold ``shards``; all files for None. Where no directory says which these are, files are
-        opened in order of nearness to number ``prefer`` until everything is found."""
+        """Open the files that hold ``shards``; all files for None. Without a directory, files are opened in order of
+        distance from file number ``prefer`` until every shard is found."""
         if len(self.model_files) > 1:
             wanted = shards if self.index.get("stages", 1) == 1 else None
             for name in self._search(self._near(self.model_files, prefer), wanted, self._held_as_weights):
@@ -149,7 +150,7 @@ class OwnReader:
             return
         for name in self._needed(OPTIMIZER_DIRECTORY, self.optim_files, shards, prefer):
             self._add_optimizer_file(name)
-        if not self.catalog.groups:  # a rank that owns nothing
+        if not self.catalog.groups:  # a rank that owns no shards
             name = self.optim_files[prefer % len(self.optim_files)]
             self.catalog.groups = unpack_groups(self._archive(name).content[OPTIMIZER_STATE])
             self.catalog.scalars = dict(self._archive(name).content[OPTIMIZER_STATE]["scalars"])
@@ -173,7 +174,7 @@ class OwnReader:
         shards: Sequence[ShardIndex] | None,
         held: Callable[[ShardIndex], list[Source]],
     ) -> Iterator[str]:
-        """``files`` in order, as long as what was added of the earlier ones does not hold all ``shards``."""
+        """Yield ``files`` in order until those added so far hold all ``shards``."""
         left = list(shards) if shards is not None else None
         for name in self.present(files):
             if left is not None:
@@ -191,7 +192,7 @@ class OwnReader:
         return self.catalog.fragments.get(shard.name, {}).get(MASTER, [])
 
     def _near(self, files: list[str], prefer: int) -> list[str]:
-        """The file with number ``prefer`` first, then those of its model-parallel rank, then the others."""
+        """Return the file with number ``prefer`` first, then those of its model-parallel rank, then the others."""
         dp_size = self.index["dp_mp_sizes"][0] if self.index["format"] > 1 else len(files)
         if files is self.model_files:
             dp_size, prefer = 1, prefer // max(dp_size, 1)
@@ -201,7 +202,7 @@ class OwnReader:
         ]
 
     def present(self, files: Iterable[str]) -> list[str]:
-        """Those of ``files`` that are in the folder. CheckpointNotFoundError: a required one is missing."""
+        """Return the ``files`` that are in the folder. CheckpointNotFoundError: a required one is missing."""
         found = {entry.name for entry in self.folder.iterdir()}
         missing = [name for name in files if name not in found]
         if missing and not self.partial:
@@ -216,7 +217,7 @@ class OwnReader:
         return [name for name in files if name in found]
 
     def check_complete(self) -> None:
-        """One of the loading ranks checks that all files are there."""
+        """Check that all files exist; one of the loading ranks calls it."""
         self.present(self.model_files)
         self.present(self.part_files)
         if self.reads_optimizer:
@@ -226,7 +227,7 @@ class OwnReader:
         return dict(content) if self.rename is None else renamed(content, self.rename)
 
     def _archive(self, name: str) -> Archive:
-        """Open and verified, except for what is verified as it is read."""
+        """Open a file and verify it, except for large tensors, which are verified as they are read."""
         if name not in self._open:
             archive = open_archive(self.folder / name)
             if not isinstance(archive.content, dict):
@@ -238,7 +239,7 @@ class OwnReader:
         return self._open[name]
 
     def _add_model_file(self, name: str) -> None:
-        """Weights and buffers, and the optimizer's section if it is in the same file."""
+        """Add weights and buffers, and the optimizer's section if it is in the same file."""
         if not self._first_time(name):
             return
         archive = self._archive(name)
@@ -255,7 +256,7 @@ class OwnReader:
             place = self.optim_files.index(name) // self.index["dp_mp_sizes"][0]
             self._add_model_file(self.model_files[place])
         self._add_section(archive, section)
-        if "module" in archive.content:  # frozen weights that differ from rank to rank
+        if "module" in archive.content:  # frozen weights that differ by rank
             _add_module(self.catalog, archive)
 
     def _first_time(self, name: str) -> bool:
@@ -267,19 +268,19 @@ class OwnReader:
         if not self.catalog.groups:
             self.catalog.groups = unpack_groups(section)
             self.catalog.scalars = dict(section["scalars"])
-        elif self.index.get("stages", 1) > 1:  # each names its own parameters
+        elif self.index.get("stages", 1) > 1:  # each stage names its own parameters
             self.catalog.groups = _joined(self.catalog.groups, unpack_groups(section))
         unpack_section(section, archive, self.catalog)
 
     def _add_parts(self, archive: Archive) -> None:
-        """This file's parts of weights that no optimizer holds (stage 3)."""
+        """Add this file's shards of weights without optimizer state (stage 3)."""
         if not self._first_time(f"parts of {archive.path.name}"):
             return
         parts = (archive.content["frozen_param_fragments"] or {}).values()
         for entry, part in zip(archive.content[INDEX]["parts"], parts, strict=True):
             self.catalog.add_module(Source(ShardIndex(*entry), flat(part), archive))
 
-    # What differs from rank to rank ---------------------------------------------------------------------------
+    # Per-rank state ---------------------------------------------------------------------------
 
     def rank_state(self, number: int) -> dict[str, Any] | None:
         states = self.index.get("rank_states")
@@ -290,7 +291,7 @@ class OwnReader:
 
 
 def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether options have the same values, tensors included."""
+    """Return whether two sets of options are equal, tensors included."""
     return first.keys() == second.keys() and all(
         torch.equal(value, second[key])
         if isinstance(value, Tensor) and isinstance(second[key], Tensor)
@@ -300,11 +301,11 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _joined(groups: list[Group], more: list[Group]) -> list[Group]:
-    """Parameter groups of several pipeline stages as those of the whole model.
+    """Merge parameter groups of several pipeline stages into those of the whole model.
 
-    They go by position if those at the same one have the same options. Otherwise a stage has no parameters of some
-    group, and an optimizer such as Muon made none for it: then groups go by the values of their options, and what no
-    other stage has is added at the end.
+    Groups are matched by position if the options agree at each position. Otherwise a stage has no parameters of some
+    group, and an optimizer such as Muon made none for it: then groups are matched by the values of their options, and
+    unmatched ones are appended.
     """
     found = list(groups)
     pairs = zip(groups, more, strict=False)
@@ -324,22 +325,22 @@ def _place(group: Group, groups: list[Group]) -> int | None:
 
 
 def check_save(first: FileOfSave, archive: Archive) -> None:
-    """CheckpointError if ``archive`` is not of the save of the folder's ``first`` file."""
+    """Raise CheckpointError unless ``archive`` is of the same save as the folder's ``first`` file."""
     found = (archive.content.get(INDEX) or {}).get(SAVE)
     if (found or {}).get("id") != (first.save or {}).get("id"):
         raise mixed_saves(archive.path, found, *first)
 
 
 def _renaming(first: Mapping[str, Any], own_names: Iterable[str] | None) -> Rename | None:
-    """From the names in the files to those that are wanted, judged by the names in the first file."""
+    """Return the renaming from saved names to the loading module's, derived from the names in the first file."""
     index = first[INDEX]
     saved = {*(first.get("module") or ()), *(index.get("trained") or ()), *index["aliases"]}
     return renaming(saved, own_names, index.get(WRAPPER, ""))
 
 
 def _add_module(catalog: Catalog, archive: Archive) -> None:
-    """Add weights and buffers as sources. Parameters spread over several files are left to ``_add_parts``; what the
-    first file holds in full is not added again."""
+    """Add weights and buffers as sources. Sharded parameters are left to ``_add_parts``; whole tensors are added
+    once."""
     index = archive.content[INDEX]
     cut = set(index.get("cut", ()))
     for name, value in archive.content.get("module", {}).items():
@@ -357,7 +358,7 @@ def _add_module(catalog: Catalog, archive: Archive) -> None:
 
 
 def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
-    """Tensors that are read in parts, or not at all, and verified when they are read."""
+    """Return the tensors that may be read only in part, and are verified as they are read."""
     index = content.get(INDEX) or {}
     found = [*(content.get("module") or {}).values(), *(content.get("frozen_param_fragments") or {}).values()]
     for section in (content.get("optimizer"), content.get(OPTIMIZER_STATE)):
@@ -369,5 +370,5 @@ def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """1-D view of a loaded tensor; transposed ones are laid out again."""
+    """Return a 1-D view of a loaded tensor, or a contiguous copy if it is not contiguous."""
     return tensor.detach().reshape(-1)

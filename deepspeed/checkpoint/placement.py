@@ -1,5 +1,5 @@
-"""Placement of a rank's tensor in a larger one. Tensor-, expert- and pipeline-parallel layers leave it on a parameter,
-and it is all that the norm, the first broadcast, checkpoints and exports need to know of them.
+"""Placement of a rank's tensor in a global one. Tensor-, expert- and pipeline-parallel layers attach it to
+parameters; the gradient norm, the first broadcast, checkpoints and exports need to know nothing else about them.
 
 Pure arithmetic, without communication.
 """
@@ -17,24 +17,24 @@ from torch import Tensor
 from deepspeed.checkpoint.shards import Box, ShardIndex
 
 ATTRIBUTE = "ds_placement"
-"""A parameter carries its placement under this name; one without is whole on every rank."""
+"""Attribute of a parameter's placement; without it, the parameter is whole on every rank."""
 
 EXPERTS = "ep"
-"""The axis over which ranks with the same part of the dense model hold different experts, stacked under one name."""
+"""Axis over which ranks with the same dense weights hold different experts, stacked under one name."""
 NUMBERED_EXPERTS = "numbered experts"
-"""The same, where each expert has a name of its own (``checkpoint/numbered.py``)."""
+"""The same for experts with separate names (``checkpoint/numbered.py``)."""
 _NUMBERED = "ds_numbered_expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One rank's tensor as a part of the tensor of ``global_shape``.
+    """One rank's tensor as part of a tensor of ``global_shape``.
 
-    ``boxes`` are the parts of the global tensor that it holds, joined in this order along the one dim in which they
-    differ; ``()``: all of it. ``split``: axes of the mesh over which the global tensor is spread. ``replicated``: axes
-    over which its ranks are known to hold equal copies, apart from those that share gradients. ``counts``: whether this
-    copy is the one that counts where each weight must count once (the gradient norm). ``elsewhere``: boxes of the
-    global tensor that this rank holds too, but that another one counts.
+    ``boxes`` are the boxes of the global tensor that it holds, concatenated in this order along the one dim in which
+    they differ; ``()``: all of it. ``split``: mesh axes over which the global tensor is split. ``replicated``: axes
+    over which ranks hold equal copies, other than those over which gradients are summed. ``counts``: whether this
+    copy is counted where each weight counts once (the gradient norm). ``elsewhere``: boxes that this rank holds too,
+    but another rank counts.
     """
 
     global_shape: tuple[int, ...]
@@ -45,14 +45,14 @@ class Placement:
     elsewhere: tuple[Box, ...] = ()
 
     def index(self, name: str, start: int = 0, stop: int | None = None) -> ShardIndex:
-        """Elements ``[start, stop)`` of the rank's flat tensor; all of them by default."""
+        """Return the index of elements ``[start, stop)`` of the rank's flat tensor; by default of all."""
         if stop is None:
             stop = ShardIndex(name, self.global_shape, self.boxes, 0, 0).local_numel
         return ShardIndex(name, self.global_shape, self.boxes, start, stop)
 
     def stacked(self, place: int, places: int, axis: str) -> Placement:
-        """One of ``places`` different tensors of the same name and shape: a row of them all, stacked along a new first
-        dim."""
+        """Return the placement as row ``place`` of ``places`` different tensors of one name, stacked along a new
+        first dim."""
         row = (place, place + 1)
         boxes = self.boxes or (tuple((0, size) for size in self.global_shape),)
         return replace(
@@ -66,7 +66,8 @@ class Placement:
 def interval(
     shape: Sequence[int], dim: int, sizes: Sequence[int], place: int, *, axis: str = "tp", stride: int = 1
 ) -> Placement:
-    """A tensor split along ``dim``: ``sizes`` are the extents on all ranks, ``place`` is this rank's position.
+    """Return the placement of a tensor split along ``dim``: ``sizes``: extents on all ranks; ``place``: this rank's
+    position.
 
     ``stride`` as in Megatron-LM: the tensor consists of that many matrices side by side (such as the two of a gated
     unit), each of which is split over all ranks.
@@ -87,20 +88,20 @@ def interval(
 
 
 def placement_of(param: Any) -> Placement:
-    """The placement that a parameter carries; that of a whole tensor if none."""
+    """Return the placement of a parameter; that of a whole tensor if it has none."""
     found = getattr(param, ATTRIBUTE, None)
     return found if found is not None else Placement(global_shape=_full_shape(param))
 
 
 def kinds_of_experts(params: Iterable[Tensor]) -> frozenset[str]:
-    """Return which of ``EXPERTS`` and ``NUMBERED_EXPERTS`` are among them: of these, ranks with the same dense
-    weights hold different ones."""
+    """Return the kinds (``EXPERTS``, ``NUMBERED_EXPERTS``) among ``params``: ranks with the same dense weights hold
+    different experts."""
     split = {axis for param in params for axis in placement_of(param).split}
     return frozenset(split & {EXPERTS, NUMBERED_EXPERTS})
 
 
 def place(param: Any, placement: Placement) -> None:
-    """Let a parameter carry ``placement``. ValueError: it has another number of elements."""
+    """Attach ``placement`` to a parameter. ValueError: it has another number of elements."""
     own, expected = prod(_full_shape(param)), placement.index("").numel
     if own != expected:
         raise ValueError(f"a parameter of {own} elements cannot fill {placement.boxes}, {expected} elements")
@@ -108,7 +109,7 @@ def place(param: Any, placement: Placement) -> None:
 
 
 def number_experts(params: Iterable[Any]) -> None:
-    """Mark the parameters of experts with names of their own, of which other ranks hold others."""
+    """Mark the parameters of separately named experts, which are distributed over ranks."""
     for param in params:
         setattr(param, _NUMBERED, True)
 
@@ -118,8 +119,7 @@ def is_numbered_expert(param: Any) -> bool:
 
 
 def local_part(param: Any, value: Tensor) -> Tensor:
-    """Return what a rank's parameter holds of ``value``, if that is the whole tensor; any other shape is returned
-    as it is."""
+    """Return the local part of ``value`` if it has the global shape; any other shape is returned unchanged."""
     placement, shape = placement_of(param), _full_shape(param)
     if not placement.boxes or tuple(value.shape) != placement.global_shape or tuple(value.shape) == shape:
         return value
@@ -132,5 +132,5 @@ def local_part(param: Any, value: Tensor) -> Tensor:
 
 
 def _full_shape(param: Any) -> tuple[int, ...]:
-    """Also of a parameter whose elements are sharded (stage 3)."""
+    """Return the unsharded shape, also of a partitioned parameter (stage 3)."""
     return tuple(getattr(param, "ds_shape", param.shape))

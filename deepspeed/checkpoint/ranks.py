@@ -18,14 +18,14 @@ from deepspeed.checkpoint.files.archive_writer import packed
 from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096
-"""Of a text of which only some rank knows how long it is."""
+"""Size of a message whose length only one rank knows."""
 
 
 class Ranks:
-    """All ranks of the job, or this process alone where there is no process group.
+    """All ranks of the job, or this process alone without a process group.
 
-    ``node_local`` says that every node writes to its own folder; then the first rank of each node is responsible
-    for that folder, otherwise rank 0 is.
+    ``node_local``: every node writes to its own folder, for which the first rank of the node is responsible;
+    otherwise rank 0 is responsible for the one folder.
     """
 
     def __init__(self, *, node_local: bool = False) -> None:
@@ -34,11 +34,11 @@ class Ranks:
         self.size = dist.get_world_size() if self.active else 1
         self.node_local = node_local
         self.shares_folder = not node_local
-        """Whether all ranks are meant to write into one folder."""
+        """Return whether all ranks are meant to write into one folder."""
         self.keeps_folder = self.rank == 0 or (node_local and dist.get_local_rank() == 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order."""
+        """Return ``value`` of every rank, in rank order."""
         if not self.active:
             return [value]
         values: list[Any] = [None] * self.size
@@ -46,7 +46,7 @@ class Ranks:
         return values
 
     def gather_at_writers(self, value: Any) -> list[Any] | None:
-        """``value`` of every rank, in rank order, on ranks responsible for a folder; None elsewhere."""
+        """Return ``value`` of every rank, in rank order, on ranks responsible for a folder; None elsewhere."""
         if not self.active:
             return [value]
         if self.node_local:
@@ -57,12 +57,12 @@ class Ranks:
         return values
 
     def agree(self, value: Any) -> bool:
-        """Return whether ``value``, by its text, is the same on all ranks; what is sent does not grow with their
-        number."""
+        """Return whether ``repr(value)`` is the same on all ranks; the message size does not grow with the world
+        size."""
         return all(self.agree_each([value]))
 
     def agree_each(self, values: list[Any]) -> list[bool]:
-        """``agree`` for each of ``values``; every rank passes the same number of them."""
+        """Call ``agree`` for each of ``values``, in one message; every rank passes the same number."""
         if not self.active:
             return [True] * len(values)
         hashes = [_hash(value) for value in values]
@@ -71,21 +71,20 @@ class Ranks:
         return [extremes[i] == -extremes[count + i] for i in range(count)]
 
     def any(self, value: bool) -> bool:
-        """Return whether it is true on any rank."""
+        """Return whether ``value`` is true on any rank."""
         return self.any_each([value])[0]
 
     def any_each(self, values: Sequence[bool | int]) -> list[bool]:
-        """``any`` for each of ``values``; every rank passes the same number of them."""
+        """Call ``any`` for each of ``values``, in one message; every rank passes the same number."""
         return [bool(value) for value in self.largest(values)]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of all ranks of each of ``values`` [below 2**63]; every rank passes the same number of
-        them."""
+        """Return the maximum over ranks of each of ``values`` [below 2**63]; every rank passes the same number."""
         return self._reduce([int(value) for value in values], dist.ReduceOp.MAX)
 
     def longest(self, value: list[str]) -> list[str] | None:
-        """The longest of the ranks' lists, of the first rank that has it; None if it is too long to be sent in one
-        message of ``MESSAGE_BYTES``."""
+        """Return the longest of the ranks' lists, the lowest rank's in a tie; None if it exceeds one message of
+        ``MESSAGE_BYTES``."""
         if not self.active:
             return value
         text = json.dumps(value).encode()
@@ -107,14 +106,14 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on every rank and wait for all; an error on any of them is raised on all.
+        """Run a block on every rank and wait for all; an error on any rank is raised on all.
 
-        The block must not communicate, because a rank that fails leaves it early.
+        The block must not communicate, as a failing rank leaves it early.
         """
         problem: Exception | None = None
         try:
             yield
-        except Exception as error:  # every kind must reach the other ranks, which would wait forever
+        except Exception as error:  # any error must reach the other ranks, which would otherwise hang
             problem = error
         if not self.any(problem is not None):
             return
@@ -129,15 +128,15 @@ class Ranks:
 
 
 class StoreRanks(Ranks):
-    """The same ranks, met by one of their threads while training communicates. ``begin`` belongs to training, the rest
-    to the thread."""
+    """The same ranks, for background threads: they communicate through the store while training uses the collectives.
+    ``begin`` is called by the training thread, the rest by the background thread."""
 
     def __init__(self, *, node_local: bool = False) -> None:
         super().__init__(node_local=node_local)
         self._exchange = StoreExchange("a save in the background")
 
     def begin(self) -> None:
-        """Every rank calls it for each exchange, at the same point of its program."""
+        """Begin an exchange; every rank calls it at the same point of its program."""
         self._exchange.begin()
 
     def end(self) -> None:
@@ -177,11 +176,11 @@ class StoreRanks(Ranks):
 
 
 def _largest(found: list[bytes]) -> bytes:
-    """Return the largest of several lists of one length, element by element."""
+    """Return the element-wise maximum of lists of one length."""
     return json.dumps([max(each) for each in zip(*map(json.loads, found), strict=True)]).encode()
 
 
 def _hash(value: Any) -> int:
-    """63-bit hash of the value's text: the same in every process."""
+    """Return a 63-bit hash of ``repr(value)``, the same in every process."""
     text = repr(value).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to its catalog."""
+"""Opening a checkpoint folder as a catalog."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def open_checkpoint(
 ) -> Catalog:
     """Read the structure of every file in ``folder``, but no tensors.
 
-    ``optimizer=False`` does not open the optimizer's files. ``partial`` accepts that files of other ranks are
-    elsewhere (node-local storage). ``order``: names by optimizer group, which checkpoints of release 0.19 at
-    stage 0 do not hold; ``wanted``: the parts of the model that loads, where those of tensor-parallel ranks do not
-    say how they belong together. ``fetch=False`` opens only the first file, if it says what the others hold; the caller
-    continues with ``Catalog.files``. ``own_names``: of the module that loads, which may be wrapped otherwise than the
-    one that was saved; without, names are those of the module within its wrappers. CheckpointError names the file that
-    is missing, damaged or foreign.
+    ``optimizer=False``: do not open the optimizer's files. ``partial``: files of other ranks may be missing
+    (node-local storage). ``order``: names by optimizer group, which checkpoints of release 0.19 at stage 0 lack;
+    ``wanted``: the loading model's parts, for tensor-parallel checkpoints that do not describe their cuts.
+    ``fetch=False``: open only the first file, if it lists the contents of the others; the caller continues with
+    ``Catalog.files``. ``own_names``: names in the loading module, whose wrappers may differ from the saved module's;
+    without, names are those of the unwrapped module. CheckpointError names the file that is missing, damaged or
+    foreign.
     """
     head = open_archive(_head_path(folder))
     first = _content(head)
@@ -52,7 +52,7 @@ def open_checkpoint(
 
 
 def _head_path(folder: Path) -> Path:
-    """The model file that stands for all of them."""
+    """Return the first model file."""
     for name in (names.model_file(0), names.zero_model_file(0, 0)):
         if (folder / name).is_file():
             return folder / name
@@ -64,7 +64,7 @@ def first_file_of(folder: Path) -> FileOfSave | None:
     try:
         head = open_archive(_head_path(folder))
         return FileOfSave(head.path, save_of(head.content))
-    except FileNotFoundError:  # what reads the layers names the file that it misses
+    except FileNotFoundError:  # the reader of the layers names the missing file
         return None
 
 
@@ -98,7 +98,7 @@ def _open_upstream(
 
 
 def read_own(catalog: Catalog, name: str) -> dict[str, Any]:
-    """A small file that belongs to one rank: all of it is verified."""
+    """Return the content of one rank's small file, fully verified."""
     archive = open_archive(catalog.folder / name)
     _content(archive)
     check_save(FileOfSave(_head_path(catalog.folder), catalog.index.get(names.SAVE)), archive)
@@ -107,14 +107,14 @@ def read_own(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
-    """The gradients that ``rank`` had accumulated, if the checkpoint was saved between two updates."""
+    """Return the accumulated gradients of ``rank``, None unless the checkpoint was saved between two updates."""
     if not catalog.index.get("pending"):
         return None
     return read_own(catalog, names.pending_file(rank))
 
 
 class OwnStates(Sequence[Mapping[str, Any]]):
-    """States that the optimizers of ranks do not share, by the rank that saved them; read when asked for."""
+    """Per-rank optimizer states, indexed by saving rank and read on access."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -130,7 +130,7 @@ class OwnStates(Sequence[Mapping[str, Any]]):
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Model files and optimizer files, each by (mp_rank, dp_rank)."""
+    """Return the model files and the optimizer files, each sorted by (mp_rank, dp_rank)."""
     try:
         present = sorted(entry.name for entry in folder.iterdir())
     except NotADirectoryError as error:
@@ -158,5 +158,5 @@ def _content(archive: Archive) -> dict[str, Any]:
 
 
 def materialize(value: Any) -> Any:
-    """A copy of nested client data whose tensors no longer depend on the file; types, sharing and cycles stay."""
+    """Return a deep copy of client data whose tensors do not refer to the file; types, sharing and cycles are kept."""
     return copy.deepcopy(value)

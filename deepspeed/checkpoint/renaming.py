@@ -1,8 +1,8 @@
-"""Names of parameters without the parts that wrappers of a module put into them, and files read under other names.
+"""Parameter names without the prefixes of module wrappers, and files read under other names.
 
 ``torch.compile(module)`` adds ``_orig_mod.`` wherever the compiled module is, ``DataParallel`` and
-``DistributedDataParallel`` a leading ``module.``. A checkpoint keeps the names of the module that was saved. Whoever
-reads it gets those of the module that loads, or, without a module, the plain ones.
+``DistributedDataParallel`` a leading ``module.``. A checkpoint keeps the names of the saved module. Readers get the
+names of the loading module, or the plain names without one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from deepspeed.checkpoint.names import INDEX, OPTIMIZER_STATE
 
 WRAPPER = "wrapper"
-"""Key of the index: what every name begins with because of a wrapper, if anything."""
+"""Index key of the prefix that a wrapper adds to every name, if any."""
 _PREFIX = "module."
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 
@@ -28,7 +28,7 @@ _NAMED = (
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "buffers",
 )  # fmt: skip
-"""Keys of a file under which every text is a name, as far down as dicts and lists go."""
+"""Keys of a file below which every string, in nested dicts and lists, is a name."""
 _NAMED_IN_INDEX = (
     "aliases", "excluded", "trained", "cut", "module_boxes", "parts", "covered", "frozen_elsewhere",
     "optimizer_order", "originals", "optimizer_directory", "parts_directory",
@@ -37,13 +37,13 @@ _NAMED_IN_SECTION = ("shards", "group_params", "param_slice_mappings")
 
 
 def plain_name(name: str) -> str:
-    """``name`` as the module has it that was compiled."""
+    """Return ``name`` as in the module before ``torch.compile``."""
     return _COMPILED.sub("", name) if "_orig_mod." in name else name
 
 
 def wrapper_of(module: nn.Module) -> str:
-    """Return what the plain names of ``module`` begin with because ``DataParallel`` or its like wraps it:
-    ``"module."`` for each of them, mostly nothing."""
+    """Return the prefix that ``DataParallel`` and ``DistributedDataParallel`` add to the plain names of ``module``:
+    ``"module."`` per wrapper, mostly empty."""
     found = ""
     while True:
         compiled = getattr(module, "_orig_mod", None)
@@ -56,21 +56,20 @@ def wrapper_of(module: nn.Module) -> str:
 
 
 def exported_name(name: str, wrapper: str) -> str:
-    """The name of a tensor in an export of plain weights."""
+    """Return the name of a tensor in an export of plain weights."""
     return plain_name(name).removeprefix(wrapper)
 
 
 def renaming(saved: Collection[str], own: Iterable[str] | None, wrapper: str) -> Rename | None:
-    """Return how what was ``saved`` under other names is called by the module that has the names ``own``; None
-    where names are equal or have nothing to do with each other. ``own=None``: for an export; ``wrapper``:
-    ``wrapper_of`` what was saved."""
+    """Return the renaming from ``saved`` names to the loading module's names ``own``; None if names are equal or
+    unrelated. ``own=None``: for an export; ``wrapper``: ``wrapper_of`` the saved module."""
     if own is None:
         changes = bool(wrapper) or any("_orig_mod." in name for name in saved)
         return (lambda name: exported_name(name, wrapper)) if changes else None
     known = {plain_name(name): name for name in own}
     plain = {plain_name(name) for name in saved}
     ways: tuple[Rename, ...] = (str, lambda name: name.removeprefix(_PREFIX), lambda name: _PREFIX + name)
-    way = max(ways, key=lambda way: len(known.keys() & set(map(way, plain))))  # the first of those as good
+    way = max(ways, key=lambda way: len(known.keys() & set(map(way, plain))))  # the first in a tie
 
     def rename(name: str) -> str:
         found = plain_name(name)
@@ -80,8 +79,8 @@ def renaming(saved: Collection[str], own: Iterable[str] | None, wrapper: str) ->
 
 
 def renamed(content: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
-    """The content of a checkpoint's file with all names of parameters and buffers changed; tensors stay what they
-    are."""
+    """Return the content of a checkpoint's file with all names of parameters and buffers renamed; tensors are not
+    copied."""
     made = dict(content)
     _change(made, _NAMED, rename)
     for key in ("optimizer", OPTIMIZER_STATE):

@@ -1,14 +1,13 @@
-"""The state of a run in memory that outlives its ranks: after each step, a checkpoint in a folder of shared memory.
+"""In-memory replicas of the training state that survive rank failures: after each step, a checkpoint in shared memory.
 
-The folder belongs to the launcher of each machine, so it is there when a rank ends, however it ends, and is gone
-when the launcher is. Each rank writes its own files, as in a checkpoint on disk: everything that loading can do
-(other numbers of ranks, other stages, positions in the data) it can do here. A rank that is killed while it writes
-leaves the former state.
+The folder belongs to each machine's launcher: it survives any end of a rank, and is removed with the launcher. Each
+rank writes its own files, as in a checkpoint on disk, so loading works the same (other world sizes, other stages,
+data positions). A rank killed while writing leaves the previous state.
 
-Where a job has several machines, the first rank of each sends the machine's files to the next machine, in a circle,
-before the state gets its name: the loss of one machine, or of several that are no neighbours, costs nothing. All
-machines list all files of a state; at a start `Replicas.newest` finds the newest of which everything is left, and
-brings every machine what it lacks.
+On several machines, the first rank of each sends the machine's files to the next machine in a ring before the state
+is committed: the loss of one machine, or of several non-adjacent ones, loses no state. All machines list all files of
+a state; on start `Replicas.newest` finds the newest state that is still complete, and sends every machine the files
+that it lacks.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from deepspeed.comm import get_local_rank
 from deepspeed.comm.mesh import ProcessMesh
 
 MANIFEST = "manifest.json"
-"""All files of a state, on whichever machines: name -> bytes."""
+"""Name of the list of all files of a state on all machines: name -> size in bytes."""
 OF_ONE_MACHINE, OF_SEVERAL = 1, 2
-"""States that are kept. Machines name a state one after the other: one that ends between them may leave the newest
-incomplete, and then the one before it is complete."""
+"""Numbers of states to keep, on one machine or several. Machines commit a state at different times: if one dies in
+between, the newest may be incomplete, but the previous one is complete."""
 
 Files = Mapping[str, int]
 
 
 class MachineRanks(Ranks):
-    """All ranks, of which the first on each machine keeps a folder there; together the folders are one checkpoint."""
+    """All ranks; the first on each machine keeps a folder there, and together the folders are one checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +78,12 @@ class Replicas:
         self._channel: Any = None
 
     def close(self) -> None:
-        """Another engine of this process may have the folder."""
+        """Release the folder for another engine of this process."""
         self._mark.unlink(missing_ok=True)
 
     def keep(self, training: Training, mesh: ProcessMesh, step: int) -> None:
         """Make ``training`` the newest state. Collective."""
-        # Files of single layers repeat what the others hold; in their place the machines meet.
+        # Per-layer files are redundant here; the hook is used for the exchange between machines.
         training = replace(training, write_layers=self._exchange if self._several else None)
         try:
             save(
@@ -104,7 +103,8 @@ class Replicas:
             ) from error
 
     def newest(self) -> str | None:
-        """The tag of the newest state that is left, which is whole on every machine afterwards. Collective."""
+        """Return the tag of the newest surviving state, None if there is none; afterwards it is whole on every
+        machine. Collective."""
         kept = self._kept() if self.ranks.keeps_folder else {}
         reports = self.ranks.gather((self.ranks.machine, kept))
         by_machine = {machine: states for machine, states in reports if states}
@@ -127,7 +127,7 @@ class Replicas:
         return tag
 
     def _kept(self) -> dict[str, ReplicaState]:
-        """Return what this machine has, by tag."""
+        """Return this machine's states by tag."""
         found = {}
         for folder in self.folder.iterdir():
             if not folder.is_dir() or folder.name.startswith("."):
@@ -135,7 +135,7 @@ class Replicas:
             files = _sizes(folder)
             try:
                 listed = json.loads((folder / MANIFEST).read_text())
-            except FileNotFoundError:  # there was one machine
+            except FileNotFoundError:  # saved by a job on one machine
                 listed = files
             found[folder.name] = ReplicaState(files, listed, _step_of(folder.name))
         return found
@@ -143,7 +143,7 @@ class Replicas:
     # Between machines ---------------------------------------------------------------------------------------
 
     def _exchange(self, staging: Path, save: Mapping[str, Any]) -> None:
-        """Give the next machine this machine's files. Every rank calls it."""
+        """Send this machine's files to the next machine. Every rank calls it."""
         own = _sizes(staging) if self.ranks.keeps_folder else {}
         reports = self.ranks.gather(own)
         files = {name: size for report in reports for name, size in report.items()}
@@ -152,14 +152,14 @@ class Replicas:
             ReplicaTransfer(name, size, rank, following)
             for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
             for name, size in reports[rank].items()
-            if name not in reports[following]  # such as the model's weights, if every machine writes them
+            if name not in reports[following]  # such as weights that every machine writes
         ]
         self._move(staging, moves)
         if self.ranks.keeps_folder:
             _write_manifest(staging, files)
 
     def _move(self, folder: Path, transfers: Iterable[ReplicaTransfer]) -> None:
-        """Copy files between the folders of first ranks, without a copy in between. Every rank calls it."""
+        """Copy files between the folders of first ranks, straight from and into mapped memory. Every rank calls it."""
         transfers = list(transfers)
         if not transfers:
             return
@@ -183,7 +183,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One state, as far as one machine has it. ``listed``: its files on all machines."""
+    """One machine's part of a state. ``listed``: the state's files on all machines."""
 
     files: Files = field(default_factory=dict)
     listed: Files = field(default_factory=dict)
@@ -191,7 +191,8 @@ class ReplicaState:
 
 
 def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
-    """The tag of the newest state of which each listed file is left on some machine, and these files."""
+    """Return the tag and the files of the newest state whose listed files all survive on some machine; None if there
+    is none."""
     tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}
     for tag in sorted(tags, key=lambda tag: tags[tag], reverse=True):
         states = [held[tag] for held in by_machine.values() if tag in held]
@@ -203,7 +204,7 @@ def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[
 
 
 def missing(files: Files, have: Mapping[int, Files]) -> list[ReplicaTransfer]:
-    """Return what each rank of ``have`` (rank -> what it has) lacks of ``files``, and from which rank it comes."""
+    """Return the transfers that complete ``files`` on each rank of ``have`` (rank -> its files)."""
     found = []
     for name, size in sorted(files.items()):
         sources = [rank for rank in sorted(have) if have[rank].get(name) == size]
@@ -216,8 +217,8 @@ def missing(files: Files, have: Mapping[int, Files]) -> list[ReplicaTransfer]:
 
 
 def _own_folder(memory: Path) -> tuple[Path, Path]:
-    """This engine's folder. A process may have several engines, which are made in the same order on every rank and
-    after every start; a mark of a process that has ended is of the start before."""
+    """Return this engine's folder and its mark. A process may have several engines, made in the same order on every
+    rank and after every restart; a mark of another process is from before the restart."""
     for number in itertools.count():
         mark = memory / f"engine{number}.of_local_rank_{get_local_rank()}"
         if not mark.exists() or mark.read_text() != str(os.getpid()):
@@ -241,7 +242,7 @@ def _write_manifest(folder: Path, files: Files) -> None:
 
 
 def _mapped(path: Path, size: int) -> torch.Tensor:
-    """The bytes of a file, in place; a file that does not exist is made."""
+    """Return the bytes of a file, memory-mapped; the file is created if needed."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 

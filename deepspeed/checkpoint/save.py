@@ -1,4 +1,4 @@
-"""Saving a checkpoint: the order in which ranks write its files, now or while training continues."""
+"""Saving a checkpoint, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def save(
     keep_last: int | None = None,
     on_commit: Callable[[Path, str, Ranks], None] | None = None,
 ) -> None:
-    """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
+    """Write ``save_dir/tag`` atomically: afterwards either all of it is in place, or the previous content. Collective.
 
-    ``training``: what this rank saves; ``place``: which files are its own; ``ranks``: who saves.
-    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
-    ``background``: return when the state is copied; it does the rest. ``keep_last``: how many checkpoints stay in the
-    folder. ``on_commit``: called on every rank, with the final folder, the tag and the ranks, when it is in place.
+    ``training``: this rank's state; ``place``: this rank's coordinates; ``ranks``: the ranks that save.
+    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``background``:
+    return when the state is copied, and write it in a thread. ``keep_last``: number of checkpoints to keep in the
+    folder. ``on_commit``: called on every rank after the commit, with the final folder, the tag and the ranks.
 
     CheckpointTagError: ``tag`` cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
-    key of ours. CheckpointError: ranks differ in what they save, or it could not be written, here or elsewhere.
+    reserved key. CheckpointError: ranks save different models or steps, or a write failed on some rank.
     """
     check_client_state(training.client_state)
     request = _Request(
@@ -83,7 +83,7 @@ def save(
         report = files.report()
     request = _agree((tag, place.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
-    replaces = keep_last == 1  # the only checkpoint that would survive a power cut
+    replaces = keep_last == 1  # the only copy after the commit: flush it first, for power failures
     with _abandoned_on_errors(folder, ranks):
         written = _write(files, report, folder, ranks, flushed=replaces)
         if training.write_layers is not None:
@@ -93,13 +93,14 @@ def save(
                     flush(folder.staging)
         owned = folder.is_owned
         _commit(folder, request, ranks, flushed=replaces)
-        if not owned:  # another machine may hold them in its memory
+        if not owned:  # the owner cannot flush this machine's page cache
             flush_later(folder.final / name for name in written)
 
 
 def _save_later(training: Training, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
-    """Copy the state. All that ranks have to agree on is left to their threads, errors included, so that every rank
-    sees the same outcome at its next save: nothing here is collective, unless there are files of layers."""
+    """Copy the state and start the background save. All agreement, errors included, is left to the threads, so that
+    every rank sees the same outcome at its next save: nothing here is collective, unless there are per-layer
+    files."""
     check_tag(request.tag)
     background.wait()
     folder: StagedFolder | None = None
@@ -114,13 +115,13 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
         copied.values = background.copy(copied.values)
         if save_id is not None:
             copied.save_number = save_id
-    except Exception as error:  # the other ranks have to hear of it
+    except Exception as error:  # reported to the other ranks by the thread
         copied = error
     background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
 def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
-    """Write the files of layers. Returns the folder, the request with the agreed tag, and the save's id. Collective."""
+    """Write the per-layer files; return the folder, the request with the agreed tag, and the save's id. Collective."""
     assert training.write_layers is not None
     request = _agree((request.tag, request.place.stage), request, ranks)
     (save_id,) = ranks.largest([new_id()])
@@ -133,8 +134,8 @@ def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[S
 def _save_copied(
     copied: SavedFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
-    """Save a copy of the values in a thread, as ``save`` does; each file is flushed when it is written. Collective
-    among the threads."""
+    """Save copied values in a thread, as ``save`` does; each file is flushed once written. Collective over the
+    threads."""
     with _abandoned_on_errors(folder, ranks):
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
@@ -151,8 +152,8 @@ def _save_copied(
 
 
 def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
-    """Raise CheckpointError unless all ranks save the same step: background saves are paired by count, and a rank
-    that skipped one would pair its next with that of another step. Collective."""
+    """Raise CheckpointError unless all ranks save the same step: background saves are paired by count, so after a
+    skipped one a rank would be paired with another step. Collective."""
     if not ranks.agree(moment):
         found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks.gather(moment)))
         raise CheckpointError(
@@ -174,11 +175,11 @@ def _prepare_folder(request: _Request, ranks: Ranks) -> StagedFolder:
 
 
 def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
-    """Prepare the folders that other ranks gave, such as the temporary one of each worker of Ray Train, or that are on
-    a disk of their machine. Each gets the files of its ranks. Collective.
+    """Prepare folders that are not rank 0's: temporary folders of Ray Train workers, or local disks. Each gets the
+    files of its ranks. Collective.
 
-    Ranks that do not find their folder prepare it: the first of those with its path, where machines share it; then the
-    first on each machine; then each, as machines may be containers of one name."""
+    Ranks that do not find their folder prepare it: first one rank per path, in case machines share it; then one per
+    path and host name; then each rank, as containers may share a host name."""
     path = os.path.realpath(folder.staging)
     for scope in (path, f"{socket.gethostname()}:{path}", str(ranks.rank)):
         reports = ranks.gather((folder.identity(), scope, folder.is_owned))
@@ -200,18 +201,18 @@ def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
 
 @contextmanager
 def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
-    """Discard the staging folder, if there is one yet, if the block raises: the former checkpoint is left. Collective
-    in that case."""
+    """Discard the staging folder, if any, when the block raises: the previous checkpoint stays. Collective in that
+    case."""
     try:
         yield
     except CommunicationError:
         if folder is not None:
             folder.leave()
-        raise  # it is unknown what the other ranks are doing
+        raise  # the state of the other ranks is unknown
     except Exception:
         if folder is not None:
             folder.discard()
-        ranks.any(False)  # afterwards it is gone on all ranks
+        ranks.any(False)  # wait until it is removed on all ranks
         raise
 
 
@@ -233,7 +234,7 @@ def _write(
 def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: bool = False) -> None:
     """Rename the staging folder, write ``latest``, remove older checkpoints. Collective.
 
-    ``flushed``: when all of it is on disk; older ones are removed after that."""
+    ``flushed``: wait until it is on disk before older ones are removed."""
     with ranks.together("committing the checkpoint"):
         if folder.is_owned and ranks.rank != 0 and not any(folder.staging.iterdir()):
             folder.discard()  # this machine's ranks have no files
@@ -251,8 +252,8 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
 
 
 def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
-    """Return the request with the tag that all ranks use. ``own``: this rank's tag, its stage, and the signature of
-    what it trains; these are exchanged only if they differ, or if stages have other parameters. Collective."""
+    """Return the request with the tag that all ranks use. ``own``: this rank's tag, pipeline stage, and parameter
+    signature; gathered only if ranks differ. Collective."""
     if ranks.agree(own):
         return request
     reports = ranks.gather(own)
@@ -264,14 +265,14 @@ def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
 
 
 def _written_at(folder: Path) -> int | None:
-    """Return when the last file of a checkpoint was written [ns]; None: ``folder`` is none. Others may have put files
-    of their own beside them since."""
+    """Return when the last of our files in ``folder`` was written [ns]; None: not a checkpoint. Client files, which
+    may be newer, do not count."""
     times = [entry.stat().st_mtime_ns for entry in folder.iterdir() if names.is_ours(entry.name)]
     return max(times, default=None)
 
 
 def check_client_state(client_state: Mapping[str, Any]) -> None:
-    """Raise KeyError if the caller's own entries would overwrite those of the checkpoint."""
+    """Raise KeyError if ``client_state`` would overwrite the checkpoint's own keys."""
     taken = sorted(names.RESERVED_KEYS.intersection(client_state))
     if taken:
         raise KeyError(
@@ -281,7 +282,7 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
 
 
 def agreed_tag(tags: list[str], on_mismatch: str) -> str:
-    """Return rank 0's tag. CheckpointTagError with ``on_mismatch`` "FAIL" if another rank gave another one."""
+    """Return rank 0's tag. CheckpointTagError: ranks differ and ``on_mismatch`` is "FAIL"."""
     differing = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
     if differing and on_mismatch != "IGNORE":
         rank, tag = next(iter(differing.items()))
@@ -297,8 +298,8 @@ def agreed_tag(tags: list[str], on_mismatch: str) -> str:
 
 
 def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
-    """Raise CheckpointError unless all ranks train the same number of parameters. A signature: that and the number of
-    their elements; None for a rank that trains none."""
+    """Raise CheckpointError unless all ranks train the same number of parameters. A signature is (number of
+    parameters, number of elements); None for a rank without training state."""
     counts = [signature[0] if signature is not None else 0 for signature in signatures]
     if len(set(counts)) > 1:
         rank = next(i for i, count in enumerate(counts) if count != counts[0])
@@ -309,7 +310,7 @@ def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
 
 
 def _write_conversion_scripts(save_dir: Path) -> None:
-    """Put executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints, for a shell."""
+    """Put executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints."""
     for name in names.SCRIPTS:
         content = resources.files("deepspeed.tools").joinpath(name).read_bytes()
         path = save_dir / name

@@ -1,4 +1,4 @@
-"""The id of a save, which each of its files carries: a folder with files of two saves is refused."""
+"""Save ids: every file of a save carries the same id, so a folder with files of two saves is refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from deepspeed.checkpoint.names import INDEX, SAVE, SAVED_BY
 
 
 def new_id() -> int:
-    """Return a random number of 62 bits; the largest of all ranks' is the id of a save."""
+    """Return a random 62-bit number; the maximum over ranks becomes the save's id."""
     return secrets.randbits(62)
 
 
 def save_entry(number: int, global_steps: Any) -> dict[str, Any]:
-    """Return what a file says of its save."""
+    """Return the entry by which a file identifies its save."""
     return {"id": f"{number:016x}", "global_steps": global_steps}
 
 
 def marked(state: Mapping[str, Any], save: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return a state dict that carries its save beside its entries, of which a strict load would refuse one more.
+    """Return a state dict that carries its save outside its entries, since a strict load would refuse an extra one.
 
-    ``_metadata`` of a state dict is stored with it; ``load_state_dict`` looks up the paths of modules there, and this
-    is none.
+    It is in ``_metadata``, which is pickled with a state dict; ``load_state_dict`` only looks up module paths there.
     """
     result = OrderedDict(state)
     result._metadata = OrderedDict({SAVED_BY: dict(save)})  # type: ignore[attr-defined]
@@ -34,7 +33,7 @@ def marked(state: Mapping[str, Any], save: Mapping[str, Any]) -> OrderedDict[str
 
 
 class MarkedFiles:
-    """A checkpoint engine that marks the state dicts that it saves."""
+    """Wraps a checkpoint engine to mark the state dicts that it saves."""
 
     def __init__(self, checkpoint_engine: Any, save: Mapping[str, Any]) -> None:
         self._engine, self._save = checkpoint_engine, save
@@ -44,8 +43,8 @@ class MarkedFiles:
 
 
 def save_of(content: Any, note: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
-    """Return which save a file of this ``content`` is of, in any layout; None where it does not say. ``note``: what the
-    file says beside its content (``Archive.note``)."""
+    """Return the save that a file records, in any layout; None if it records none. ``note``: ``Archive.note`` of the
+    file."""
     if note and SAVED_BY in note:
         return note[SAVED_BY]
     if not isinstance(content, Mapping):
@@ -55,7 +54,7 @@ def save_of(content: Any, note: Mapping[str, Any] | None = None) -> Mapping[str,
 
 
 class FileOfSave(NamedTuple):
-    """A file, and which save it is of; None where it does not say."""
+    """A file and the save that it records, None if it records none."""
 
     path: Path
     save: Mapping[str, Any] | None
@@ -64,8 +63,8 @@ class FileOfSave(NamedTuple):
 def check_save_of(
     path: Path, content: Any, first: FileOfSave | None, note: Mapping[str, Any] | None = None
 ) -> None:
-    """CheckpointError if this file's ``content`` or ``note`` says that it is of another save than ``first``. Of files
-    that say nothing, nothing is known: release 0.19 may have written them."""
+    """Raise CheckpointError if ``content`` or ``note`` records another save than ``first``. Files without a record
+    pass: release 0.19 may have written them."""
     found = save_of(content, note)
     if found and first and first.save and found["id"] != first.save["id"]:
         raise mixed_saves(path, found, *first)

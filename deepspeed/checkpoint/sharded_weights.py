@@ -1,4 +1,4 @@
-"""The model's own weights where parameters are sharded over the ranks (stage 3)."""
+"""The model's own weights when parameters are sharded (stage 3)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 class ShardedWeights:
     """Live fragments of a module's partitioned parameters; a tied parameter appears once.
 
-    Reads the attributes that partitioning leaves on a parameter: ``ds_shape``, and ``ds_owner`` with its position
-    ``ds_position`` there.
+    Reads the attributes of a partitioned parameter: ``ds_shape``, ``ds_owner``, and its position ``ds_position`` in
+    the owner.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,12 +32,12 @@ class ShardedWeights:
         return {name: tuple(param.ds_shape) for name, param in self.params.items()}
 
     def cuts(self) -> dict[str, ShardCut]:
-        """Return how each parameter is divided among the ranks, by name."""
+        """Return the cut of each parameter over the ranks, by name."""
         return {name: param.ds_owner.cut_of(param.ds_position) for name, param in self.params.items()}
 
     def fragments(self, *, replicas: bool = True) -> Iterator[tuple[ShardIndex, Tensor]]:
-        """This rank's part of each parameter, 1-D in its own dtype; writes go through. ``replicas=False``: if it is the
-        first of the ranks that hold the same part."""
+        """Yield this rank's shard of each parameter, a 1-D view in its dtype. ``replicas=False``: only shards of
+        which this rank is the first holder."""
         for name, param in self.params.items():
             owner, position, placement = param.ds_owner, param.ds_position, placement_of(param)
             if not replicas and not owner.first_replica:
@@ -49,8 +49,7 @@ class ShardedWeights:
                     yield placement.index(name, start, stop), owner.local_part(position)
 
     def changed(self) -> None:
-        """Parts were written on all ranks: refresh what is kept in full, discard what was gathered.
-        Collective."""
+        """Publish shards after a write on all ranks: refresh persistent parameters, evict gathered ones. Collective."""
         owners = {id(param.ds_owner): param.ds_owner for param in self.params.values()}
         for pending in [owner.publish() for owner in owners.values()]:
             if pending is not None:

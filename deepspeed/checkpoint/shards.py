@@ -1,10 +1,10 @@
-"""The part of a tensor that a saved shard holds, and how the parts of one layout map onto those of another.
+"""Shard indices, and their intersection: how the shards of one layout map onto those of another.
 
-A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the
-global tensor that make up the local (tensor-parallel) tensor, and the flat interval ``[start, stop)``
-inside that local tensor. This covers ZeRO (an interval of the whole tensor), tensor parallelism (one box, or
-several where matrices are fused, such as q, k and v), and expert and pipeline parallelism (a name and a box).
-Loading then means intersecting: every layout reads every other one, and nothing has to be converted.
+A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the global
+tensor that make up the local (tensor-parallel) tensor, and the flat interval ``[start, stop)`` inside that local
+tensor. This covers ZeRO (an interval of the whole tensor), tensor parallelism (one box, or several where matrices are
+fused, such as q, k and v), and expert and pipeline parallelism (a name and a box). Loading is intersection: every
+layout reads every other one without conversion.
 
 Pure arithmetic: no torch, no files.
 """
@@ -22,7 +22,7 @@ Box = tuple[Interval, ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The interval of a tensor that one saved or live 1-D fragment holds.
+    """The interval of a tensor that a saved or live 1-D fragment holds.
 
     ``boxes`` are in the global tensor; ``()`` means all of it. The local tensor is their
     concatenation, in the order given, along the one dim in which they differ. ``start`` and ``stop`` count
@@ -69,33 +69,34 @@ class ShardIndex:
         return prod(self.local_shape)
 
     def whole(self) -> ShardIndex:
-        """The complete local tensor that this fragment is part of."""
+        """Return the index of the whole local tensor."""
         return ShardIndex(self.name, self.global_shape, self.boxes, 0, self.local_numel)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCut:
-    """Division of a tensor that is part of a run of elements, which is cut evenly: it starts at ``offset`` in the run,
-    whose shard ``s`` of ``count`` holds the elements ``[s * length, (s + 1) * length)``."""
+    """Cut of a tensor inside an evenly sharded flat buffer: the tensor starts at ``offset`` in the buffer, whose
+    shard ``s`` of ``count`` holds elements ``[s * length, (s + 1) * length)``."""
 
     offset: int
     length: int
     count: int
 
     def interval(self, shard: int, numel: int) -> Interval:
-        """The elements ``[start, stop)`` of a tensor of ``numel`` elements that a shard holds; ``(0, 0)`` for none."""
+        """Return the interval ``[start, stop)`` of a tensor of ``numel`` elements that a shard holds; ``(0, 0)`` if
+        empty."""
         start = max(0, shard * self.length - self.offset)
         stop = min(numel, (shard + 1) * self.length - self.offset)
         return (start, stop) if start < stop and shard < self.count else (0, 0)
 
     def shards(self, start: int, stop: int) -> range:
-        """Numbers of the shards that hold the elements ``[start, stop)`` of the tensor, which are not none."""
+        """Return the numbers of the shards that hold the non-empty interval ``[start, stop)`` of the tensor."""
         return range((self.offset + start) // self.length, (self.offset + stop - 1) // self.length + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of the global tensor and where its elements are in a flat fragment.
+    """A box of the global tensor and the location of its elements in a flat fragment.
 
     The element at the low corner is at ``offset``; one step along dim ``d`` moves by ``strides[d]`` elements.
     """
@@ -105,7 +106,7 @@ class Region:
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Position in the fragment of the low corner of ``box``, which is inside this region."""
+        """Return the offset in the fragment of the low corner of ``box``, which is inside this region."""
         steps = (low - own for (low, _), (own, _) in zip(box, self.box, strict=True))
         return self.offset + sum(step * stride for step, stride in zip(steps, self.strides, strict=True))
 
@@ -127,16 +128,15 @@ class StridedCopy:
 
     @property
     def contiguous(self) -> bool:
-        """True if it is contiguous on both sides."""
+        """Return whether source and target are both contiguous."""
         return self.source_strides == self.target_strides == (1,)
 
 
 def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[StridedCopy], list[Box]]:
-    """Return how to fill ``target`` from ``sources``: the copies, and what none of them holds.
+    """Return the copies that fill ``target`` from ``sources``, and the boxes that no source holds.
 
-    Each element of the target is copied at most once, from the first source that has it. Boxes that remain
-    are in global coordinates, or in local ones (a single interval) when all sources have the target's
-    boxes.
+    Each element of the target is copied at most once, from the first source that has it. Missing boxes are in global
+    coordinates, or local ones (a single interval) if all sources have the target's boxes.
     """
     for source in sources:
         if source.global_shape != target.global_shape:
@@ -160,7 +160,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[S
 
 
 def span(shard: ShardIndex) -> ShardIndex:
-    """The shortest interval of the flat global tensor that has all elements of ``shard``."""
+    """Return the shortest interval of the flat global tensor that contains ``shard``."""
     if not shard.boxes:
         return shard
     if not shard.numel:
@@ -173,13 +173,13 @@ def span(shard: ShardIndex) -> ShardIndex:
 
 
 def covers(target: ShardIndex, sources: Sequence[ShardIndex]) -> bool:
-    """Return whether ``sources`` hold all of ``target``; not those of a tensor of another shape."""
+    """Return whether ``sources`` hold all of ``target``; sources of another global shape are ignored."""
     fitting = [source for source in sources if source.global_shape == target.global_shape]
     return bool(fitting) and not intersect(target, fitting)[1]
 
 
 def regions(shard: ShardIndex) -> list[Region]:
-    """The boxes of the global tensor that ``shard`` holds, at most ``2 * ndim - 1`` per box of the local
+    """Return the boxes of the global tensor that ``shard`` holds, at most ``2 * ndim - 1`` per box of the local
     tensor."""
     shape = shard.local_shape
     strides = _row_major(shape)
@@ -196,7 +196,7 @@ def regions(shard: ShardIndex) -> list[Region]:
 
 
 def without(found: Sequence[Region], holes: Sequence[Box]) -> list[Region]:
-    """The same regions less the elements in ``holes``."""
+    """Return the regions minus the boxes in ``holes``."""
     left: list[Region] = []
     for region in found:
         boxes = [region.box]
@@ -229,7 +229,7 @@ def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return where each box is in the local tensor, and the offset from local to global coordinates."""
+    """Return each box in local coordinates, and its offset from local to global coordinates."""
     if not shard.boxes:
         return [(tuple((0, size) for size in shard.global_shape), (0,) * len(shard.global_shape))]
     dim = _joined_dim(shard.boxes, shard.name)
@@ -247,7 +247,7 @@ def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:
 
 
 def _joined_dim(boxes: tuple[Box, ...], name: str) -> int | None:
-    """The dim along which several boxes are concatenated; None for a single box."""
+    """Return the dim along which several boxes are concatenated; None for a single box."""
     if len(boxes) == 1:
         return None
     differing = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
@@ -274,7 +274,7 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def _take(left: list[Box], wanted: Box) -> tuple[list[Box], list[Box]]:
-    """Split the disjoint boxes ``left`` into what remains and what is inside ``wanted``."""
+    """Split the disjoint boxes ``left`` into parts outside and parts inside ``wanted``."""
     remaining: list[Box] = []
     taken: list[Box] = []
     for box in left:
@@ -288,7 +288,7 @@ def _take(left: list[Box], wanted: Box) -> tuple[list[Box], list[Box]]:
 
 
 def _without(box: Box, hole: Box) -> list[Box]:
-    """``box`` minus ``hole``, which is inside it, as disjoint boxes."""
+    """Return ``box`` minus ``hole``, which is inside it, as disjoint boxes."""
     found: list[Box] = []
     core = list(box)
     for dim, ((low, high), (hole_low, hole_high)) in enumerate(zip(box, hole, strict=True)):

@@ -1,7 +1,7 @@
-"""The interface by which saving and loading use the training state, whatever the ZeRO stage.
+"""The interface of the training state for saving and loading, independent of the ZeRO stage.
 
-``deepspeed.zero.states.access.StateAccess`` implements ``TrainingState``; it is all the checkpoint code sees
-of the core.
+``deepspeed.zero.states.access.StateAccess`` implements ``TrainingState``; the checkpoint code sees nothing else of
+the core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 MASTER = "fp32"
-"""Key of a fragment's master weights, whatever their dtype."""
+"""Key of a fragment's master weights, for any dtype."""
 
 
 class ParamEntry(Protocol):
@@ -36,27 +36,27 @@ class ParamEntry(Protocol):
 
 
 class TrainingState(Protocol):
-    """Live state by parameter: nothing is copied, and writes go through."""
+    """Live state by parameter: tensors are views, not copies."""
 
     def trainable(self) -> Sequence[ParamEntry]: ...
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """This rank's fragments: master weights and per-element optimizer state, 1-D, and values such as
+        """Yield this rank's fragments: master weights and per-element optimizer state, 1-D, and values such as
         "step"."""
         ...
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Yield those of ``shards`` that this rank writes: one of the ranks that hold the same one does."""
+        """Yield the ``shards`` that this rank writes: of replicas, one rank writes."""
         ...
 
     def cuts(self) -> Mapping[str, ShardCut]:
-        """Return how each parameter is divided, by name: shard ``s`` is what rank ``s`` of those with the same model
-        writes. Where it is left out, all fragments are listed."""
+        """Return the cut of each parameter by name; shard ``s`` is written by data-parallel rank ``s``. If a name is
+        left out, all fragments are listed instead."""
         ...
 
     def keep_state(self, names: Container[str]) -> None:
-        """Afterwards the parameters in ``names`` have optimizer state, ready to be written; the others are as before
-        their first update."""
+        """Allocate optimizer state for the parameters in ``names``; reset the others to their state before the first
+        update."""
         ...
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
@@ -64,11 +64,11 @@ class TrainingState(Protocol):
         ...
 
     def publish(self) -> None:
-        """Masters were written: refresh the model's weights. Collective."""
+        """Refresh the model's weights after a write to the masters. Collective."""
         ...
 
     def weights_loaded(self) -> None:
-        """The model's weights were written, in full and on every rank: refresh the masters."""
+        """Refresh the masters after a write to the model's weights, in full and on every rank."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class TrainingState(Protocol):
     def load_scalars(self, scalars: dict[str, Any]) -> None: ...
 
     def pending_gradients(self) -> dict[str, Any] | None:
-        """This rank's gradients since the last update."""
+        """Return this rank's gradients accumulated since the last update, None if there are none."""
         ...
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None: ...

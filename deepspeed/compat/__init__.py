@@ -1,4 +1,4 @@
-"""Documented paths and names of release 0.19 that are nobody's room: the table that leads to our modules
-(`aliases.py`), the import hook that follows it (`finder.py`), what to use instead of names that are gone
-(`absent.py`), and code that exists for an old path alone. Nothing else imports it.
+"""Documented paths and names of release 0.19: the table of aliases to our modules (`aliases.py`), the import hook
+that resolves them (`finder.py`), replacements for removed names (`absent.py`), and code that exists only for old
+paths. Nothing else imports this package.
 """

@@ -1,5 +1,5 @@
-"""Names of release 0.19 that this release does not have: what to use instead, and the few that public scripts import
-without calling them, which therefore exist and are refused when called.
+"""Removed names of release 0.19: their replacements, and stubs for the few that public scripts import without
+calling, which raise when called.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from deepspeed.base.exceptions import ExplainedError
 
-# Path prefix -> what to use. The longest match is quoted.
+# Path prefix -> replacement. The longest match is quoted.
 INSTEAD = {
     "deepspeed.autotuning": "deepspeed --autotuning tune makes, names and prunes its configs itself.",
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
@@ -59,11 +59,11 @@ INSTEAD = {
 
 
 class FeatureNotAvailableError(ExplainedError, NotImplementedError):
-    """A documented feature was called that this release does not have."""
+    """A documented feature that this release lacks was called."""
 
 
 def instead(path: str) -> str:
-    """Return the sentence of `INSTEAD` for a dotted path, led by a full stop; empty if there is none."""
+    """Return the sentence of `INSTEAD` for a dotted path, preceded by ". "; empty if there is none."""
     prefixes = [prefix for prefix in INSTEAD if f"{path}.".startswith(f"{prefix}.")]
     return f". {INSTEAD[max(prefixes, key=len)]}" if prefixes else ""
 
@@ -83,7 +83,7 @@ def link_hp_params(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def parse_optim_states(files: Any, ds_checkpoint_dir: Any) -> NoReturn:
-    """Raise FeatureNotAvailableError: files of optimizer states are read whole, by their descriptions."""
+    """Raise FeatureNotAvailableError: optimizer files are read by ``deepspeed.checkpoint`` only."""
     _refuse("deepspeed.utils.zero_to_fp32.parse_optim_states")
 
 

@@ -1,6 +1,6 @@
-"""Names of the section `data_efficiency` and of what its samplers and schedules save.
+"""Key names of the section `data_efficiency` and of its samplers' and schedules' states.
 
-Each key of a section with a default also has a constant with that: `DATA_SAMPLING_NUM_EPOCHS_DEFAULT` is 1000.
+Keys with a default also have a constant for it: `DATA_SAMPLING_NUM_EPOCHS_DEFAULT` is 1000.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 It handles the module paths in its tables:
 
 - a row of `MODULES`: the import returns our module object itself;
-- a module of ours for which the tables have further names: loaded as usual, it asks them for names it lacks;
-- a path that is only in the tables: an empty module that asks them for everything.
+- a module of ours with further names in the tables: loaded as usual, it looks up missing names there;
+- a path that is only in the tables: an empty module that looks up all names there.
 
-What release 0.19 had and this release has not is refused with what to use instead (`absent.py`).
+Removed names raise an error that names the replacement (`absent.py`).
 
-A package of ours also imports a submodule of it when that is asked for as an attribute: clients write
+Packages of ours also import their submodules on attribute access: clients write
 `deepspeed.elasticity.config.ElasticityError` after only `import deepspeed`.
 """
 
@@ -27,7 +27,7 @@ from deepspeed.compat.aliases import MODULES, NAMES, SUBMODULES
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
-else:  # that module imports `tempfile` and `zipfile`, for methods that are not used here
+else:  # importlib.abc imports `tempfile` and `zipfile`, which are not needed here
     Loader = MetaPathFinder = object
 
 
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def our_path(documented: str) -> str | None:
-    """Return where a documented module path leads if it, or a package above it, is a row of `MODULES`."""
+    """Return our path of a documented module, if it or a parent package is a row of `MODULES`; else None."""
     head, tail = documented, ""
     while "." in head:
         if head in MODULES:
@@ -51,7 +51,7 @@ def our_path(documented: str) -> str | None:
 _TABLED: dict[str, list[str]] = {}
 for _path in dict.fromkeys([*NAMES, *SUBMODULES]):
     _TABLED.setdefault(our_path(_path) or _path, []).append(_path)
-# Parents of documented paths, of which some exist only so: `deepspeed.runtime` for `deepspeed.runtime.engine`.
+# Parents of documented paths; some exist only as such: `deepspeed.runtime` for `deepspeed.runtime.engine`.
 _PACKAGES = {
     path.rsplit(".", depth)[0]
     for path in (*NAMES, *SUBMODULES, *MODULES, *_TABLED)
@@ -63,14 +63,14 @@ for _path, _ours in MODULES.items():
 
 
 def documented_paths(module: str) -> list[str]:
-    """Return the paths under which the tables know `module`, its own name among them."""
+    """Return the paths of `module` in the tables, including its own name."""
     return list(dict.fromkeys([module, *_TABLED.get(module, ()), *_DOCUMENTED.get(module, ())]))
 
 
 def lookup(module: str, name: str) -> Any:
     """Return a documented name that `module` does not define itself.
 
-    AttributeError if no table has it; it says what to use instead where `absent.INSTEAD` knows.
+    AttributeError: no table has it; the message names the replacement if `absent.INSTEAD` has one.
     """
     for path in documented_paths(module):
         if target := NAMES.get(path, {}).get(name):
@@ -78,13 +78,13 @@ def lookup(module: str, name: str) -> Any:
             return getattr(importlib.import_module(ours), renamed or name)
         if name in SUBMODULES.get(path, ()):
             return importlib.import_module(f"{path}.{name}")
-    advice = "" if name.startswith("__") else _instead(module, name)  # imports ask for such names
+    advice = "" if name.startswith("__") else _instead(module, name)  # the import system looks up such names
     raise AttributeError(f"module {module!r} has no attribute {name!r}{advice}")
 
 
 def _instead(module: str, name: str) -> str:
-    """Return what to use instead of a name that `module` lacks, to be added to an error; empty if nothing is known."""
-    if name.startswith("__"):  # Python itself asks, while `absent` is imported too
+    """Return the advice for a name that `module` lacks, to append to an error; empty if there is none."""
+    if name.startswith("__"):  # looked up by Python itself, also while `absent` is being imported
         return ""
     from deepspeed.compat.absent import instead
 
@@ -107,7 +107,7 @@ class DocumentedPaths(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a path below `deepspeed`; ModuleNotFoundError if it is known what to use instead."""
+        """Return the spec of a path below `deepspeed`, None if unknown; ModuleNotFoundError: removed, with advice."""
         if not fullname.startswith("deepspeed."):
             return None
         spec = self._spec(fullname, path, target)
@@ -137,7 +137,7 @@ class DocumentedPaths(MetaPathFinder):
     def _same_module(self, fullname: str, ours: str) -> ModuleSpec | None:
         try:
             real = importlib.util.find_spec(ours)
-        except ModuleNotFoundError:  # a package above it is none of ours
+        except ModuleNotFoundError:  # a parent package is not ours
             return None
         if real is None:
             return None
@@ -156,7 +156,7 @@ class DocumentedPaths(MetaPathFinder):
 
 
 class _SameModule(Loader):
-    """Loads a documented path as our module, which keeps its own name and spec."""
+    """Loads a documented path as our module object, which keeps its own name and spec."""
 
     def __init__(self, ours: str) -> None:
         self.ours = ours
@@ -167,10 +167,10 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own_spec  # the import system has just set the documented path's
+        module.__spec__ = self.own_spec  # the import system has set the documented path's spec
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of our module, which runs under the documented path too."""
+        """Return the code of our module, to run it under the documented path (``python -m``)."""
         spec = importlib.util.find_spec(self.ours)
         return spec.loader.get_code(self.ours) if spec and spec.loader else None  # type: ignore[attr-defined]
 
@@ -185,7 +185,7 @@ class _OnlyTabled(Loader):
 
 
 class _WithTabledNames(Loader):
-    """Wraps the loader of one of our modules; everything else about that loader stays accessible."""
+    """Wraps the loader of one of our modules, and delegates other attributes to it."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -234,8 +234,8 @@ def _ask_tables(module: ModuleType) -> None:
         except AttributeError as error:
             value = submodule(module, name)
             if value is None:
-                refusal = refusal or error  # the module knows better what it has instead
-                if _imports_a_name(sys._getframe(1)):  # whose own error would not say what to use
+                refusal = refusal or error  # the module's own error is more specific
+                if _imports_a_name(sys._getframe(1)):  # the import's own error would have no advice
                     raise ImportError(
                         f"cannot import name {name!r}: {refusal}", name=module.__name__
                     ) from None

@@ -20,7 +20,7 @@ from deepspeed.version import version as version
 
 
 def _two_parts(text: str | None) -> str:
-    """`2.6.1+cpu` as `2.6`; "0.0" for what is not installed."""
+    """Shorten a version to major.minor: `2.6.1+cpu` -> `2.6`; None -> "0.0"."""
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 
@@ -38,7 +38,7 @@ torch_info: dict[str, Any] = {
     "hip_version": _two_parts(torch.version.hip),
     "bf16_support": get_accelerator().is_bf16_supported(),
 }
-"""Versions as major.minor ("0.0": not there), and whether the accelerator in use computes in bf16."""
+"""Versions as major.minor ("0.0": not installed), and whether the current accelerator supports bf16."""
 
 accelerator_name: str = get_accelerator().device_name()
 
@@ -48,4 +48,4 @@ compatible_ops: dict[str, bool] = {name: builder().is_compatible() for name, bui
 installed_ops: dict[str, bool] = {
     name: builder.OP.module is not None and compatible_ops[name] for name, builder in ALL_OPS.items()
 }
-"""Op name -> whether this release has it and it can run here."""
+"""Op name -> whether this release includes it and it can run here."""

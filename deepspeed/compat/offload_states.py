@@ -1,4 +1,4 @@
-"""Documented place of ``get_state_devices`` and of the helpers that move an optimizer's state."""
+"""Documented path of ``get_state_devices`` and of helpers that move an optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that hold this kind of state of an engine; none, if it has no such state now."""
+    """Return the devices that hold this kind of state of an engine; empty if it has no such state now."""
     return model.optimizer.mover.devices(OffloadStateTypeEnum(state))
 
 
 def offload_adam_states(
     optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
-    """Move the moments of an Adam to ``device``; in page-locked memory, if that is the host and there is a GPU."""
+    """Move Adam's moments to ``device``; to pinned memory if ``pin_memory``, ``device`` is the host and there is a
+    GPU."""
     _move(optimizer, _MOMENTS, device, pin_memory, non_blocking)
 
 
@@ -31,7 +32,7 @@ def reload_adam_states(optimizer: Any, device: torch.device | str, non_blocking:
 def offload_optimizer_states(
     optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
-    """The same for every tensor of an optimizer's state that has an element for each of its parameter."""
+    """Move every per-element tensor of an optimizer's state to ``device``, as ``offload_adam_states`` does."""
     _move(optimizer, None, device, pin_memory, non_blocking)
 
 
@@ -42,7 +43,7 @@ def reload_optimizer_states(optimizer: Any, device: torch.device | str, non_bloc
 def _move(
     optimizer: Any, keys: tuple[str, ...] | None, device: torch.device | str, pin: bool, non_blocking: bool
 ) -> None:
-    """The tensors stay the same objects, so that every reference to them sees the move."""
+    """Move state tensors in place, so that every reference to them sees the move."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
             wanted = key in keys if keys is not None else _per_element(param, value)

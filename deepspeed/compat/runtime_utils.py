@@ -1,4 +1,4 @@
-"""Documented helpers of training scripts: devices, seeds, norms, lists of tensors, partitions."""
+"""Documented helpers for training scripts: devices, seeds, norms, lists of tensors, partitions."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ T = TypeVar("T")
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """The text of a call: ``call_to_str("f", 1, x=2)`` is ``"f(1, x=2)"``."""
+    """Return the text of a call: ``call_to_str("f", 1, x=2)`` is ``"f(1, x=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
 
 
 def empty_cache() -> None:
-    """Releases cached device memory and resets peak counters."""
+    """Release cached device memory and reset peak counters."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
 
 def get_ma_status() -> int:
-    """Bytes of device memory that tensors occupy; 0 on ranks other than 0."""
+    """Return the bytes of device memory that tensors occupy; 0 on ranks other than 0."""
     return get_accelerator().memory_allocated() if is_rank_zero() else 0
 
 
@@ -62,7 +62,7 @@ def get_ma_status() -> int:
 
 
 def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """``item`` with ``change`` applied to each leaf; dicts, lists and tuples keep their type."""
+    """Return ``item`` with ``change`` applied to each leaf; dicts, lists and tuples keep their type."""
     if isinstance(item, dict):
         changed = {key: _rebuilt(value, change) for key, value in item.items()}
         return changed if type(item) is dict else type(item)(changed)
@@ -76,10 +76,10 @@ def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
 def move_to_device(
     item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """``item`` with the tensors in its dicts, lists and tuples moved to ``device``.
+    """Return ``item`` with the tensors in its dicts, lists and tuples moved to ``device``.
 
     Args:
-        criterion_func: Which leaves to move; None moves everything with a ``to`` method. The rest stays.
+        criterion_func: selects the leaves to move; None: all with a ``to`` method.
     """
 
     def moved(leaf: Any) -> Any:
@@ -90,7 +90,7 @@ def move_to_device(
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
-    """Count the ``parameters`` that the running backward will reach: for hooks. Where torch cannot tell, those that
+    """Count the ``parameters`` that the running backward will reach (for hooks); if torch lacks the API, those that
     require gradients. RuntimeError: no backward is running."""
     trainable = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad]
     if not check_internal_apis_for_count_used_parameters():
@@ -103,7 +103,7 @@ def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
 
 
 def check_internal_apis_for_count_used_parameters() -> bool:
-    """Return whether this torch can tell which parameters a running backward will reach."""
+    """Return whether torch has the APIs to tell which parameters a running backward will reach."""
     return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(
         hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
     )
@@ -113,7 +113,7 @@ def check_internal_apis_for_count_used_parameters() -> bool:
 
 
 def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tuple[Any, ...]:
-    """Tensors of a tuple as leaves of new graphs that need gradients as they did, on ``device`` if given.
+    """Return a tuple with its tensors detached, with their ``requires_grad`` kept, and moved to ``device`` if given.
 
     TypeError: not a tuple.
     """
@@ -132,7 +132,8 @@ def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tu
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """The flat tensors, followed by zeros if their total number of elements is not a multiple of `alignment`."""
+    """Return the flat tensors, plus a tensor of zeros if their total number of elements is not a multiple of
+    `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else list(tensor_list)
 
@@ -144,9 +145,9 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """Fill each flat tensor from the ranks' slices of it, `allgather_bucket_size` elements of all ranks at a time.
+    """All-gather each flat tensor from the ranks' slices, `allgather_bucket_size` elements of all ranks at a time.
 
-    Pieces begin at multiples of `start_alignment_factor` elements of a slice.
+    Chunks begin at multiples of `start_alignment_factor` elements of a slice.
     """
     for slices, group in zip(partitioned_param_groups, dp_process_group, strict=True):
         ranks, rank = len(slices), torch.distributed.get_rank(group)
@@ -164,9 +165,9 @@ def all_gather_dp_groups(
 class PartitionedTensor:
     """One flat, contiguous shard of `tensor` per rank of `group`; `full()` reassembles the tensor.
 
-    Shards differ by at most one element; earlier ranks hold the longer ones. To rebuild the object, another
-    rank needs only its own shard and `to_meta()`, an int64 tensor: number of dimensions, sizes, number of
-    ranks, rank, and where the shard of each rank begins (ending with the total).
+    Shards differ by at most one element; earlier ranks hold the longer ones. To rebuild the object, another rank
+    needs only its own shard and `to_meta()`, an int64 tensor: number of dims, sizes, number of ranks, rank, and the
+    offset of each rank's shard (ending with the total).
     """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Tensor | None = None) -> None:
@@ -185,7 +186,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: Any, device: torch.device | str | None = None
     ) -> PartitionedTensor:
-        """The tensor that `to_meta()` describes, with `local_part` as this rank's shard."""
+        """Return the tensor described by `to_meta()`, with `local_part` as this rank's shard."""
         sizes, num_parts, rank, partition = _read_meta(meta)
         ranks = torch.distributed.get_world_size(group)
         if num_parts != ranks or partition[rank + 1] - partition[rank] != local_part.numel():
@@ -201,7 +202,7 @@ class PartitionedTensor:
         return made
 
     def full(self, device: torch.device | str | None = None) -> Tensor:
-        """The whole tensor, on `device` or where it was. Collective over the group."""
+        """Return the whole tensor, on `device` or its original device. Collective over the group."""
         longest = max((end - begin for begin, end in self._bounds()), default=0)
         padded = self.local_data.new_zeros(longest)  # collectives require equal shards
         padded[: self.local_data.numel()] = self.local_data
@@ -215,7 +216,7 @@ class PartitionedTensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
 
     def data(self) -> Tensor:
-        """This rank's shard, flat."""
+        """Return this rank's flat shard."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
@@ -229,7 +230,7 @@ class PartitionedTensor:
 
 
 def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
-    """(sizes, number of ranks, rank, bounds of the shards)."""
+    """Return (sizes, number of ranks, rank, offsets of the shards)."""
     numbers = meta.tolist()
     dims = numbers[0]
     sizes, (num_parts, rank), partition = (
@@ -242,7 +243,7 @@ def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
     return sizes, num_parts, rank, partition
 
 
-# Documented helpers about gradients: groups without an optimizer, and whether one is not finite on any rank.
+# Documented helpers for gradients: parameter groups without an optimizer, and overflow checks over ranks.
 
 
 class DummyOptim:
@@ -257,7 +258,7 @@ def has_non_finite(tensor: Tensor) -> bool:
 
 
 class CheckOverflow:
-    """Check for gradients that are not finite, on any rank."""
+    """Checks for non-finite gradients on any rank."""
 
     def __init__(
         self,
@@ -273,18 +274,18 @@ class CheckOverflow:
         self.has_moe_params = any(not getattr(param, "allreduce", True) for param in self.params or [])
 
     def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
-        """Like `has_overflow`, for these parameter groups or those given to the constructor."""
+        """Call `has_overflow` for these parameter groups, or those of the constructor."""
         params = self.params if param_groups is None else [p for group in param_groups for p in group]
         if params is None:
             raise ValueError("CheckOverflow has no parameters: pass param_groups to it or to check()")
         return self.has_overflow(params)
 
     def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
-        """Return whether any of the norms, in which -1 also stands for "not finite", indicates an overflow.
+        """Return whether any of the norms is not finite; -1 also means not finite.
 
         Args:
-            reduce_overflow: Ask all ranks. Otherwise only those this rank shares a layer with: the ranks of the
-                model-parallel unit, and those that hold other experts if the constructor was given experts.
+            reduce_overflow: reduce over all ranks. Otherwise only over the model-parallel group, and the
+                expert-parallel group if the constructor was given experts.
         """
         norms = torch.as_tensor([float(norm) for norm in norm_group], dtype=torch.float64)
         overflow = bool((~torch.isfinite(norms) | (norms == -1)).any())
@@ -299,7 +300,7 @@ class CheckOverflow:
         return any(has_non_finite(param.grad) for param in params if param.grad is not None)
 
     def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
-        """Return whether a gradient on any rank is not finite; every rank takes part."""
+        """Return whether any gradient on any rank is not finite. Collective."""
         return self._anywhere(self.has_overflow_serial(params))
 
     def _anywhere(self, overflow: bool, group: Any = None) -> bool:

@@ -1,6 +1,6 @@
-"""Documented helpers of ``torch_autocast``: which parameters are summed in a lower precision, and the context itself.
+"""Documented helpers of ``torch_autocast``: parameters whose gradients are summed in low precision, and the context.
 
-The engine decides from its plan (``zero/precision.py``); here its decision can be read, or made for others.
+The engine decides by its plan (``zero/precision.py``); these helpers read its decision, or mark other modules.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from deepspeed.zero.precision import autocast_context, safe_parameters
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """The classes whose parameters are summed in autocast's dtype, without ``lower_precision_safe_modules``."""
+    """Return the classes whose gradients are summed in autocast's dtype, if ``lower_precision_safe_modules`` is
+    unset."""
     return list(AUTOCAST_MODULES)
 
 
 def init_autocast_params(
     engine: Any, dtype: torch.dtype, torch_autocast_lower_precision_safe_modules: Iterable[str] | None
 ) -> None:
-    """Mark the parameters of these classes (default: the usual ones) in an engine or a module. For an engine's own sums
-    ``torch_autocast.lower_precision_safe_modules`` in the config counts, from which it has marked them already."""
+    """Mark the parameters of these classes (default: AUTOCAST_MODULES) in an engine or a module. An engine's own sums
+    follow ``torch_autocast.lower_precision_safe_modules`` of the config, by which it has already marked them."""
     module = engine if isinstance(engine, nn.Module) else engine.module
     names = torch_autocast_lower_precision_safe_modules
     for param in safe_parameters(module, AUTOCAST_MODULES if names is None else names):
@@ -35,7 +36,7 @@ def init_autocast_params(
 
 
 def get_autocast_dtype() -> torch.dtype:
-    """In which `torch.autocast` computes on this process's device."""
+    """Return the dtype of `torch.autocast` on this process's accelerator."""
     return torch.get_autocast_dtype(get_accelerator().device_name())
 
 
@@ -44,10 +45,10 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
-    """The dtype in which a parameter's gradient is summed: its own, unless marked."""
+    """Return the dtype in which a parameter's gradient is summed: its own, unless marked."""
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager[Any]:
-    """The autocast that the engine's forward runs in; a context that does nothing without ``torch_autocast``."""
+    """Return the autocast context of the engine's forward; a null context without ``torch_autocast``."""
     return autocast_context(engine.plan.precision, engine.device.type)

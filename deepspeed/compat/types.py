@@ -1,4 +1,4 @@
-"""Kinds of layers, by the numbers that documented interfaces give them."""
+"""Enums of layer types, with the values of documented interfaces."""
 
 from enum import IntEnum
 
@@ -19,4 +19,4 @@ class NormType(IntEnum):
 
 
 GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
-"""Those of feed-forward layers with two products going in."""
+"""Activations of gated feed-forward layers, which have two input projections."""

@@ -1,5 +1,5 @@
-"""Documented linear layer of stage 3. Under ZeRO here every ``nn.Linear`` keeps only its input for the backward and is
-gathered again when that needs the weight, so these are torch's own operations under the documented names."""
+"""Documented linear layer of stage 3. Here every ``nn.Linear`` saves only its input for backward, which gathers the
+weight again, so these are torch's own operations under the documented names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):
-    """``input @ weight.T + bias`` that keeps the input and the weight itself, not a view or a copy of it."""
+    """``input @ weight.T + bias`` that saves the input and the weight itself for backward, not a view or copy."""
 
     generate_vmap_rule = True
 
@@ -37,7 +37,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
 
 def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``. Under autocast its operands are cast as those of that function."""
+    """Compute ``torch.nn.functional.linear``, with the same casts of operands under autocast."""
     device = input.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -47,7 +47,7 @@ def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 class LinearModuleForZeroStage3(nn.Linear):
-    """``nn.Linear`` that computes with ``zero3_linear_wrap``."""
+    """``nn.Linear`` on top of ``zero3_linear_wrap``."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)

@@ -5,9 +5,9 @@ precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for
 masters, gradients and two moments at the update. Activations, buffers and fragmentation are extra. With
 ``offload`` states are in host memory, with ``additional_buffer_factor`` as a margin.
 
-Their numbers are those of release 0.19.8, so that tables can be compared. This package needs less, depending on the
-model's shape: the functions that take a model also print that, from the planner (``deepspeed/planning``), to
-standard error. Nothing is allocated.
+The numbers are those of release 0.19.8, for comparison. This package needs less, depending on the model's shape:
+functions that take a model also print the planner's numbers (``deepspeed/planning``) to standard error. Nothing is
+allocated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _OPTIMIZER = 16
 _FP32 = 4
 _GB = 2**30
 _STAGE_3_ROWS = ((True, True), (True, False), (False, False))
-"""Whether the optimizer and whether parameters are offloaded."""
+"""Rows: (offload the optimizer, offload parameters)."""
 
 
 def model_sizes(model: nn.Module) -> tuple[int, int]:
-    """``(all parameters, those of the largest layer)``; a layer is a module with its direct parameters, and a
+    """Return ``(parameters in total, of the largest layer)``; a layer is a module's direct parameters, and a
     parameter shared by several modules counts once in the total."""
     total = sum(full_numel(p) for p in model.parameters())
     largest = max(
@@ -49,7 +49,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Bytes ``(host per node, each GPU)`` at stage 2.
+    """Return bytes ``(host per node, each GPU)`` at stage 2.
 
     The host holds at least one fp32 copy of the model per process while it is built.
     """
@@ -73,7 +73,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes ``(host per node, each GPU, of which for the gathered largest layer)`` at stage 3.
+    """Return bytes ``(host per node, each GPU, of which for the gathered largest layer)`` at stage 3.
 
     ``zero_init``: the model is built under ``zero.Init`` and never exists whole; otherwise every process of a node
     builds an fp32 copy of it first. ``cpu_offload_params`` counts only together with ``cpu_offload``.
@@ -111,7 +111,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the stage-2 table for a number of parameters, one row per way of offloading."""
+    """Print the stage-2 table for a number of parameters, one row per offload option."""
     _print_header(f"Model with {_millions(total_params)} total params.", num_gpus_per_node, num_nodes)
     rows = []
     for offload in (True, False):
@@ -146,7 +146,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the stage-3 table for numbers of parameters, one row per way of offloading and building."""
+    """Print the stage-3 table for numbers of parameters, one row per offload and ``zero_init`` option."""
     _print_header(
         f"Model with {_millions(total_params)} total params, "
         f"{_millions(largest_layer_params)} largest layer params.",
@@ -177,7 +177,7 @@ def _stage_3_options(optimizer: bool, params: bool, zero_init: bool) -> str:
 
 
 def _section(stage: int, optimizer: bool, params: bool = False) -> dict[str, Any]:
-    """``zero_optimization`` of one row."""
+    """Return the ``zero_optimization`` section of one row."""
     keys = [key for key, on in (("offload_optimizer", optimizer), ("offload_param", params)) if on]
     return {"stage": stage, **{key: {"device": "cpu"} for key in keys}}
 
@@ -185,7 +185,7 @@ def _section(stage: int, optimizer: bool, params: bool = False) -> dict[str, Any
 def _print_planned(
     model: nn.Module, gpus: int, nodes: int, rows: Sequence[tuple[str, dict[str, Any], bool]]
 ) -> None:
-    """The same rows from the planner: bf16 with Adam, at the peak of a step, without activations."""
+    """Print the same rows from the planner: bf16 with Adam, at the peak of a step, without activations."""
     print(
         "Planned for this package (ds plan tells more):\n  per CPU  |  per GPU |   Options", file=sys.stderr
     )

@@ -1,4 +1,4 @@
-"""Documented helpers around ZeRO: what is sharded, and which optimizers may step on shards."""
+"""Documented helpers for ZeRO: whether a parameter is partitioned, and whether an optimizer can step on shards."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["ZeRORuntimeException", "is_zero_param", "is_zero_supported_optimizer
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Return whether ZeRO knows that this optimizer is elementwise, so that it can step on shards."""
+    """Return whether this optimizer is known to be elementwise, and so can step on shards."""
     return is_elementwise(optimizer)

@@ -1,4 +1,4 @@
 """Data: loaders, samplers, curricula, data analysis, token routing, packing.
 
-Uses `base` to `optim`. Start reading: `loader.py`.
+Imports only rooms from `base` to `optim`. Start reading: `loader.py`.
 """

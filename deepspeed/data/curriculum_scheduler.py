@@ -1,4 +1,4 @@
-"""Schedules of a curriculum's difficulty (Li, Zhang and He 2022, the pacing functions of its appendix)."""
+"""Schedules of a curriculum's difficulty (pacing functions of Li, Zhang and He 2022, appendix)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE, CUSTOM = "fixed_linear", "fixed_root",
 
 
 class CurriculumScheduler:
-    """The difficulty of one metric over the steps of training.
+    """The difficulty of one metric as a function of the training step.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config`` as in the sections
@@ -25,7 +25,7 @@ class CurriculumScheduler:
       ``difficulty_step``, at least min (rounded up to a multiple) and at most max;
     - ``fixed_linear``: the same with a degree of 1;
     - ``fixed_discrete``: ``difficulty[i]`` for the first i with t <= ``max_step[i]``, the last one after all of them;
-    - ``custom``: what the function given to :meth:`set_custom_get_difficulty` returns.
+    - ``custom``: the result of the function passed to :meth:`set_custom_get_difficulty`.
 
     Raises:
         DeepSpeedConfigError: a key is missing, or ``schedule_type`` is unknown.
@@ -60,12 +60,13 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
-        """The schedule of ``schedule_type`` custom: ``schedule_function(step)`` returns the difficulty at a step."""
+        """Set the function of ``schedule_type`` custom: ``schedule_function(step)`` returns the difficulty at a
+        step."""
         self.custom_get_difficulty = schedule_function
 
     @property
     def lacks_function(self) -> bool:
-        """Return whether the schedule is custom and its function has not been given."""
+        """Return whether the schedule is custom and its function is not set."""
         return self.state["schedule_type"] == CUSTOM and self.custom_get_difficulty is None
 
     def get_state(self) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty at a step. RuntimeError: the schedule is custom, and its function was not given."""
+        """Return the difficulty at a step. RuntimeError: the schedule is custom and its function is not set."""
         kind, state = self.state["schedule_type"], self.state
         if kind == CUSTOM:
             if self.custom_get_difficulty is None:
@@ -99,11 +100,11 @@ class CurriculumScheduler:
         lowest, highest = state["min_difficulty"], state["max_difficulty"]
         share = (float(global_steps) / details["total_curriculum_step"]) ** (1.0 / degree)
         reached, unit = math.floor(share * (highest - lowest) + lowest), details["difficulty_step"]
-        first = -(-lowest // unit) * unit  # the first multiple that is no easier than the minimum
+        first = -(-lowest // unit) * unit  # the first multiple that is at least the minimum
         return min(max(reached - reached % unit, first), highest)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Advance to a step and return its difficulty. Once the maximum is reached it stays."""
+        """Advance to a step and return its difficulty, which stays at the maximum once reached."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.state["current_difficulty"]

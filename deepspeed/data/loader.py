@@ -25,7 +25,7 @@ from deepspeed.data import stream_position
 
 
 class RepeatingLoader:
-    """Iterates over `loader` again and again; `next()` never ends unless the loader is empty."""
+    """Repeats `loader` without end; `next()` only stops if the loader is empty."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -71,7 +71,7 @@ class EpochSampler(Sampler[int]):
         self.skip = 0
 
     def __len__(self) -> int:
-        """Indices per rank in a full epoch."""
+        """Return the indices per rank in a full epoch."""
         return -(-self.num_samples // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
@@ -90,8 +90,8 @@ class EpochSampler(Sampler[int]):
 
 @dataclass
 class Position:
-    """Position on which the next batch depends. The loader's parts share this object rather than the loader: a
-    reference cycle through worker processes would make their shutdown wait for timeouts."""
+    """Position that determines the next batch. The loader's parts share this object instead of the loader: a
+    reference cycle through worker processes would delay their shutdown by timeouts."""
 
     seed: int
     world_size: int
@@ -107,12 +107,12 @@ class Position:
 
 @runtime_checkable
 class KnowsPosition(Protocol):
-    """A sampler of batches that goes through its data by its own rules and can tell where it was."""
+    """A batch sampler with its own order, which can return its state at earlier positions."""
 
     @property
     def num_batches(self) -> int: ...
     def state_at(self, consumed_samples: int) -> dict[str, Any]:
-        """The state after so many samples of all ranks, also when it has read further since."""
+        """Return the state after ``consumed_samples`` of all ranks, even if it has read further."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -124,24 +124,23 @@ class DeepSpeedDataLoader:
     Args:
         dataset: map-style, or an IterableDataset (which then splits itself over ranks).
         batch_size: samples per rank and step.
-        pin_memory: page-locked batches, if there is a device to copy them to.
+        pin_memory: pin batches, if there is a device to copy them to.
         local_rank: accepted for the documented signature.
         tput_timer: its `start()` is called before each batch, if not None.
         collate_fn: turns a list of samples into a batch.
-        num_local_io_workers: worker processes; None and 0: this process reads. The workers' random generators
-            are seeded from the position of each batch, so that a resumed run draws the same augmentations. Those
-            of an IterableDataset continue exactly where they were if torchdata is installed and their number is the
-            same; else the batches before the position are read again and dropped.
+        num_local_io_workers: worker processes; None and 0: this process reads. Worker RNGs are seeded from the
+            position of each batch, so that a resumed run draws the same augmentations. Workers of an IterableDataset
+            resume exactly if torchdata is installed and their number is unchanged; else the batches before the
+            position are read again and dropped.
         data_sampler: this rank's indices, or lists of them (a BatchSampler, which then decides the batch
             size); None: a shuffled `EpochSampler`.
-        data_parallel_world_size, data_parallel_rank: None: those of `deepspeed.comm`.
+        data_parallel_world_size, data_parallel_rank: None: from `deepspeed.comm`.
         dataloader_drop_last: drop a last batch that is not full.
         deepspeed_dataloader_config: `seed`, `shuffle` of the EpochSampler.
 
-    `state_dict()` identifies the next batch exactly; it is the same on all ranks unless the sampler or data set
-    has its own state. With another world size or batch size the samples continue in the same order. A client's
-    sampler cannot be asked for another rank's indices: at another world size it is advanced by the same share
-    of the epoch.
+    `state_dict()` identifies the next batch exactly; it is the same on all ranks unless the sampler or data set has
+    its own state. With another world size or batch size the samples continue in the same order. A client's sampler
+    does not know other ranks' indices: at another world size it is advanced by the same fraction of the epoch.
     """
 
     def __init__(
@@ -177,8 +176,8 @@ class DeepSpeedDataLoader:
         order = _innermost(data_sampler)
         if isinstance(order, RandomSampler) and order.generator is None:
             order.generator = self._generator  # otherwise it draws from the global generator
-        self._sampler_start: Any = None  # state of the client's sampler at the start of the epoch
-        self._workers_start: dict[str, Any] | None = None  # where workers continue, after load_state_dict
+        self._sampler_start: Any = None  # client sampler's state at the start of the epoch
+        self._workers_start: dict[str, Any] | None = None  # positions to resume from
         if _yields_batches(self.data_sampler):
             batch_size = getattr(self.data_sampler, "batch_size", None) or batch_size
         self.position = Position(int(config.get("seed", 0)), world_size, rank, batch_size)
@@ -219,13 +218,13 @@ class DeepSpeedDataLoader:
         return self.position.epoch
 
     def __len__(self) -> int:
-        """Steps in a full epoch."""
+        """Return the steps in a full epoch."""
         return len(self.dataloader)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass (each pass also advances it); a position to resume from within it
         is kept."""
-        if isinstance(self.data_sampler, KnowsPosition):  # it has its own passes
+        if isinstance(self.data_sampler, KnowsPosition):  # such a sampler counts its own passes
             self.position.epoch = epoch
             return
         if self._resuming and epoch == self.position.epoch:
@@ -250,7 +249,7 @@ class DeepSpeedDataLoader:
         return self
 
     def _continue(self, sampler: KnowsPosition) -> None:
-        """Another pass goes on where the last one was left."""
+        """Start another pass where the last one stopped."""
         self._sampler_start = sampler.state_at(self.position.samples)
         self._finished, self.data = False, None
 
@@ -274,12 +273,12 @@ class DeepSpeedDataLoader:
         return batch
 
     def sampler_position(self) -> dict[str, Any] | None:
-        """The state of a sampler that knows its position, after the last batch that was taken; None: of another."""
+        """Return the state of a ``KnowsPosition`` sampler after the last batch taken; None for other samplers."""
         sampler = self.data_sampler
         return sampler.state_at(self.position.samples) if isinstance(sampler, KnowsPosition) else None
 
     def _open(self) -> Iterator[Any]:
-        """The batches of this epoch, starting at the current position."""
+        """Return an iterator over this epoch's batches, from the current position."""
         position = self.position
         self._generator.manual_seed(_hash(position.seed, position.epoch))
         done = position.samples // position.samples_per_step  # steps
@@ -304,7 +303,7 @@ class DeepSpeedDataLoader:
     # ---- position ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: plain numbers, plus whatever the client's sampler or data set adds."""
+        """Return the position of the next batch: plain numbers, plus the state of the client's sampler or data set."""
         start = self._sampler_start
         if self._dataset_has_state:
             start = self.dataset.state_dict()
@@ -322,16 +321,16 @@ class DeepSpeedDataLoader:
 
     @property
     def _dataset_has_state(self) -> bool:
-        """Return whether the data set is iterable and knows its position; in worker processes it is out of reach."""
+        """Return whether the data set is iterable and has a state; not if it is read in worker processes."""
         return self.iterable and hasattr(self.dataset, "load_state_dict") and self.num_local_io_workers == 0
 
     @property
     def _workers_have_state(self) -> bool:
-        """Return whether worker processes tell where in an iterable data set they are."""
+        """Return whether worker processes report their positions in an iterable data set."""
         return self.iterable and self.num_local_io_workers > 0 and stream_position.is_available()
 
     def _workers_state(self) -> dict[str, Any] | None:
-        """Positions of the workers after the last batch that was taken; None: at the start of an epoch, or unknown."""
+        """Return the workers' positions after the last batch taken; None: at the start of an epoch, or unknown."""
         if not self._workers_have_state or self._finished:
             return None
         if self.data is None or self._resuming:
@@ -340,7 +339,7 @@ class DeepSpeedDataLoader:
         return {"number": self.num_local_io_workers, "positions": loader.state_dict()}
 
     def _resume_workers(self) -> bool:
-        """Let the workers continue where a checkpoint was saved, if it says where."""
+        """Resume the workers at their saved positions; return False if there are none or their number changed."""
         start, self._workers_start = self._workers_start, None
         if start is None or not self._workers_have_state:
             return False
@@ -355,8 +354,7 @@ class DeepSpeedDataLoader:
         return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. A data set of a different size is read from its start, with a
-        warning."""
+        """Resume from `state`. A data set of another size is read from its start, with a warning."""
         num_samples = None if self.iterable else len(self.dataset)
         if num_samples != state["num_samples"]:
             logger.warning(
@@ -375,7 +373,7 @@ class DeepSpeedDataLoader:
             self.data_sampler.seed = state["seed"]
 
     def _follow_sampler(self) -> None:
-        """After a change of samplers: count from where the new one begins."""
+        """Adjust the position after a change between sampler types."""
         position, start = self.position, self._sampler_start
         theirs = isinstance(start, dict) and "consumed_samples" in start
         if isinstance(self.data_sampler, KnowsPosition) and not theirs:
@@ -399,7 +397,7 @@ def _group_position(world_size: int | None, rank: int | None) -> tuple[int, int]
 
 
 def _hash(*numbers: int) -> int:
-    """63 bits that depend on all the numbers."""
+    """Return a 63-bit hash of the numbers."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -413,12 +411,12 @@ def _yields_batches(sampler: Any) -> bool:
 
 
 def _innermost(sampler: Any) -> Any:
-    """The sampler that decides the order: a BatchSampler only groups what another sampler yields."""
+    """Return the sampler that decides the order: a BatchSampler only groups the indices of another."""
     return sampler.sampler if isinstance(sampler, BatchSampler) else sampler
 
 
 def _epoch_start(sampler: Any) -> dict[str, Any]:
-    """Return the state to restore for the sampler to yield the same epoch again."""
+    """Return the state from which the sampler yields the same epoch again."""
     sampler = _innermost(sampler)
     start: dict[str, Any] = {}
     if hasattr(sampler, "state_dict"):
@@ -444,7 +442,7 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
 
 
 class _Rest(Sampler[Any]):
-    """Sampler of what another yields after the part already taken; an EpochSampler skips that part itself."""
+    """Yields the rest of another sampler after the part already taken; an EpochSampler skips that part itself."""
 
     def __init__(self, sampler: Any, position: Position) -> None:
         self.sampler, self.position = sampler, position
@@ -475,7 +473,7 @@ class _SeededBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.position
-        samples = position.samples  # the shared position advances more slowly: workers read ahead
+        samples = position.samples  # not the shared position: workers read ahead of it
         for batch in self.batches:
             yield [_hash(position.seed, position.epoch, samples, position.rank), *batch]
             samples += position.samples_per_step

@@ -1,7 +1,7 @@
-"""Several documents in one row, for causal language models: no document sees another, and little is padding.
+"""Packing of several documents per row, for causal language models: no attention across documents, little padding.
 
-Positions begin at 0 with every document. Models of Transformers tell documents apart by that, if they get no attention
-mask and no cache; models of one's own take `document_mask`.
+Positions restart at 0 with every document. Transformers models separate documents by that, if they get no attention
+mask and no cache; for other models use `document_mask`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The label of a token that is not predicted, in torch and Transformers."""
+"""Label of a token that the loss ignores, in torch and Transformers."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows [rows, length], int64."""
+    """Packed rows; tensors are int64 [rows, length]."""
 
     input_ids: Tensor
     labels: Tensor
-    """`IGNORED` at the first token of a document, which nothing before it predicts, and at padding."""
+    """`IGNORED` at the first token of each document, which has no predecessor, and at padding."""
     position_ids: Tensor
-    """From 0 in each document, and in the padding at the end of a row."""
+    """Restarts at 0 in each document, and in the padding at the end of a row."""
     padding: int
     """Tokens of padding in all rows."""
 
 
 def plan_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Assign documents to rows of ``max_length`` tokens: long ones first, each into the fullest row that has room for
-    it (best fit). The rows, and the documents in each, are in the order of the documents.
+    """Assign documents to rows of ``max_length`` tokens: longest first, each into the fullest row with enough space
+    (best fit). Rows, and documents within a row, are sorted by document number.
 
     ValueError: a document is longer than a row.
     """
@@ -68,11 +68,11 @@ def pack_documents(
     """Put documents (token ids [n] each) into rows of ``max_length`` tokens.
 
     Args:
-        labels: of each document; None: its tokens.
-        split: cut a document that is longer than a row into several, each of which is a document of its own.
+        labels: labels of each document; None: its tokens.
+        split: cut a document that is longer than a row into several separate documents.
 
     Raises:
-        ValueError: a document is longer than a row, or does not have as many labels as tokens.
+        ValueError: a document is longer than a row, or its numbers of labels and tokens differ.
     """
     pieces: list[tuple[Tensor, Tensor]] = []
     for number, document in enumerate(documents):
@@ -107,10 +107,10 @@ def _row(values: Any) -> Tensor:
 
 
 def document_mask(position_ids: Tensor) -> Tensor:
-    """Return the attention mask, bool [rows, 1, tokens, tokens], True where a token sees another: tokens of the same
-    document that are not later.
+    """Return the attention mask, bool [rows, 1, tokens, tokens], True where a token attends: the same document, not
+    later.
 
-    As `torch.nn.functional.scaled_dot_product_attention` and Transformers (with `attn_implementation="sdpa"`) take it.
+    In the format of `torch.nn.functional.scaled_dot_product_attention` and Transformers (`attn_implementation="sdpa"`).
     """
     document = (position_ids == 0).cumsum(1)
     same = document.unsqueeze(2) == document.unsqueeze(1)
@@ -118,17 +118,17 @@ def document_mask(position_ids: Tensor) -> Tensor:
 
 
 class PackingCollator:
-    """A ``collate_fn``: samples with ``input_ids`` (and ``labels``), or bare token ids, to rows of several documents.
+    """A ``collate_fn`` that packs samples with ``input_ids`` (and ``labels``), or bare token ids, into rows.
 
     Args:
         max_length: tokens of a row.
-        pad_token_id: what fills the end of a row.
+        pad_token_id: token that fills the end of a row.
         split: as in `pack_documents`.
-        mask: give an explicit ``attention_mask`` (`document_mask`), which takes memory quadratic in ``max_length``, for
-            models that do not look at the positions. Without it the batch says ``use_cache=False``, as Transformers
-            looks at positions only where nothing is cached.
+        mask: add an explicit ``attention_mask`` (`document_mask`), of memory quadratic in ``max_length``, for models
+            that do not use positions. Without it the batch has ``use_cache=False``, as Transformers uses positions
+            only without a cache.
 
-    The counters ``tokens`` and ``padding`` are those of all batches that this process collated.
+    The counters ``tokens`` and ``padding`` add up over all batches collated in this process.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PackingCollator:
         self.padding = 0
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """ValueError: some samples have labels and others have not, or what `pack_documents` says."""
+        """Pack the samples. ValueError: only some samples have labels, or as in `pack_documents`."""
         documents = [_document(sample) for sample in samples]
         with_labels = [labels for _, labels in documents if labels is not None]
         if with_labels and len(with_labels) < len(documents):
@@ -166,7 +166,7 @@ class PackingCollator:
 
 
 def _document(sample: Any) -> tuple[Tensor, Tensor | None]:
-    """Tokens and labels without the padding that the sample's attention mask shows."""
+    """Return a sample's tokens and labels without padding, by its attention mask."""
     if not isinstance(sample, Mapping):
         return _row(sample), None
     tokens, labels, mask = (sample.get(name) for name in ("input_ids", "labels", "attention_mask"))

@@ -1,4 +1,4 @@
-"""Requests of a config to the engine's own loader. The samplers themselves are imported where one is asked for."""
+"""Samplers that a config requests for the engine's own loader; the samplers themselves are imported on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_curriculum(config: _Config) -> bool:
 
 
 def varies_batches(config: _Config) -> bool:
-    """Return whether batches are made by tokens. DeepSpeedConfigError: and by a curriculum."""
+    """Return whether batches are made by token count. DeepSpeedConfigError: a curriculum is enabled as well."""
     if not _asks_for(config, "dynamic_batching"):
         return False
     if config.data_efficiency_config["data_sampling"]["curriculum_learning"]["enabled"]:

@@ -1,8 +1,8 @@
 """The position of an `IterableDataset` that worker processes read: exact, with torchdata's `StatefulDataLoader`.
 
-Each worker sends its position along with every batch, so what workers have read ahead is neither lost nor repeated when
-a run resumes. Data sets with indices need none of this: the loader hands out the indices itself, and continues with any
-number of workers and ranks, where torchdata needs the same number.
+Each worker sends its position with every batch, so read-ahead samples are neither lost nor repeated after a resume.
+Map-style data sets do not need this: the loader distributes the indices itself, and resumes with any number of
+workers and ranks, while torchdata needs the same number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_available() -> bool:
 
 
 def make_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
-    """A `StatefulDataLoader` of ``dataset``; ``options`` are those of `torch.utils.data.DataLoader`."""
+    """Return a `StatefulDataLoader` of ``dataset``; ``options`` are those of `torch.utils.data.DataLoader`."""
     module = importlib.import_module(f"{TORCHDATA}.stateful_dataloader")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
@@ -36,7 +36,7 @@ def make_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 
 
 class Positioned(IterableDataset[Any]):
-    """A data set whose iterators know where they are."""
+    """A data set whose iterators track their position."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -49,9 +49,9 @@ class Positioned(IterableDataset[Any]):
 
 
 class _Samples(Iterator[Any]):
-    """Samples of one worker. A data set (or its iterator) with ``state_dict`` and ``load_state_dict`` is asked for its
-    position, and the random generators are restored with it; another one is read again up to the position, and draws
-    what it drew the first time."""
+    """Iterates over one worker's samples. For a data set (or iterator) with ``state_dict`` and ``load_state_dict``
+    its state and the RNG states are saved and restored; any other is read again up to the position, with the same
+    random draws."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -71,7 +71,7 @@ class _Samples(Iterator[Any]):
         return sample
 
     def _owner(self) -> Any:
-        """Return the object that knows the position; None: none does."""
+        """Return the iterator or data set that has a state, None if neither does."""
         for owner in (self._samples, self._dataset):
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
                 return owner

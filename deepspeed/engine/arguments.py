@@ -8,8 +8,8 @@ import argparse
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group `DeepSpeed` to a script's parser and return the parser.
 
-    `--deepspeed_config` is what `initialize(args=...)` reads; `--deepspeed` is a flag for the script's own
-    use. The two `--deepscale` spellings are what early scripts pass.
+    `--deepspeed_config` is read by `initialize(args=...)`; `--deepspeed` is a flag for the script itself. The two
+    `--deepscale` options are old spellings.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration of DeepSpeed")
     group.add_argument(

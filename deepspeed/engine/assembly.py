@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCore:
-    """Everything between ``backward`` and updated weights, and the optimizer object that clients see."""
+    """The objects between ``backward`` and updated weights, and the optimizer that clients see."""
 
     trained: TrainedParams
     param_buckets: list[ParamBucket]
@@ -85,15 +85,15 @@ class TrainingCore:
     notes: StepNotes
 
     def close(self, *, own_weights: bool) -> None:
-        """Stop updates and the threads behind them, and give the client's optimizer its state back; ``own_weights``:
-        also give every parameter memory of its own (at stage 3 the sharded model does)."""
+        """Stop updates and their threads, and return the state to the client's optimizer; ``own_weights``: also
+        unflatten every parameter into separate memory (at stage 3 the sharded model does)."""
         self.notes.remove()
         self.executor.close()
         if self.client_state is not None:
             self.client_state.release(self.store.optimizer)
         self.store.tier.close()
         for param in self.store.params:
-            if vars(param).get("_ds_state_access") is self.access:  # not that of an engine made since
+            if vars(param).get("_ds_state_access") is self.access:  # not a newer engine's
                 del param._ds_state_access  # type: ignore[attr-defined]
         if own_weights:
             for bucket in self.store.param_buckets:
@@ -101,7 +101,7 @@ class TrainingCore:
 
 
 def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMesh:
-    """The mesh of this job: from the caller's groups if there are any, else as planned."""
+    """Return the mesh of this job: from the caller's mpu or mesh if given, else as planned."""
     if mpu is not None:
         return ProcessMesh.from_mpu(mpu)
     if isinstance(mesh_device, ProcessMesh):
@@ -124,13 +124,14 @@ def build_training(
 ) -> tuple[torch.optim.Optimizer | None, Any, TrainingCore | None, ShardedModel | None]:
     """Build the optimizer and everything between gradients and updated weights.
 
-    Returns the client's optimizer or the one that the config names, what clients get as ``engine.optimizer``, the core
-    (the three are None without anything to train) and, at stage 3, the sharded parameters.
+    Returns the base optimizer (the client's or the config's), the object to expose as ``engine.optimizer``, the core
+    (all None if nothing is trained; at stage 3 the second is the parameter offload), and at stage 3 the sharded
+    model.
 
     Args:
-        client: an optimizer, a callable that makes one of ``model_parameters``, or None for the config's.
+        client: an optimizer, a callable that makes one from ``model_parameters``, or None for the config's.
         model_parameters: parameters or groups to train; None: those of ``module``.
-        backward: bound method of the engine for ``optimizer.backward(loss)``; its owner is not kept alive.
+        backward: bound method of the engine for ``optimizer.backward(loss)``; held as a weak reference.
 
     Raises:
         DeepSpeedConfigError, ValueError, TypeError: the optimizer does not fit the module or the plan.
@@ -143,7 +144,7 @@ def build_training(
         check_made_for_host(basic, plan)
     elif basic is not None:
         set_state_dtype(basic, plan.precision.state)
-    # Parameters are sharded before buckets of their gradients are made: these follow the shards.
+    # Shard parameters before making gradient buckets, which follow the shards.
     sharded: ShardedModel | None = None
     if plan.zero.shard_params:
         from deepspeed.zero.gathering.sharded_model import shard_module
@@ -164,7 +165,7 @@ def build_training(
 def recompute_settings(
     config: DeepSpeedConfig, mpu: Any, network: Any, tensor_ranks: Any
 ) -> RecomputeSettings:
-    """Those of activation checkpointing: the engine's own if its config has the section."""
+    """Return the recomputation settings: the engine's own if its config has the section, else the process's."""
     if not config.activation_checkpointing_config.model_fields_set:
         return PROCESS
     from deepspeed.transforms.recompute import checkpointing
@@ -181,8 +182,8 @@ def build_core(
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
-    ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``spare``: frozen parameters
+    that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
@@ -191,7 +192,7 @@ def build_core(
         weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
     tier = _tier(plan, optimizer, weights, device, sharded)
-    # With ZenFlow gradients add up on the device, and go to the host once per round.
+    # ZenFlow accumulates gradients on the device and copies them to the host once per round.
     host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
     speculation = _speculation(plan, optimizer, clock)
     make_grads = partial(
@@ -251,7 +252,7 @@ def _wire_step(
     speculation: Speculation | None,
     notes: StepNotes,
 ) -> TrainingCore:
-    """From summed gradients to published weights, and everything that reads and writes the state in between."""
+    """Wire the path from summed gradients to published weights, and access to the state in between."""
     optimizer = store.optimizer
     before_step = [host.synchronize] if host is not None else []
     if store.tier.on_file:
@@ -298,7 +299,7 @@ def _wire_step(
     )
 
 
-# What only some plans need is imported where the plan has it.
+# Imports needed by some plans only are made on demand.
 
 
 def _tier(
@@ -308,7 +309,7 @@ def _tier(
     device: torch.device,
     sharded: ShardedModel | None,
 ) -> ResidentTier:
-    """Make the tier that keeps master weights and optimizer state."""
+    """Make the tier of master weights and optimizer state."""
     if plan.state_offload is None:
         return ResidentTier()
     from deepspeed.zero.offload.tiers import make_tier
@@ -372,7 +373,7 @@ def _whole_buckets(
     grain: int,
     store: StateStore | None = None,
 ) -> list[ParamBucket]:
-    """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
+    """Make the buckets for ``params`` at stages 0 to 2, numbered after the parameters and buckets of ``store``."""
     layouts = cut_whole(param_specs(module, params, plan), plan, replica_groups.shards(), grain)
     known = store.params if store is not None else []
     index = len(store.param_buckets) if store is not None else 0
@@ -399,7 +400,7 @@ def _pending_buckets(
     sharded: bool,
     added: TrainedParams,
 ) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
-    """Buckets for parameters that start training later, numbered after those that the store has."""
+    """Make buckets for parameters that join training later, numbered after those of the store."""
     if sharded:
         weights = _renumber_owners(store, reducer, added)
     else:
@@ -410,7 +411,7 @@ def _pending_buckets(
 
 
 def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
-    """Stage 3: the buckets exist, but number the parameters differently or not at all."""
+    """Renumber existing stage-3 buckets, whose parameters have other numbers or none; return them in order."""
     number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
     owners: dict[int, ParamBucket] = {id(p.ds_owner): p.ds_owner for p in added.params}  # type: ignore[attr-defined]
     for owner in owners.values():
@@ -452,7 +453,7 @@ def _facade(
             from deepspeed.zero.mics import MiCS_Optimizer
 
             kind = MiCS_Optimizer
-        sharded.offload.mover = mover  # one owner of what is away
+        sharded.offload.mover = mover  # one owner of offloaded states
         return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
         if plan.zenflow is not None:
@@ -469,7 +470,7 @@ def _facade(
 
 
 def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:
-    """The documented class; they differ in nothing but their names, which clients ask for."""
+    """Return the documented class of stage 0; the classes differ only in name, which clients check."""
     precision = plan.precision
     adam = isinstance(optimizer, MultiTensorAdam)
     if precision.param is torch.bfloat16 and (

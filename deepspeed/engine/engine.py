@@ -1,4 +1,4 @@
-"""The training engine: what it owns, then ``forward``, ``backward`` and ``step``. Everything else its parts do."""
+"""The training engine: construction, then ``forward``, ``backward`` and ``step``. Everything else is in its parts."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
 
 class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
-    """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
+    """A module with its optimizer, trained over all data-parallel ranks as configured.
 
     ``config_class``: a parsed config, in place of ``config``; ``mesh_device``: a torch DeviceMesh of the ranks;
-    ``dont_change_device``: leave the module where it is. Attribute access falls through to the module. Other methods
-    are in ``engine/surface.py``; the path of gradients in ``docs/life_of_a_step.md``.
+    ``dont_change_device``: keep the module on its device. Attribute access falls through to the module. Other methods
+    are in ``engine/surface.py``; the path of gradients is in ``docs/life_of_a_step.md``.
     """
 
     module: nn.Module
@@ -95,48 +95,48 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
-        # What the config decides comes first: all that follows reads the plan.
+        # The plan comes first: everything else reads it.
         self.config = config
         self._config = config_class or DeepSpeedConfig(
             config, mpu, mesh_device, clients=(optimizer, lr_scheduler)
         )
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
-        # Then the ranks: the module is changed and sharded by this rank's place among them.
+        # Then the ranks: the module is transformed and sharded by this rank's mesh coordinates.
         dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
         self._init_mesh_and_ranks(args, mesh_device)
         self.device = modules.choose_device(model, self.local_rank, keep=dont_change_device)
-        # Clock, events and counters exist before all that is given them or subscribes to them.
+        # Clock, events and counters exist before their users and subscribers.
         self._init_counters()
         self._create_parts()
-        # Mistaken arguments are refused before the module is touched.
+        # Invalid arguments are refused before the module is changed.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         modules.require_module(model)
         model_parameters = list_parameters(model_parameters)
-        # Transforms replace layers and parameters, so they precede whatever looks at these.
+        # Transforms replace layers and parameters, so they precede everything that reads these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         modules.check_module(model)
         if not self.plan.zero.shard_params:
             make_whole(model)
-        # The memory is counted while nothing of it is taken on the device.
+        # Memory is checked before any of it is allocated on the device.
         self._check_memory(model, optimizer, model_parameters)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._prepare_module(model, None if dont_change_device else self.device)
         self._build_training(optimizer, model_parameters)
-        # The schedule sets rates in the optimizer's groups, and a loader of varying batches wraps the schedule.
+        # The schedule sets rates in the optimizer's groups, and a loader of variable batches wraps the schedule.
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
         self.collate_fn = collate_fn
         self.training_dataloader = self._make_dataloader(training_data) if training_data is not None else None
         self.background_writer = self.checkpoints.new_writer()
-        # Observers come last: they read all of the above, and the report says what was made.
+        # Observers come last: they read all of the above, and the start report describes it.
         attach_observers(self)
         warn_of_patches(self)
         log_start(self)
 
     def _init_mesh_and_ranks(self, args: Any, mesh_device: Any) -> None:
-        """Set the mesh, this rank's numbers and how many ranks each axis has."""
+        """Set the mesh, ranks and world sizes."""
         self._network = network_of(self._config)
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
@@ -144,16 +144,16 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
         self._checkpointing = recompute_settings(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
-        given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
+        given = getattr(args, "local_rank", None)  # OmegaConf returns None for missing keys
         self.local_rank = int(given) if given is not None and int(given) >= 0 else get_local_rank()
         self.global_rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
         self.dp_world_size = self.mesh.size("dp")  # ranks with different data
-        self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
+        self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that sum gradients and share state
         self.mp_world_size = self.mesh.size("tp")
 
     def _init_counters(self) -> None:
-        """Start the clock and the counters: nothing has happened yet."""
+        """Initialize the clock, the events and the counters."""
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
         )
@@ -168,7 +168,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.pipeline_parallelism = False
 
     def _create_parts(self) -> None:
-        """Create the parts, which find the rest of the engine when they are asked."""
+        """Create the parts, which read the rest of the engine on use."""
         self.facts = Facts(self)
         self.accumulation = Accumulation(self)
         self.zero_grads = ZeroGrads(self)
@@ -184,8 +184,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     def _transform_module(
         self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
     ) -> list[Any] | None:
-        """Change the module as the config and its author ask, before anything is moved or sharded. Returns the
-        parameters to train; a client's optimizer follows in place."""
+        """Apply the transforms that the config and the module request, before anything is moved or sharded. Return
+        the parameters to train; a client's optimizer is updated in place."""
         asked, self.module_transforms = from_config(self._config), transforms_of(model)
         if asked or self.module_transforms.requested:
             from deepspeed.transforms.module_transforms import transform_module
@@ -198,7 +198,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         return self.module_transforms.successors.replace_in_parameters(model_parameters)
 
     def _check_memory(self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None) -> None:
-        """Raise MemoryPlanError if the model states cannot fit; tell the autotuner what each stage would need."""
+        """Raise MemoryPlanError if the model states cannot fit; in an autotuner run, write the memory need of each
+        stage."""
         run = RunSpec(
             module=model,
             plan=self.plan,
@@ -211,7 +212,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         check_fits(run)
 
     def _prepare_module(self, model: nn.Module, device: torch.device | None) -> None:
-        """Put the module on ``device`` (None: it stays), in the plan's dtypes, and make it the same on every rank."""
+        """Move the module to ``device`` (None: keep), cast it to the plan's dtypes, and broadcast its weights."""
         self.num_experts, self.has_moe_layers = modules.prepare_module(model, self.plan, self.mesh, device)
         self.module = model
         self._checkpointing.keep_layers(model)
@@ -222,11 +223,11 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.zero_grads.patch_module()
 
     def _broadcast_model(self) -> None:
-        """Make the weights the same on every rank; trainers replace it whose weights are already."""
+        """Broadcast the weights; replaced by trainers whose weights are already equal on all ranks."""
         broadcast_weights(self.module, self.replica_groups)
 
     def _build_training(self, optimizer: Any, params: list[Any] | None) -> None:
-        """Build what trains the module: the optimizer and everything between gradients and updated weights."""
+        """Build the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
         self.basic_optimizer, self.optimizer, self.core, self.sharded = build_training(
             self.module,
@@ -243,8 +244,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
-        """Give an optimizer to an engine that was made without one, as trainers do whose optimizer needs the engine.
-        Collective over all ranks. RuntimeError: the engine has one, or was made at stage 3."""
+        """Add an optimizer to an engine made without one, for trainers whose optimizer needs the engine. Collective
+        over all ranks. RuntimeError: the engine has one, or was made at stage 3."""
         if self.core is not None or self.sharded is not None:
             raise RuntimeError(
                 "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
@@ -258,8 +259,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run ``module(*inputs, **kwargs)`` in the configured precision. A plain ``loss.backward()`` on what it returns
-        divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
+        """Run ``module(*inputs, **kwargs)`` in the configured precision. A plain ``loss.backward()`` on its outputs
+        divides gradients by the accumulation steps and reduces them, as ``engine.backward(loss)`` does."""
         self._recover()
         precision = self.plan.precision
         if self.data.inputs is not None:
@@ -292,7 +293,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         return outputs
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
+        """Back-propagate ``loss`` (a scalar) and reduce gradients as planned.
 
         The loss is divided by the accumulation steps, and weighted if batches vary in size, unless ``scale_wrt_gas`` is
         False, and multiplied by the loss scale; the returned loss is divided but not multiplied. A 16-bit loss is
@@ -341,8 +342,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.events.emit("after_backward", loss=None, share=None)
 
     def _backward_epilogue(self) -> None:
-        """Documented name, called after the ``loss.backward()`` of several engines: only notices a backward that failed
-        on its way to this one. Gradients are already reduced when autograd returns."""
+        """Recover from a failed backward. Documented name, called after one ``loss.backward()`` through several
+        engines; gradients are already reduced when autograd returns."""
         self._require_core("backward")
         self._recover()
 
@@ -362,7 +363,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         return scaled_loss(loss, core.scaler.scale)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
+        """Clip, update, clear gradients and advance the schedule on a boundary; otherwise count the micro-batch."""
         core = self._require_core("step")
         if self.accumulation.inside_no_sync:
             raise AssertionError(
@@ -404,22 +405,23 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     # After an exception --------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Notice a plain ``loss.backward()`` that raised since the last call (Note: a backward that fails)."""
+        """Abandon the update if a plain ``loss.backward()`` raised since the last call (Note: a backward that
+        fails)."""
         if self._plain_backward.failed:
             self.abandon_update()
 
     def abandon_update(self, error: BaseException | None = None) -> None:
-        """Drop the micro-batches of an unfinished update: the next one trains as if they had never been. After an
-        exception in forward, backward or step the engine calls this itself, with the ``error``.
+        """Drop the micro-batches of an unfinished update, without effect on the next one. After an exception in
+        forward, backward or step the engine calls this itself, with the ``error``.
 
-        Either every rank calls this or none: this rank joins any sums and gathers that the others may wait for, unless
-        ``error`` shows that they cannot.
+        All ranks must call it, or none: this rank joins pending sums and gathers that others may wait for, unless
+        ``error`` shows that they are gone.
         """
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
             self.replica_groups.share_weights and error is not None and not isinstance(error, Exception)
         ):
-            return  # the other ranks are gone, or this one was asked to terminate
+            return  # the other ranks are gone, or this one is terminating
         self._plain_backward.forget()
         if self.core is None:
             if self.sharded is not None:
@@ -428,19 +430,19 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.core.reducer.abandon()
         if self.sharded is not None:
             self.sharded.abandon()
-            self.core.reducer.abandon()  # the gathers that it completes may launch sums: drop these too
+            self.core.reducer.abandon()  # completed gathers may have launched sums: drop these too
         self.clock.rewind()
 
-    # Modes, and the end ---------------------------------------------------------------------------------------
+    # Modes and destruction ---------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
         if self.sharded is not None:
-            self.sharded.coordinator.trains_in_eval_mode = False  # the announced mode is trusted again
+            self.sharded.coordinator.trains_in_eval_mode = False  # trust module.training again
         return self
 
     def destroy(self) -> None:
-        """Remove hooks and give every parameter its own memory back; the module can then be used without the engine.
+        """Remove hooks and unflatten the parameters, so that the module can be used without the engine.
 
         At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on
         disk; CheckpointError: one of them could not be stored.
@@ -461,7 +463,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             self.background_writer.close()
         self.checkpoints.wait_until_stored()
 
-    # What it has ----------------------------------------------------------------------------------------------
+    # Attributes ----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -482,7 +484,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
     @cached_property
     def checkpoint_engine(self) -> Any:
-        """Storage of single files (``checkpoint.writer``); the safety of a folder does not depend on it."""
+        """Storage of single files (``checkpoint.writer``); crash safety of a checkpoint folder does not depend on
+        it."""
         from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
 
         return create_checkpoint_engine(self._config, None, 0, False, False)

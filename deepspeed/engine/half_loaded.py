@@ -1,9 +1,9 @@
-"""Guard against training what a load that failed has left in an engine.
+"""Guard against training on the partial state of a failed load.
 
-[Note: after the first write] Names, files and what they must hold are checked before anything is written. What is found
-later (damaged tensors, which are verified as they are read; another shape; the model's own code; another rank's error)
-leaves some of the weights and states loaded. Verifying all of it first would read twice what does not fit into the
-system's memory, and would find the damage only. So the engine refuses to compute and to save until a load succeeds.
+[Note: after the first write] Names, files and their contents are checked before anything is written. Later errors
+(damaged tensors, verified as they are read; a wrong shape; the model's own loading code; another rank's error) leave
+the weights and states partly loaded. Verifying everything first would read twice data that exceeds the page cache,
+and would find only damage. So the engine refuses to compute and to save until a load succeeds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GUARDED = ("before_forward", "before_backward", "before_step")
 
 
 class HalfLoaded:
-    """Remembers the load that failed, if one has; nothing is asked in an engine where none has."""
+    """Remembers a failed load; without one it costs nothing, as it is then not subscribed to any event."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -28,7 +28,8 @@ class HalfLoaded:
 
     @contextmanager
     def until_loaded(self, folder: Path, *, optimizer: bool) -> Iterator[None]:
-        """In the block the state is written; ``optimizer``: the optimizer's, too. An error leaves it half written."""
+        """Mark the engine half loaded if the block, which writes the state, raises; ``optimizer``: it writes
+        optimizer state."""
         try:
             yield
         except BaseException as error:
@@ -44,7 +45,7 @@ class HalfLoaded:
             self._failed, self._with_optimizer = None, False
 
     def refuse(self, **_: Any) -> None:
-        """CheckpointError if weights or states are those of a load that failed."""
+        """Raise CheckpointError if the last load failed."""
         if self._failed is not None:
             with_optimizer = " with its optimizer states" if self._with_optimizer else ""
             from deepspeed.checkpoint.errors import CheckpointError

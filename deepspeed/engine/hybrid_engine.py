@@ -24,11 +24,11 @@ from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """``generate`` gathers partitioned weights once and not for every token, without a second copy of them, and fuses
-    adapters meanwhile. Training goes on as if it had not been called.
+    """Engine whose ``generate`` gathers partitioned weights once instead of per token, without a second copy, and
+    fuses adapters for its duration. Training state is unaffected.
 
-    With ``hybrid_engine.inference_tp_size`` above 1, that many neighbouring ranks share each layer while they generate
-    for the prompts of all of them; each is given the answers to its own.
+    With ``hybrid_engine.inference_tp_size`` above 1, that many adjacent ranks generate tensor-parallel for the
+    prompts of all of them; each rank gets the answers to its own.
 
     ``engine.module.generate`` does the same. The arguments are those of ``DeepSpeedEngine``.
 
@@ -50,13 +50,13 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._batch_per_rank = self._inference_group is not None and depends_on_length(model)
         self._split_copy: SplitCopy | None = None
         self._generation = FusedGeneration()
-        # Scripts ask whether an engine has it, and call it for what the model does by itself.
+        # Scripts check for `_generate`, and call it for the model's own generation.
         own: Any = type(model)
         self._generate = types.MethodType(own.generate, model)
         PatchedMethod(model, "generate", self.generate)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:
-        """Those that share them in generation but not in training."""
+        """Return the tensor-parallel group of generation; None if training has the same, or size 1."""
         if size in (1, self.mp_world_size):
             return None
         if self.mp_world_size > 1:
@@ -71,19 +71,19 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return tensor_parallel_group(size)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return what the module's ``generate`` returns. At stage 3 a collective on entry and exit: all ranks call it,
-        though with prompts and lengths of their own.
+        """Return the result of the module's ``generate``. Collective on entry and exit at stage 3: all ranks call it,
+        but prompts and lengths may differ.
 
-        With ``inference_tp_size`` above 1 a collective at every stage; the ranks that share layers give the same
-        settings, ``input_ids`` and ``attention_mask`` are their own, and the result is the tensor of tokens.
+        With ``inference_tp_size`` above 1 it is collective at every stage; the ranks of a group pass the same
+        settings, ``input_ids`` and ``attention_mask`` may differ, and the result is the tensor of tokens.
 
         Raises:
             RuntimeError: the prompt is longer than ``hybrid_engine.max_out_tokens``.
-            ValueError: ranks share layers, and there are other inputs by row, or the result is to be more than tokens.
+            ValueError: tensor-parallel generation with other per-prompt inputs, or with more outputs than tokens.
         """
         section = self._config.hybrid_engine
         check_length(inputs, kwargs, section.max_out_tokens)
-        kwargs.pop("synced_gpus", None)  # no rank needs another one's weights meanwhile
+        kwargs.pop("synced_gpus", None)  # no rank needs another's weights during generation
         generate = self._generate_here if self._inference_group is None else self._generate_together
         try:
             return generate(*inputs, **kwargs)
@@ -128,7 +128,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return joined.own(answers, ends)
 
     def _present_copy(self, group: Communicator) -> SplitCopy:
-        """The split layers, with the weights of this moment. Collective."""
+        """Return the split layers, filled with the current weights. Collective."""
         section = self._config.hybrid_engine
         if self._split_copy is not None and not len(self.adapters):
             self._split_copy.fill(whole=self.sharded is None)
@@ -145,10 +145,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return self._split_copy
 
     def fuse_lora_weight(self) -> None:
-        """Put adapters into the weights that they adapt until ``unfuse_lora_weight``; ``generate`` does both itself.
+        """Fuse adapters into their base weights until ``unfuse_lora_weight``; ``generate`` does both itself.
 
-        RuntimeError: the weights are partitioned, so that only ``generate`` can, or a block of ``GatheredParameters``,
-        at whose end the weights are those from before, as after any other change without ``modifier_rank``.
+        RuntimeError: the weights are partitioned. Then only ``generate`` can fuse, or a ``GatheredParameters`` block,
+        at whose end the change is discarded, as any change without ``modifier_rank`` is.
         """
         self._require_whole_weights()
         self.adapters.fuse()
@@ -161,16 +161,16 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             )
 
     def unfuse_lora_weight(self) -> None:
-        """The weights are those from before ``fuse_lora_weight``. RuntimeError: as there."""
+        """Restore the weights from before ``fuse_lora_weight``. RuntimeError: as there."""
         self._require_whole_weights()
         self.adapters.unfuse()
 
     def retake_inference_cache(self) -> None:
-        """The cache of keys and values belongs to a call of ``generate``, so that nothing has to be taken again."""
+        """Do nothing: each call of ``generate`` has its own KV cache."""
 
 
 def _prompts(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Tokens and mask, taken out of ``kwargs``. ValueError: other inputs have a row for each prompt."""
+    """Pop tokens and mask from ``kwargs``. ValueError: there are other per-prompt inputs."""
     given = [kwargs.pop(name) for name in ("input_ids", "inputs") if name in kwargs]
     given = [each for each in (*inputs, *given) if each is not None]
     mask = kwargs.pop("attention_mask", None)
@@ -184,7 +184,8 @@ def _prompts(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, T
 
 
 def _tokens(name: str, kwargs: dict[str, Any], settings: list[Any]) -> set[int]:
-    """The first that says what ``name`` is: an argument, or settings of the call or of the model."""
+    """Return the token ids of setting ``name``: from the argument, else from the settings of the call or of the
+    model."""
     for found in (kwargs.get(name), *(getattr(each, name, None) for each in settings)):
         if found is not None:
             return {int(each) for each in ([found] if isinstance(found, int) else found)}

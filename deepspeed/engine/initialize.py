@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: from arguments to an engine, and to the state that the run resumes from."""
+"""``deepspeed.initialize``: build an engine from arguments, and resume its state."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Wrap ``model`` in an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+    """Wrap ``model`` in an engine; return ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Args:
         args: namespace that may hold ``deepspeed_config`` (a path), ``local_rank`` and ``deepspeed_sparse_attention``
             (False: the section ``sparse_attention`` is left to the model).
-        model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks. Of a
+        model: the module to train. Its parameters may be DTensors, split over adjacent tensor-parallel ranks. For a
             ``PipelineModule`` the engine is a ``PipelineEngine``.
         optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
             config's ``optimizer`` section is used.
         model_parameters: parameters or group dicts for an optimizer created here; default: all of the module's.
         training_data: a dataset, for which a distributed loader is created with ``collate_fn``.
         lr_scheduler: a scheduler, or a callable that takes the optimizer and returns one.
-        distributed_port: rendezvous port when this call has to start torch.distributed without a launcher.
+        distributed_port: rendezvous port if this call initialises torch.distributed without a launcher.
         mpu: a Megatron-style model-parallel unit.
         dist_init_required: False asserts that torch.distributed is already initialised.
         config: dict, path to JSON or HJSON, or base64 text; ``config_params`` is its old name.
-        mesh_param: sizes of the mesh, (data-parallel ranks, ranks that share a sequence); the config's
-            ``data_parallel_size`` and ``sequence_parallel_size`` say the same.
+        mesh_param: sizes of the mesh, (data parallel, sequence parallel); same as the config's ``data_parallel_size``
+            and ``sequence_parallel_size``.
 
     Raises:
-        DeepSpeedConfigError: lists every problem of the config at once, before anything is allocated.
-        AssertionError: when model or config is missing, or the config is given twice.
+        DeepSpeedConfigError: lists all problems of the config, before anything is allocated.
+        AssertionError: model or config is missing, or the config is given twice.
     """
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
@@ -80,7 +80,7 @@ def initialize(
         given, mpu, mesh_param=mesh_param, split_over=split_over, clients=(optimizer, lr_scheduler)
     )
     _beside_arguments(parsed, args, optimizer, lr_scheduler)
-    # What the engine builds must not be partitioned by a surrounding zero.Init.
+    # A surrounding zero.Init must not partition modules that the engine builds.
     with active_contexts.suspending():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         trains = optimizer is not None or parsed.optimizer_name is not None
@@ -102,7 +102,8 @@ def initialize(
 
 
 def _take_distributed(model: Any) -> int | None:
-    """Return over how many ranks DTensors of the model are split, which become plain parameters; None: it has none."""
+    """Turn DTensors of the model into plain parameters; return the number of ranks that split them, None without
+    DTensors."""
     if not isinstance(model, nn.Module) or not had_dtensors(model):
         return None
     from deepspeed.transforms.distributed_tensors import take_distributed
@@ -111,7 +112,7 @@ def _take_distributed(model: Any) -> int | None:
 
 
 def _with_recorded_size(given: Any, model: Any, mpu: Any) -> Any:
-    """Return the config with the number of tensor-parallel ranks that ``tp_model_init`` was told, if it was called."""
+    """Return the config with the tensor-parallel size of ``tp_model_init``, if that was called."""
     if TENSOR_PARALLEL_SIZE not in vars(model):
         return given
     from deepspeed.parallel.tensor.init_utils import with_recorded_size
@@ -120,9 +121,9 @@ def _with_recorded_size(given: Any, model: Any, mpu: Any) -> Any:
 
 
 def _beside_arguments(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_scheduler: Any) -> None:
-    """Check the sections of the config for which nothing was passed to ``initialize``, and apply the flags of ``args``.
+    """Check the config sections that no argument of ``initialize`` replaces, and apply the flags of ``args``.
     DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
-    # The script has the flag, and it was not given.
+    # The script defines the flag, and it was not passed.
     if getattr(args, "deepspeed_sparse_attention", None) is False:
         config.applies_sparse_attention = False
     if optimizer is None:
@@ -132,7 +133,7 @@ def _beside_arguments(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_sch
 
 
 def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
-    """Share out layers and sequences of a pipeline as the config says; returns the model-parallel unit that it is."""
+    """Split layers and sequences of a pipeline as configured; return its model-parallel unit."""
     if mpu is not None:
         raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
     written = read_config(given).data
@@ -143,7 +144,7 @@ def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
 
 
 def _check_optimizer(config: DeepSpeedConfig) -> None:
-    """DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
+    """Raise DeepSpeedConfigError if the config's optimizer is unknown or rejects its parameters."""
     if config.optimizer_name is None:
         return
     _say_what_nobody_filled_in(config, "optimizer", config.optimizer_name)
@@ -153,7 +154,7 @@ def _check_optimizer(config: DeepSpeedConfig) -> None:
 
 
 def _say_what_nobody_filled_in(config: DeepSpeedConfig, section: str, kind: str) -> None:
-    """Warn of arguments of the optimizer or schedule that are still "auto"."""
+    """Warn of optimizer or scheduler arguments that are still "auto"."""
     written = config._param_dict[section].get("params") or {}
     left = [
         f"{section}.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
@@ -172,7 +173,7 @@ def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepS
             from deepspeed.engine.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
 
             return DeepSpeedHybridEngine
-        # clients such as TRL have one config for all their models: this one only scores
+        # clients such as TRL use one config for all models: this one only scores
         note(f"hybrid_engine.enabled has no effect on {type(model).__name__}, which has no generate()")
     if not isinstance(model, Staged):
         return DeepSpeedEngine
@@ -183,7 +184,7 @@ def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepS
 
 
 def _one_config(args: Any, config: Any) -> Any:
-    """The config, which must be given in exactly one of its two places."""
+    """Return the config, which must be given in exactly one of two places."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise AssertionError(
@@ -198,8 +199,8 @@ def _one_config(args: Any, config: Any) -> Any:
 
 
 def begin_run(engine: DeepSpeedEngine) -> None:
-    """Load the newest state there is, in memory or in ``checkpoint.folder``, if the config asks for that, and
-    attach what keeps states from now on. Collective where it does something."""
+    """Resume from the newest state, in memory or in ``checkpoint.folder``, if configured, and attach the observers
+    that save states. Collective if configured."""
     settings = engine._config.checkpoint_config
     memory = os.environ.get(ELASTIC_STATE)
     replicas = _replicas(engine, memory)
@@ -209,7 +210,7 @@ def begin_run(engine: DeepSpeedEngine) -> None:
     elif settings.resume and settings.folder is not None:
         _resume(engine, settings.folder)
     if memory is not None:
-        from deepspeed.engine.observers.elastic import ElasticRun  # rarely asked for
+        from deepspeed.engine.observers.elastic import ElasticRun  # rarely used
 
         ElasticRun(engine, Path(memory), replicas)
     if settings.save_at_sigterm or settings.save_before is not None:

@@ -1,4 +1,4 @@
-"""The engine as its parts and its observers see it. The engine imports these, so that they cannot import its class."""
+"""The engine's interface for its parts and observers, which cannot import its class: the engine imports them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """The members of ``DeepSpeedEngine`` (``engine/engine.py``, which says what each is) that they use."""
+    """The members of ``DeepSpeedEngine`` that parts and observers use; documented in ``engine/engine.py``."""
 
     _config: DeepSpeedConfig
     plan: Plan

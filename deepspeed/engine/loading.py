@@ -1,4 +1,4 @@
-"""Checkpoints into an engine: weights, optimizer states, and all that an exact continuation needs."""
+"""Loading checkpoints into an engine: weights, optimizer states, and everything needed for an exact resume."""
 
 from __future__ import annotations
 
@@ -47,17 +47,16 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """``(folder, client_state)``; ``(None, None)`` and one warning if no tag is given and none is known.
-    Collective.
+    """Load a checkpoint; return ``(folder, client_state)``, or ``(None, None)`` and a warning if no tag is given and
+    ``latest`` does not exist. Collective.
 
-    A checkpoint of any stage, number of ranks and precision can be loaded, including one written by release 0.19.
-    Without a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a
-    folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say;
-    as of a universal checkpoint that ``hf_to_universal`` made.
-    ``load_module_only`` changes nothing but the weights; it takes the fp32 masters of 16-bit weights from the optimizer
-    files, if these can be read, and opens none otherwise. Random states, data
-    position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
-    says which file is missing, damaged or foreign, and what does not match.
+    A checkpoint of any stage, world size and precision can be loaded, including one written by release 0.19. Without
+    a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a folder as
+    written by ``save_pretrained``): then only these are loaded, regardless of the other options; likewise for a
+    universal checkpoint made by ``hf_to_universal``. ``load_module_only`` changes only the weights; for 16-bit
+    weights it reads the fp32 masters from the optimizer files, if possible; otherwise it does not open these. RNG
+    states, data position and accumulated gradients are restored only by a full load. CheckpointError (a ValueError)
+    names the file that is missing, damaged or foreign, or the mismatch.
     """
     ranks = ranks_of(engine)
     if engine.background_writer is not None:
@@ -79,7 +78,7 @@ def load_checkpoint(
             return _load(engine, _open(engine, precise, call), precise, call)
         except CommunicationError:
             raise
-        except Exception as error:  # on every rank, as all of it is in ``Ranks.together``
+        except Exception as error:  # on every rank, due to ``Ranks.together``
             notes = [f"the weights are in {_dtypes(catalog)}: the fp32 ones could not be read ({error})"]
     return _load(engine, catalog, what, call, notes)
 
@@ -87,10 +86,10 @@ def load_checkpoint(
 def _load(
     engine: Engine, catalog: Catalog, what: _Selection, call: _LoadCall, notes: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """Collective. Everything that can be found out without writing comes first; if something fails after that, the
-    engine does not train until a load succeeds."""
+    """Load from an open catalog. All checks that need no write come first; if a later step fails, the engine refuses
+    to train until a load succeeds. Collective."""
     ranks = call.ranks
-    if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
+    if what.optimizer and engine.core is not None:  # parameters may have been unfrozen before the save
         with _laid_out(catalog):
             trained = catalog.trained_names()
         engine.core.pending_params.admit_saved(trained)
@@ -113,7 +112,7 @@ def _load(
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
             _resume(engine, catalog, ranks, what, report)
-    # Each stage reports what it has restored: of several replicas, those of rank 0.
+    # Each pipeline stage reports what it restored; among replicas, only the pipeline that contains rank 0.
     stages = engine.mesh.ranks("pp")
     log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
     return str(catalog.folder), materialize(catalog.client_state)
@@ -135,8 +134,8 @@ def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
 
 
 def _rounds(engine: Engine, catalog: Catalog, call: _LoadCall) -> bool:
-    """Return, the same on all ranks, whether weights alone would be less precise than the masters that the checkpoint
-    also has."""
+    """Return whether the saved weights are 16-bit, so that loading masters would be more precise; the same on all
+    ranks."""
     wanted = (
         call.plain is None
         and call.custom is None
@@ -156,8 +155,8 @@ def _dtypes(catalog: Catalog) -> str:
 def _locate(
     ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool
 ) -> tuple[str | None, Path | None]:
-    """The tag to load (``_agreed_tag``), and plain weights that are loaded instead: those that ``load_dir`` holds where
-    there are no checkpoints, or a universal checkpoint of nothing else."""
+    """Return the tag to load (``_agreed_tag``), and the path of plain weights to load instead: those in a
+    ``load_dir`` without checkpoints, or a weights-only universal checkpoint."""
 
     def instead_of_checkpoints() -> Path | None:
         return find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
@@ -190,7 +189,7 @@ class _LoadCall:
 
 
 def _open(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
-    """Collective. CheckpointError: files are missing or damaged, or ranks find different saves."""
+    """Open the catalog. CheckpointError: files are missing or damaged, or ranks find different saves. Collective."""
     with call.ranks.together("reading the checkpoint"):
         catalog = _catalog(engine, what, call)
         if call.ranks.keeps_folder:
@@ -227,8 +226,7 @@ def _laid_out(catalog: Catalog) -> AbstractContextManager[None]:
 def _fetch(
     engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, *, everything: bool = False
 ) -> None:
-    """Bring here what this rank reads of files that only some ranks hold: all of them, where the module's own code
-    looks for what it wants."""
+    """Open the files that this rank reads: all of them if the module's own loading code needs the whole state dict."""
     catalog = restorer.catalog
     needed = needed_shards(
         catalog, engine.module, engine.state_access, masters=what.masters, optimizer=what.optimizer
@@ -240,7 +238,7 @@ def _fetch(
 def _restore(
     engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, custom: Callable[..., Any] | None
 ) -> None:
-    """Weights, buffers and the optimizer's state. Collective."""
+    """Load weights, buffers and the optimizer's state. Collective."""
     with gathered(engine, modified=custom is not None), ranks.together("loading the checkpoint"):
         if custom is not None:
             restorer.custom(custom)
@@ -261,7 +259,7 @@ def _restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Selection:
-    """``masters``: weights come from the fp32 masters where there are any. ``everything``: an exact
+    """Parts to load. ``masters``: load weights from the fp32 masters if there are any. ``everything``: an exact
     resume."""
 
     masters: bool
@@ -287,8 +285,8 @@ def _what_to_load(
 
 
 def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool) -> str | None:
-    """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist. Of a
-    ``universal`` checkpoint its own file names it, if there is one: any other loads as well."""
+    """Return the tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist. With
+    ``universal``, ``latest_universal`` takes precedence over ``latest``."""
     with ranks.together("looking for the checkpoint"):
         own = str(tag) if tag is not None else None
         if own is None and universal:
@@ -310,7 +308,7 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
 
 
 def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
-    """Everything except weights and optimizer state."""
+    """Restore everything except weights and optimizer state."""
     saved = catalog.model_states
     if what.scheduler and isinstance(engine.lr_scheduler, Loads):
         if saved.get("lr_scheduler") is None:
@@ -322,7 +320,7 @@ def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, re
 
 
 def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
-    """Restore the engine's own part: counters, clock and data."""
+    """Restore counters, accumulation clock, observers and data position."""
     saved = catalog.model_states
     if what.counters:
         engine.global_steps = int(saved["global_steps"])
@@ -346,21 +344,21 @@ def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection
 
 
 def _load_loss_scale(engine: Engine, catalog: Catalog) -> None:
-    # Our first checkpoints record in the index whether it was dynamic, and do so only for fp16.
+    # Early checkpoints of ours record in the index whether it was dynamic, and only for fp16.
     before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
     dynamic = catalog.scalars.get("dynamic", before)
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
 
 
 def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:
-    """Load what ranks do not share, and whether gradients are summed, which every rank reads in the same index."""
+    """Load per-rank optimizer state, and the cadence of gradient sums, which the index records for all ranks."""
     core = engine.core
     if core is None or not core.own_state.takes_part:
         return
     report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
-    if engine.plan.zero.shard_state:  # copies differ, and each is in shards
+    if engine.plan.zero.shard_state:  # replicas differ, and each is sharded
         core.executor.publisher.publish()
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()
@@ -368,7 +366,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
 
 
 def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:
-    """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
+    """Load the gradients accumulated since the last update, if world size and accumulation steps are unchanged."""
     index, state = catalog.index, engine.state_access
     same = (
         index.get("world_size") == engine.world_size
@@ -396,7 +394,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
 
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
-    """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
+    """Restore this rank's RNG states, if the checkpoint had this rank, and the data position, which is global."""
     number = RankPlace.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)
     if saved is None:

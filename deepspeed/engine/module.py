@@ -1,4 +1,4 @@
-"""The module of an engine: what it must satisfy, and how it gets onto this rank."""
+"""The module of an engine: checks, and placement on this rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def require_module(given: object) -> None:
-    """Raise TypeError if it is not a module."""
+    """Raise TypeError if ``given`` is not a module."""
     if not isinstance(given, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(given).__name__}")
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse parameters that cannot be trained here, by name and with advice for each kind.
+    """Refuse parameters that cannot be trained, by name and with advice for each kind.
 
     Raises:
         ValueError: lazy, without data, complex or sparse parameters.
@@ -78,11 +78,11 @@ def lay_out_contiguously(module: nn.Module) -> None:
                 param.data = param.data.contiguous()
 
 
-# Onto this rank ---------------------------------------------------------------------------------------------
+# Placement on this rank ---------------------------------------------------------------------------------------------
 
 
 def choose_device(model: nn.Module, local_rank: int, *, keep: bool) -> torch.device:
-    """Return the device to train on, and make it the current one; ``keep``: the one that ``model`` is on."""
+    """Return the device to train on, and make it current; ``keep``: return the device of ``model`` instead."""
     if keep:
         first = next(model.parameters(), None)
         return first.device if first is not None else torch.device("cpu")
@@ -92,10 +92,10 @@ def choose_device(model: nn.Module, local_rank: int, *, keep: bool) -> torch.dev
 def prepare_module(
     model: nn.Module, plan: Plan, mesh: ProcessMesh, device: torch.device | None
 ) -> tuple[list[int], bool]:
-    """Put ``model`` on ``device`` (None: it stays), in the plan's dtypes, and keep this rank's experts.
+    """Move ``model`` to ``device`` (None: keep), cast it to the plan's dtypes, and keep only this rank's experts.
 
-    Returns the number of experts of each mixture-of-experts layer, in the order of the module, and whether there is any
-    such layer, also one whose experts others place.
+    Returns the number of experts of each mixture-of-experts layer, in module order, and whether there is any such
+    layer, including those whose experts another library places.
     """
     if device is not None:
         model.to(device)
@@ -109,7 +109,7 @@ def prepare_module(
 def find_replica_groups(
     model: nn.Module, plan: Plan, mesh: ProcessMesh, mics_shard_size: int
 ) -> ReplicaGroups:
-    """Find the ranks that hold the same of each parameter, and note what part of it they hold."""
+    """Find the replica group of each parameter, and record the placements."""
     replica_groups = ReplicaGroups(mesh, mics_shard_size, plan.packing.group).find(model.parameters())
     find_placements(model.parameters(), mesh, replica_groups)
     return replica_groups

@@ -10,17 +10,16 @@ from typing import Any
 from deepspeed.base.logging import log_dist, warning_once
 from deepspeed.zero.accumulation import AccumulationClock
 
-# Warnings, given once, about steps that bypass the engine or have nothing to apply.
+# Steps that bypass the engine or have nothing to apply.
 
 
-_WATCH = "_ds_step_watch"  # attribute of an optimizer: the hook of the engine that was made of it last
+_WATCH = "_ds_step_watch"  # attribute of an optimizer: the hook of the newest engine
 
 
 class StepNotes:
     """Warns once when a script calls ``step`` of the optimizer, and once when an update has no gradient.
 
-    The hook on ``optimizer`` keeps neither the engine nor its clock alive. Optimizers without torch's hooks are not
-    watched.
+    The hook on ``optimizer`` holds only weak references. Optimizers without torch's hooks are not watched.
     """
 
     def __init__(self, optimizer: Any, clock: AccumulationClock) -> None:
@@ -33,7 +32,7 @@ class StepNotes:
 
         def look(called: Any, args: Any, kwargs: Any) -> None:
             clock = at()
-            if clock is not None and not clock.stepping and called is optimizer:  # copies are tried out
+            if clock is not None and not clock.stepping and called is optimizer:  # trial steps run on copies
                 self.beside_engine()
 
         vars(optimizer)[_WATCH] = optimizer.register_step_pre_hook(look)
@@ -57,13 +56,13 @@ class StepNotes:
             log_dist(text, ranks=[0], level=logging.WARNING)
 
     def remove(self) -> None:
-        """Remove the hook of whichever engine watches the optimizer."""
+        """Remove the hook on the optimizer, of any engine."""
         handle = vars(self._optimizer).pop(_WATCH, None)
         if handle is not None:
             handle.remove()
 
 
-# Names of release 0.19 that trainers replace or override in its engine, and that nothing calls here.
+# Names of release 0.19's engine that trainers replace or override, but that are never called here.
 
 
 _EXPERTS = "experts are saved and loaded with all weights; mark yours with allreduce=False and group_name"
@@ -95,7 +94,7 @@ ENGINE: dict[str, str] = {
     "load_moe_state_dict": _EXPERTS,
     "print_forward_breakdown": _EVENTS,
 }
-"""Method of the engine -> what does the same."""
+"""Method of the engine -> its replacement."""
 
 MODULES: dict[str, dict[str, str]] = {
     "deepspeed.engine.engine": {
@@ -105,11 +104,11 @@ MODULES: dict[str, dict[str, str]] = {
         "_set_cuda_rng_state": "register an accelerator with deepspeed.base.accelerator.set_accelerator()"
     },
 }
-"""Module -> name in it -> what does the same."""
+"""Module -> name in it -> its replacement."""
 
 
 def warn_of_patches(engine: Any) -> None:
-    """Warn once of each name that a trainer has replaced, or overridden in a subclass, without effect."""
+    """Warn once per name that a trainer replaced, or overrode in a subclass, without effect."""
     for name, instead in ENGINE.items():
         found = getattr(type(engine), name, None)
         if found is not None and not getattr(found, "__module__", "").startswith("deepspeed."):

@@ -1,4 +1,4 @@
-"""The optimizer of an engine: the client's, or one made as the config says, and whether it fits the plan."""
+"""The optimizer of an engine: the client's or the config's, and checks that it fits the plan."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def list_parameters(given: Any) -> list[Any] | None:
-    """Return the parameters and groups that ``initialize`` was given, a list as they are read twice; None if none were.
+    """Return the ``model_parameters`` of ``initialize`` as a list, since they are read twice; None if not given.
 
-    Pairs of a name and a parameter are taken, as by torch's optimizers, and a single group. TypeError: another type.
+    Like torch's optimizers it accepts (name, parameter) pairs, and also a single group. TypeError: another type.
     """
     if given is None:
         return None
@@ -57,14 +57,15 @@ def resolve_optimizer(
     model_parameters: list[Any] | None,
     module: nn.Module,
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer, the one its callable returns, the one the config names, or None.
+    """Return the client's optimizer, the result of its callable, the config's optimizer, or None.
 
-    ``model_parameters``: a list, or None for those of ``module``. ValueError: it is empty, and ``module`` could train.
+    ``model_parameters``: a list, or None for those of ``module``. ValueError: it is empty, but ``module`` has
+    trainable parameters.
     """
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
         return _unwrapped(client)
     given = list(module.parameters()) if model_parameters is None else model_parameters
-    # Bare frozen parameters are left out, as nothing updates them.
+    # Frozen parameters outside groups are left out, as nothing updates them.
     groups = [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
     if not groups and is_idle(module):
         groups = [{PARAMS: []}]
@@ -84,7 +85,8 @@ def resolve_optimizer(
 
 
 def check_made_for_host(client: Any, plan: Plan) -> None:
-    """Only a client's may be an oversight: what the config names itself, such as `torch_adam`, its author wants."""
+    """Raise ZeRORuntimeException if a client's optimizer is not made for the host although the config requires it.
+    Not called for the config's own, such as `torch_adam`, which is a deliberate choice."""
     if plan.state_offload is None or not plan.zero.host_optimizer_only:
         return
     if not type(client).__module__.startswith("deepspeed."):
@@ -95,8 +97,8 @@ def check_made_for_host(client: Any, plan: Plan) -> None:
 
 
 def _unwrapped(client: Any) -> torch.optim.Optimizer:
-    """The optimizer inside one that is only a wrapper, without the state of torch's class (Accelerate's, which it puts
-    around the optimizer of a model that is split already)."""
+    """Return the inner optimizer if ``client`` is only a wrapper, without the state of torch's class (Accelerate's,
+    for models that are already split), else ``client``."""
     inner = vars(client).get("optimizer")
     wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_state_dict_pre_hooks" not in vars(client)
     return inner if wraps else client
@@ -105,8 +107,8 @@ def _unwrapped(client: Any) -> torch.optim.Optimizer:
 def left_out(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
-    """Frozen parameters that would be in a group of the configured optimizer if they were trainable: in its only one,
-    or in the one of their kind (``kind_of_group``). Muon trains no parts of matrices."""
+    """Return frozen parameters that would be in a group of the configured optimizer if trainable: in its only group,
+    or in that of their kind (``kind_of_group``). Muon does not train parts of matrices."""
     given = list(module.parameters() if model_parameters is None else model_parameters)
     kinds = [kind_of_group(group) for group in optimizer.param_groups]
     if len(set(kinds)) < len(kinds) or any(isinstance(entry, dict) for entry in given):
@@ -128,10 +130,10 @@ def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
 
 
 def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Require that ``optimizer`` trains ``module``: gradients never reach parameters of another model.
+    """Raise ValueError unless ``optimizer`` trains ``module``: gradients never reach another model's parameters.
 
-    A pipeline's optimizer may also hold layers that belong to other stages. ValueError: it holds parameters that the
-    module does not, or no trainable one of a module that has some.
+    It holds parameters that are not in the module (a pipeline's optimizer may also hold those of other stages), or no
+    trainable parameter of a module that has some.
     """
     own = {id(param) for param in module.parameters()}
     held = [param for group in optimizer.param_groups for param in group[PARAMS]]
@@ -152,7 +154,7 @@ def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
 
 
 def require_optimizer(plan: Plan, given: bool) -> None:
-    """DeepSpeedConfigError: stages 1 and 2 have no optimizer whose state they could partition."""
+    """Raise DeepSpeedConfigError at stages 1 and 2 without an optimizer, whose state they would partition."""
     if plan.zero.needs_optimizer and not given:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
@@ -161,7 +163,7 @@ def require_optimizer(plan: Plan, given: bool) -> None:
 
 
 def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    """DeepSpeedConfigError: no optimizer could be made for stages 1 and 2, as every parameter is frozen."""
+    """Raise DeepSpeedConfigError if stages 1 and 2 have no optimizer because all parameters are frozen."""
     if plan.zero.needs_optimizer and optimizer is None:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
@@ -184,9 +186,9 @@ def check_optimizer(
 
 
 def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
-    """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
-    parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
-    DeepSpeedConfigError names a tensor; the shards of ZeRO are ``check_partitioning``'s."""
+    """Check the optimizer against split tensors (tensor and expert parallelism, DTensors), at every stage: parts are
+    allowed if it is elementwise or requests segment sums, and for Muon if no matrix is cut. DeepSpeedConfigError
+    names a tensor; ZeRO's shards are checked by ``check_partitioning``."""
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
         held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
@@ -209,8 +211,8 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
 
 
 def no_training(what: str, *, destroyed: bool, configured: bool) -> RuntimeError:
-    """Return the error of ``engine.what()`` in an engine that trains nothing: it was ``destroyed``, all parameters were
-    frozen although the config has an optimizer (``configured``), or it was given none."""
+    """Return the error of ``engine.what()`` in an engine that does not train: it was ``destroyed``, all parameters
+    were frozen although the config has an optimizer (``configured``), or it has no optimizer."""
     if destroyed:
         return RuntimeError(
             f"engine.{what}() after engine.destroy(): this engine trains no more. Make another one of its module with "

@@ -1,6 +1,6 @@
-"""Saving an engine: the files of its checkpoints and their content, from its attributes to ``deepspeed.checkpoint``.
+"""Saving an engine: collects checkpoint content from its attributes, and calls ``deepspeed.checkpoint``.
 
-The way back is in ``loading.py``.
+Loading is in ``loading.py``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 RANDOM_LTD = "random_ltd"
 PARTS = "engine_parts"
-"""Key of the index: what observers keep."""
+"""Index key of the observers' state."""
 
 
 def new_background_writer(engine: Engine) -> BackgroundWriter:
-    """Return the writer of checkpoints while training continues. After the first step, when there is a state, it
-    fetches the memory for a copy."""
+    """Return the background writer. After the first step, once optimizer state exists, it allocates memory for a
+    copy."""
     made = BackgroundWriter()
 
     def after_step(**_: Any) -> None:
@@ -54,7 +54,7 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
         engine.events.off("after_step", after_step)
         ranks = ranks_of(engine)
         training = training_of(engine, {}, exclude_frozen=False)
-        with suppress(CheckpointError):  # a save will say so
+        with suppress(CheckpointError):  # the next save reports it
             place = RankPlace.on(engine.mesh, ranks)
             made.prepare(SavedFiles(training, place, node_local=ranks.node_local).values)
 
@@ -63,7 +63,7 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
 
 
 def model_path(engine: Engine, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None) -> str:
-    """The file of the checkpoint ``tag`` with this rank's model states; ``mp_rank``: instead of its own number."""
+    """Return the path of this rank's model states in checkpoint ``tag``; ``mp_rank`` replaces its own number."""
     place = RankPlace.on(engine.mesh, ranks_of(engine))
     partitioned = engine.plan.zero.shard_params
     name = (
@@ -77,7 +77,7 @@ def model_path(engine: Engine, folder: str | os.PathLike[str], tag: str, mp_rank
 
 
 def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> str:
-    """The file of the checkpoint ``tag`` with this rank's part of the optimizer's state (stage 0: the model's file)."""
+    """Return the path of this rank's optimizer states in checkpoint ``tag`` (stage 0: the model's file)."""
     if not engine._config.zero_enabled:
         return model_path(engine, folder, tag)
     place = RankPlace.on(engine.mesh, ranks_of(engine))
@@ -86,8 +86,8 @@ def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> 
 
 
 def writes_model_file(engine: Engine) -> bool:
-    """Return whether this rank writes a file with model states: every rank with parts of the weights, else one for all
-    of them (with node-local storage, one of every machine)."""
+    """Return whether this rank writes model states: every rank if weights are sharded, else one rank (with node-local
+    storage, one per machine)."""
     return bool(engine.plan.zero.shard_params or RankPlace.on(engine.mesh, ranks_of(engine)).writes_model)
 
 
@@ -100,13 +100,13 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
     mirror: Mirror | None = None,
 ) -> bool:
-    """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place (with a background
-    writer: when it is copied).
+    """Write everything needed to resume to ``save_dir/tag``. Collective; return True once committed (with a
+    background writer: once copied).
 
-    ``mirror``: where ``save_dir`` is a URL; then each machine writes its part to a folder of its own.
-    ``tag`` defaults to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``.
-    ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name reserved by the checkpoint;
-    CheckpointError: a rank could not write, in which case whatever was saved before is untouched.
+    ``mirror``: of ``save_dir`` if it is a URL; then each machine writes its part to a local folder. ``tag`` defaults
+    to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``. ValueError: no ``save_dir``; KeyError:
+    ``client_state`` uses a name reserved by the checkpoint; CheckpointError: a rank could not write; the previous
+    checkpoint is then untouched.
     """
     if not save_dir:
         raise ValueError("save_checkpoint needs a folder: save_dir is empty")
@@ -175,7 +175,7 @@ def _save(
 
 
 def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
-    """Collect what a checkpoint of the engine holds."""
+    """Collect the content of a checkpoint of the engine."""
     originals = engine.module_transforms.originals
     return Training(
         module=engine.module,
@@ -218,14 +218,15 @@ def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_froz
 
 
 def _curriculum(engine: Engine) -> dict[str, Any] | None:
-    """The position in a curriculum, under its documented key; what is loaded is the loader's own position."""
+    """Return the sampler's position in a curriculum, for its documented key; loading uses the loader's own position
+    instead."""
     loader = engine.training_dataloader
     return loader.sampler_position() if isinstance(loader, DeepSpeedDataLoader) else None
 
 
 def _described(module: Any) -> dict[str, Any]:
-    """Describe how the model's parameters are split: as it says itself, by a dict or a method that returns it; if not,
-    as their placements say."""
+    """Return the model's description of its tensor-parallel cuts: its own dict or method, else derived from
+    placements."""
     found = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
     found = found() if callable(found) else found
     if found is None and is_split(module):
@@ -244,7 +245,7 @@ def _tag_validation(engine: Engine) -> str:
 
 
 def optimizer_order(engine: Engine) -> list[list[str]]:
-    """Names of the optimizer's parameters by group, in the client's order."""
+    """Return the parameter names of the optimizer's groups, in the client's order."""
     known = {id(param): name for param, name in engine.param_names.items()}
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
     return [[known.get(id(p), "") for p in group["params"]] for group in groups]

@@ -1,4 +1,4 @@
-"""The engine's weights alone, as whole tensors: its module's state dict, loading one, and exports."""
+"""The engine's weights as whole tensors: the module's state dict, loading one, and exports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def module_state_dict(
     keep_vars: bool = False,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """The wrapped module's ``state_dict``, as transforms have left it; without frozen parameters if requested."""
+    """Return the ``state_dict`` of the wrapped, transformed module; without frozen parameters if requested."""
     state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if exclude_frozen_parameters:
         for name, param in engine.module.named_parameters(remove_duplicate=False):
@@ -58,8 +58,8 @@ def load_module_state_dict(
 ) -> None:
     """Load ``checkpoint["module"]``; the optimizer's master weights follow.
 
-    ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch``
-    matter where parameters are sharded.
+    ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch`` are
+    accepted and ignored: sharded parameters are always gathered.
     """
     source = checkpoint["module"]
     with gathered(engine, modified=True):
@@ -83,11 +83,10 @@ def save_16bit_model(
 ) -> bool:
     """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
 
-    Where transforms changed the module, the names and shapes are those of the module before them; names have nothing of
-    what ``torch.compile`` and ``DataParallel`` put into them. A name ending in
-    ``.safetensors`` selects that format. Tied weights are written once. Partitioned parameters are gathered one by one
-    as they are written; if ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is
-    returned.
+    Names and shapes are those of the untransformed module, without the prefixes of ``torch.compile`` and
+    ``DataParallel``. A name ending in ``.safetensors`` selects that format. Tied weights are written once.
+    Partitioned parameters are gathered one by one as they are written; if
+    ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is returned.
     """
     if ShardedWeights(engine.module) and not engine._config.zero_config.gather_16bit_weights_on_model_save:
         logger.warning(
@@ -112,10 +111,10 @@ def save_16bit_model(
 def zero3_consolidated_16bit_state_dict(
     engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
+    """Return the whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
 
-    ``stage3_gather_16bit_weights_on_model_save`` is not asked: it decides what saving a model does, and scripts call
-    this to have the weights in any case.
+    ``stage3_gather_16bit_weights_on_model_save`` is ignored: it applies to saving a model, while scripts that call
+    this always want the weights.
     """
     if not ShardedWeights(engine.module):
         raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
@@ -125,8 +124,8 @@ def zero3_consolidated_16bit_state_dict(
 def consolidated_16bit_state_dict(
     engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others, as it would be
-    without transforms of the module. Collective."""
+    """Return the state dict of the whole, untransformed model in the weights' own dtype, on rank 0's host; None on
+    the others. Collective."""
     with engine.of_all_stages(_WholeWeights(engine, exclude_frozen_parameters)) as source:
         if engine.global_rank != 0:
             return None
@@ -139,7 +138,7 @@ def consolidated_16bit_state_dict(
 
 
 def whole(engine: Engine, param: Tensor, value: Tensor | None = None) -> Tensor:
-    """The whole tensor of which ``param``, or ``value`` in its place, is this rank's part. Collective."""
+    """Return the global tensor of ``param``, or of ``value`` with its placement. Collective."""
     if value is not None:
         return whole_tensor(value, engine.replica_groups, of=param)
     with GatheredParameters([param]):
@@ -148,10 +147,10 @@ def whole(engine: Engine, param: Tensor, value: Tensor | None = None) -> Tensor:
 
 class _WholeWeights:
     """The tensors of an export, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
-    the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
-    split are joined; of shared lists, such as experts, all is there.
+    the others join the gathers until the block ends, even after an error on rank 0. Tensor-parallel parts are joined;
+    lists distributed over ranks, such as experts, are complete.
 
-    A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
+    A tensor stays gathered only until the next one is requested. ``aliases``: other name -> name.
     """
 
     def __init__(self, engine: Engine, exclude_frozen: bool) -> None:
@@ -205,7 +204,7 @@ class _WholeWeights:
             yield made.value(self._joined(made).__getitem__)
 
     def _joined(self, made: Expression) -> dict[str, Tensor]:
-        """The whole tensors that it is made of. Collective where ranks hold parts of them."""
+        """Return the whole tensors that ``made`` reads. Collective if ranks hold parts of them."""
         return {
             name: whole_tensor(self.weights[name], self.replica_groups, share=self.share.get(name))
             for name in made.names()

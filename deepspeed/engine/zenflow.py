@@ -1,4 +1,4 @@
-"""ZenFlow in an engine: the attributes that scripts read."""
+"""ZenFlow in an engine: attributes for scripts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def configure_zenflow(engine: Any) -> None:
-    """Tell ZenFlow the length of an epoch, and set the documented attributes: ``engine.zenflow`` (whether it is on),
-    and if so ``auto_update``, ``update_interval``, ``select_strategy``, ``select_interval``, ``overlap_step``,
+    """Set ZenFlow's steps per epoch, and the documented attributes: ``engine.zenflow`` (whether it is enabled), and
+    if so ``auto_update``, ``update_interval``, ``select_strategy``, ``select_interval``, ``overlap_step``,
     ``full_warm_up_rounds``."""
     executor = engine.core.executor if engine.core is not None else None
     engine.zenflow = isinstance(executor, ZenFlowStepExecutor)
@@ -34,7 +34,7 @@ def configure_zenflow(engine: Any) -> None:
 
 
 def is_zenflow_update_boundary(engine: Engine) -> bool:
-    """Return whether the next step is the last one of a round, so that the host is given its gradients."""
+    """Return whether the next step is the last of a round, after which gradients are sent to the host."""
     executor = engine.core.executor if engine.core is not None else None
     if not isinstance(executor, ZenFlowStepExecutor):
         return False

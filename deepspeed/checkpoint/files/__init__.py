@@ -1,1 +1,1 @@
-"""Files of a checkpoint: written so that a crash at any instant leaves one that loads, and verified when read."""
+"""Checkpoint files: crash-safe writes, verified reads."""

@@ -1,6 +1,6 @@
-"""Reads files that ``torch.save`` and ``archive_writer`` write, page by page, and verifies what it reads.
+"""Read files of ``torch.save`` and ``archive_writer`` lazily, and verify the bytes that are read.
 
-A file is mapped, so that only the pages accessed are read. No objects of unknown classes are made.
+Files are memory-mapped, so only the pages accessed are read. Objects of unknown classes are never created.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from deepspeed.checkpoint.names import CHECKSUMS
 
 
 def read_archive(path: Path) -> Any:
-    """The content of a file; its tensors are mapped and cost nothing until they are read.
+    """Return the content of a file; its tensors are memory-mapped and read on first access.
 
-    CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes. Its
-    structure is verified here, by the archive's own checksum; ``open_archive`` also verifies tensors.
+    CheckpointError names the file if it is missing, truncated, not an archive, or holds unknown classes. Only the
+    structure is verified, by the archive's own checksum; to verify tensors, use ``open_archive``.
     """
     return open_archive(path).content
 
 
 def open_archive(path: Path) -> Archive:
-    """The file as an ``Archive``, which can also verify its tensors."""
+    """Return the file as an ``Archive``, which can also verify its tensors."""
     try:
         nbytes, note = _verify_structure(path)
         with allowed_types():
@@ -59,11 +59,11 @@ DAMAGE = (
 
 
 NOTE = "/note.json"
-"""The record of what ``write_archive`` notes beside the content, in the folder that holds the records of torch."""
+"""Name of the record that holds the note of ``write_archive``, in the folder of torch's records."""
 
 
 def _verify_structure(path: Path) -> tuple[int, Mapping[str, Any] | None]:
-    """Returns the size of the structure in bytes, and the file's note; None if it has none."""
+    """Verify the pickle's checksum; return its size in bytes, and the file's note (None if there is none)."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -78,10 +78,10 @@ def _verify_structure(path: Path) -> tuple[int, Mapping[str, Any] | None]:
 
 
 class Archive:
-    """An open file: ``content``, whose tensors are mapped, and the hashes that verify them as they are read.
+    """An open file: ``content``, whose tensors are memory-mapped, and the hashes to verify them as they are read.
 
-    ``note``: what was written beside the content. ``bytes_read`` counts the structure and the blocks that were
-    verified. A file without hashes (from another writer, or in format 1) is accepted as it is.
+    ``note``: the note of ``write_archive``. ``bytes_read`` counts the structure and the verified blocks. A file
+    without hashes (from another writer, or in format 1) is not verified.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Archive:
         self._verified = np.zeros(0 if self._hashes is None else self._hashes.size, dtype=bool)
 
     def verify(self, tensor: Tensor) -> int:
-        """Verify the blocks that ``tensor``, a view of this file, touches. Returns how many bytes were read that no
-        earlier call had read. CheckpointError: they are not as they were written."""
+        """Verify the blocks that ``tensor``, a view of this file, touches; return the bytes read for the first time.
+        CheckpointError: a checksum mismatch."""
         if self._hashes is None or not tensor.numel():
             return tensor.numel() * tensor.element_size()
         self._locate()
@@ -145,7 +145,7 @@ class Archive:
         return read
 
     def _locate(self) -> None:
-        """Find the offsets of the records in the file, and in memory: the table of hashes is the last of them."""
+        """Find the offsets of the records in the file and in memory; the hash table is the last record."""
         if self._records:
             return
         assert self._table is not None
@@ -175,7 +175,7 @@ _LOCAL_HEADER_BYTES = 30
 
 
 def tensor_records(path: Path) -> dict[int, tuple[int, int]]:
-    """Number -> offset and size of the bytes of each storage in the file."""
+    """Return number -> (offset, size in bytes) of each storage in the file."""
     found: dict[int, tuple[int, int]] = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():

@@ -1,9 +1,8 @@
-"""Writes files that ``torch.load`` can read, directly from live tensors.
+"""Write files that ``torch.load`` can read, directly from live tensors.
 
-``torch.save`` of a view writes the whole storage behind it, and cloning first doubles the memory. Here the
-structure of the file is written first, with space reserved for the tensors (``torch.serialization.skip_data``),
-and then each tensor's bytes are written there straight from its memory: nothing is copied, and the peak is one
-chunk.
+``torch.save`` of a view writes its whole storage, and cloning first doubles the memory. Here the structure of the
+file is written first, with space reserved for the tensors (``torch.serialization.skip_data``), and then each tensor's
+bytes are written there straight from its memory: nothing is copied, and the peak is one chunk.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from deepspeed.checkpoint.names import CHECKSUMS
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Stands for a tensor whose values are produced, part by part, when it is written.
+    """A tensor whose values are produced part by part when it is written.
 
-    The parts have its dtype and together as many elements, in row-major order.
+    Its parts have its dtype and add up to its elements, in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +53,7 @@ class LazyTensor:
 
 
 _TABLE = LazyTensor((0,), torch.int32, lambda: ())
-"""Stands for the hashes of all tensors before it; how many there are is known once the rest is pickled."""
+"""Placeholder for the hashes of all tensors before it; its length is known once the rest is pickled."""
 
 
 def write_archive(
@@ -67,14 +66,13 @@ def write_archive(
 ) -> int:
     """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
 
-    Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
-    completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
-    the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
-    the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
-    classes of objects in ``content``, where they differ from ours. ``note``: plain data that the file carries
-    beside its content, for ``open_archive``; ``torch.load`` does not read it. Returns the file's size in bytes.
-    CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
-    OSError: the file system refused.
+    Tensors at any depth are written as CPU tensors of their own size, without the rest of their storage; those that
+    share memory completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is
+    written as the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict,
+    under the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: qualified names to pickle for classes of
+    objects in ``content``, where the reader's differ from ours. ``note``: plain metadata for ``open_archive``, which
+    ``torch.load`` ignores. Returns the file's size in bytes. CheckpointError: a class that cannot be loaded safely
+    (an incomplete file is left at ``path``). OSError: a write failed.
     """
     plan = _Plan(class_names or {})
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
@@ -90,7 +88,7 @@ def write_archive(
 
 def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
     """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
-    does not load, or does not load back as ``content``. Where all classes are trusted, their own pickling counts."""
+    rejects, or would not load back equal to ``content``. Nothing is checked if all classes are trusted."""
     if trusts_files() or is_plain(content, LazyTensor):
         return
     if unsafe := _unsafe_classes(path):
@@ -117,14 +115,14 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Return whether it is weights only, which could lose nothing but their names."""
+    """Return whether ``content`` is a flat state dict, which needs no comparison."""
     return isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
     )
 
 
 def _unsafe_classes(path: Path) -> list[str]:
-    """Names of classes that are not allowed; none if reading fails before they matter."""
+    """Return the names of classes that are not allowed; empty if unpickling fails earlier."""
     with suppress(pickle.UnpicklingError), allowed_types():
         return get_unsafe_globals_in_checkpoint(path)
     return []
@@ -137,7 +135,7 @@ def _under(content: Any, fails: Callable[[Any], bool]) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an operating system's error while writing ``path`` into a helpful message."""
+    """Turn an OSError while writing ``path`` into a CheckpointError with the path and the free space."""
     try:
         yield
     except OSError as error:
@@ -147,8 +145,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
-    """Write the file with space for its tensors. OSError instead of the RuntimeError of torch's writer, which does not
-    say why."""
+    """Write the file with space for its tensors. Raises the OSError behind a RuntimeError of torch's writer, which
+    does not give the cause."""
     try:
         with allowed_types(), skip_data():
             torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
@@ -157,22 +155,21 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
             f"the state to save{_under(content, _does_not_save)} cannot be pickled ({error}): save plain data instead"
         ) from error
     except RuntimeError:
-        with open(path, "ab", buffering=0) as file:  # fails again if the system is the cause
+        with open(path, "ab", buffering=0) as file:  # raises OSError if the file system is the cause
             file.write(bytes(1 << 16))
             file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
         raise
 
 
 def _append_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Add one more record to the archive, after those of torch, whose places stay as they are."""
+    """Append a record to the archive; the offsets of torch's records do not change."""
     with zipfile.ZipFile(path, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]
         archive.writestr(f"{folder}{NOTE}", json.dumps(note))
 
 
 class _Plan:
-    """Passed to ``torch.save`` as its pickle module: replaces tensors with empty stand-ins and records
-    them."""
+    """The pickle module of ``torch.save``: replaces tensors by empty stand-ins and records them."""
 
     def __init__(self, class_names: Mapping[type, str]) -> None:
         self.tensors: list[Tensor | LazyTensor] = []
@@ -198,7 +195,7 @@ class _Plan:
         self.__name__ = pickle.__name__
 
     def is_plain(self, value: Any) -> bool:
-        """Return whether it is a strided tensor with its own memory; others reduce themselves to such tensors."""
+        """Return whether ``value`` is a plain strided tensor; other kinds pickle as such tensors."""
         return (
             isinstance(value, Tensor)
             and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -209,7 +206,7 @@ class _Plan:
         )
 
     def stand_in(self, value: Tensor | LazyTensor) -> Tensor:
-        """An untouched tensor with a storage of exactly the right size: address space, not memory."""
+        """Return a stand-in with a storage of exactly the right size: address space, but no memory."""
         key = _memory(value)
         if key not in self._stand_ins:
             shape = (self._blocks(),) if value is _TABLE else tuple(value.shape)
@@ -219,7 +216,7 @@ class _Plan:
         return self._stand_ins[key]
 
     def table(self, hasher: BlockHasher) -> LazyTensor:
-        """The hashes of all tensors, which have been written by now."""
+        """Return the hashes of all tensors; call it after they are written."""
         hashes = hasher.result().view(np.int32)
         return LazyTensor(hashes.shape, torch.int32, lambda: [torch.from_numpy(hashes)])
 
@@ -234,7 +231,7 @@ class _Plan:
         return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
 
     def _region(self, dtype: torch.dtype, nbytes: int) -> mmap.mmap:
-        """Anonymous memory that is never touched; one per dtype, since torch refuses one address in two
+        """Map anonymous memory that is never touched; one region per dtype, as torch refuses one address in two
         dtypes."""
         region = self._regions.get(dtype)
         if region is None or len(region) < nbytes:
@@ -243,12 +240,12 @@ class _Plan:
 
 
 def _renaming(class_names: Mapping[type, str]) -> Any:
-    """A pickler that writes these classes under other names, which need not exist here; the fast one if there are
-    none."""
+    """Return a pickler that writes these classes under other names, which need not exist here; the C pickler if there
+    are none."""
     if not class_names:
         return pickle.Pickler
 
-    in_python: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] - the one that can be extended
+    in_python: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] - the C pickler has no save_global
 
     class Renaming(in_python):
         def save_global(self, obj: Any, name: str | None = None) -> None:
@@ -263,8 +260,7 @@ def _renaming(class_names: Mapping[type, str]) -> Any:
 
 
 def _of_storages(persistent_id: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """torch's method, which it defines in a subclass and which takes three calls for each object in the file, only for
-    the objects for which it is not None."""
+    """Call torch's ``persistent_id`` for storages only: for other objects it returns None, after three calls each."""
 
     def of_storages(pickler: Any, obj: Any) -> Any:
         is_storage = isinstance(obj, (torch.TypedStorage, torch.UntypedStorage))
@@ -274,13 +270,13 @@ def _of_storages(persistent_id: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 
 def _with_grad(reduced: Any, requires_grad: bool) -> Any:
-    """Return how to rebuild a tensor, as torch pickles it, with this flag."""
+    """Return torch's reduce tuple of a tensor with ``requires_grad`` replaced."""
     function, (storage, offset, size, stride, _, *rest) = reduced
     return function, (storage, offset, size, stride, requires_grad, *rest)
 
 
 def _memory(value: Tensor | LazyTensor) -> Any:
-    """Equal for tensors that are the same memory with the same shape and interpretation."""
+    """Return a key that is equal for tensors of the same memory, shape, strides and dtype."""
     if isinstance(value, LazyTensor) or not value.numel():
         return id(value)
     reading = (value.dtype, value.is_conj(), value.is_neg())
@@ -288,7 +284,7 @@ def _memory(value: Tensor | LazyTensor) -> Any:
 
 
 def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, int]]:
-    """Offset and size of each tensor's bytes in the file, in torch's numbering order."""
+    """Return the offset and size in bytes of each tensor in the file, in torch's numbering order."""
     found = tensor_records(path)
     sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor is not _TABLE]
     if [found[number][1] for number in sorted(found)][: len(sizes)] != sizes or len(found) != len(tensors):
@@ -305,14 +301,14 @@ def _write_tensor(sink: ArchiveSink, offset: int, nbytes: int, value: Tensor | L
 
 
 class ArchiveSink:
-    """An unbuffered file, open for writing, that takes whole tensors, and hashes them if it is given a ``hasher``."""
+    """Writes whole tensors to an open unbuffered file, and hashes them if there is a ``hasher``."""
 
     def __init__(self, file: Any, hasher: BlockHasher | None = None) -> None:
         self.file = file
         self.hasher = hasher
 
     def write_tensor(self, value: Tensor | LazyTensor) -> None:
-        """Each part is freed before the next one is made."""
+        """Write a tensor; each part is freed before the next one is made."""
         parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
         while (part := next(parts, None)) is not None:
             for chunk in byte_chunks(part):
@@ -322,7 +318,7 @@ class ArchiveSink:
             self.hasher.end_of_tensor()
 
     def _write_chunk(self, chunk: np.ndarray) -> None:
-        """Hashing runs in parallel with the system's copying."""
+        """Write a chunk while the hasher's thread hashes it."""
         if self.hasher is not None:
             self.hasher.add(chunk)
         self.write(chunk)
@@ -336,7 +332,7 @@ class ArchiveSink:
 
 
 def _needs(value: Any, classes: list[str]) -> bool:
-    """Return whether pickling ``value`` alone names one of ``classes``."""
+    """Return whether the pickle of ``value`` names one of ``classes``."""
     names: set[str] = set()
 
     def note(obj: Any) -> None:
@@ -367,7 +363,7 @@ def _does_not_load(value: Any) -> bool:
 
 
 def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> bytes:
-    """``value`` pickled without its tensors; ``note`` sees every object that is not of a basic type."""
+    """Pickle ``value`` without its tensors; ``note`` is called with every object of a non-basic type."""
 
     class Spy(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -382,8 +378,8 @@ def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> byte
 
 
 def packed(value: Any) -> bytes:
-    """A small value for another rank: whatever a checkpoint may hold. ``unpacked`` makes no objects of unknown
-    classes."""
+    """Return the serialized bytes of a small value of a checkpoint, for another rank. ``unpacked`` makes no objects
+    of unknown classes."""
     own: list[Tensor] = []
 
     class ValuePickler(pickle.Pickler):

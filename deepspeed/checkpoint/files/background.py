@@ -1,9 +1,9 @@
-"""Checkpoints that are written while training continues.
+"""Asynchronous saves: checkpoints written while training continues.
 
-``save`` copies the state to host memory and returns; a thread of each rank does the rest. What the ranks have to know
-of each other goes through the process group's store, as collectives belong to training: the threads take the steps of
-a save that waits (``save._save_copied``), and each ends with the same result as the others. So at any instant the
-newest complete checkpoint is in place; a rank that fails leaves the former one.
+``save`` copies the state to host memory and returns; a thread of each rank does the rest. The threads coordinate
+through the process group's store, as collectives belong to the training thread; they take the steps of a synchronous
+save (``save._save_copied``), and all end with the same result. So at any instant the newest complete checkpoint is in
+place; if a rank fails, the previous one stays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.checkpoint.ranks import Ranks, StoreRanks
 
 
 class BackgroundWriter:
-    """The saves of one engine that do not wait; one at a time."""
+    """The asynchronous saves of one engine, one at a time."""
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
@@ -29,16 +29,16 @@ class BackgroundWriter:
         self._running: _Save | None = None
 
     def prepare(self, values: dict[str, Any]) -> None:
-        """``values`` are like those that will be copied: fetch the memory for them meanwhile."""
+        """Allocate host memory in a thread for a later copy of values like ``values``."""
         self.snapshot.prepare(values)
 
     def copy(self, values: dict[str, Any]) -> dict[str, Any]:
-        """``values`` in memory of their own. The save before must be over."""
+        """Return a copy of ``values`` in host memory. No save may be in progress."""
         assert self._running is None
         return self.snapshot.take(values)
 
     def start(self, work: Callable[[Ranks], None], ranks: Ranks) -> None:
-        """Does ``work`` in a thread, with ranks of which only the threads know. Every rank calls it."""
+        """Run ``work`` in a thread, with ``Ranks`` that only these threads use. Every rank calls it."""
         if self._thread_ranks is None:
             self._thread_ranks = StoreRanks(node_local=ranks.node_local)
         self._thread_ranks.begin()
@@ -46,10 +46,10 @@ class BackgroundWriter:
         self._running.start()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is in place. All ranks are told the same.
+        """Return when the last checkpoint is in place. The outcome is the same on all ranks.
 
         Raises:
-            CheckpointError: it could not be written; the one before it is untouched.
+            CheckpointError: it could not be written; the previous one is untouched.
         """
         running, self._running = self._running, None
         if running is None:
@@ -59,7 +59,7 @@ class BackgroundWriter:
             raise running.error
 
     def close(self) -> None:
-        """``wait``; the memory of the copy is given back."""
+        """Call ``wait``, and free the memory of the copy."""
         try:
             self.wait()
         finally:
@@ -67,7 +67,7 @@ class BackgroundWriter:
 
 
 class _Save(threading.Thread):
-    """Not a daemon: the interpreter waits for it before it exits."""
+    """The thread of one save. Not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, work: Callable[[Ranks], None], ranks: StoreRanks) -> None:
         super().__init__(name="checkpoint-save", daemon=False)
@@ -80,7 +80,7 @@ class _Save(threading.Thread):
         assert work is not None
         try:
             work(self._ranks)
-        except Exception as error:  # every kind must reach the training thread
+        except Exception as error:  # any error must reach the training thread
             own = isinstance(error, CheckpointError)
             self.error = error if own else CheckpointError(f"{type(error).__name__}: {error}")
             if self._ranks.keeps_folder or not isinstance(error, FailedElsewhere):
@@ -91,12 +91,12 @@ class _Save(threading.Thread):
 def remove_older(
     save_dir: Path, keep: int, written_at: Callable[[Path], int | None], *, newest: Path | None = None
 ) -> list[Path]:
-    """Remove all checkpoints of a folder but the ``keep`` newest, and return which.
+    """Remove all checkpoints of a folder but the ``keep`` newest; return the removed ones.
 
     Args:
-        written_at: when a folder's checkpoint was written [ns]; None: it is no checkpoint, and stays, as one behind a
-            link does.
-        newest: what has just been saved, whatever the clocks say.
+        written_at: time a folder's checkpoint was written [ns]; None: not a checkpoint, so it is kept, as are symbolic
+            links.
+        newest: the checkpoint just saved, regardless of clock skew.
     """
     times: dict[Path, int] = {}
     for path in save_dir.iterdir():
@@ -105,10 +105,10 @@ def remove_older(
             if written is not None:
                 times[path] = written
     newest_first = sorted(times, key=lambda path: (path == newest, times[path]), reverse=True)
-    for aside in save_dir.glob(".*.removed"):  # of a process that was killed
+    for aside in save_dir.glob(".*.removed"):  # left by a killed process
         shutil.rmtree(aside, ignore_errors=True)
     for path in newest_first[keep:]:
-        # A crash while it is removed leaves no half of a checkpoint.
+        # Rename first: a crash during removal then leaves no partial checkpoint.
         aside = path.with_name(f".{path.name}.removed")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)

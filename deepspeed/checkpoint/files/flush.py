@@ -1,9 +1,9 @@
 """Flushing written files to disk in the background, while training continues.
 
-A write first goes to the system's memory: every process sees the data, and it survives the end of all processes, by
-any signal, but not a power failure. `fsync` waits until the data is on disk, which takes longer than writing it.
-So a save that replaces nothing hands its files to a thread and returns. Files are flushed in the order in which they
-were handed over; the interpreter waits for them before it exits.
+A write first goes to the page cache: every process sees the data, and it survives any crash of the processes, but not
+a power failure. `fsync` waits until the data is on disk, which takes longer than writing it. So a save that replaces
+nothing queues its files for a thread and returns. Files are flushed in queue order; the interpreter waits for them at
+exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _pending: list[_Flush] = []
 
 
 def flush(path: Path) -> None:
-    """Return when this file, or this folder with everything below it, is on disk. OSError: it could not be flushed."""
+    """Flush this file, or this folder and everything below it, to disk. OSError: the flush failed."""
     if path.is_dir() and not path.is_symlink():
         for entry in path.iterdir():
             flush(entry)
@@ -43,7 +43,7 @@ def flush_names(folder: Path) -> None:
 
 
 def flush_later(paths: Iterable[Path]) -> None:
-    """Flush these files and their names in the background, in this order. Those removed meanwhile are skipped.
+    """Flush these files and their names in the background, in this order. Files removed in the meantime are skipped.
 
     An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """
@@ -52,8 +52,8 @@ def flush_later(paths: Iterable[Path]) -> None:
 
 
 def wait_for_flushes() -> None:
-    """Return when everything handed in is on disk. CheckpointError: some of it could not be stored."""
-    while waiting := list(_pending):  # another thread may wait for them, too
+    """Return when all queued files are on disk. CheckpointError: a flush failed."""
+    while waiting := list(_pending):  # another thread may wait as well
         done = waiting[0]
         done.join()
         with suppress(ValueError):
@@ -75,7 +75,7 @@ class _Flush(threading.Thread):
             self.after = None
         for path in self.paths:
             try:
-                with suppress(FileNotFoundError):  # a client that rotates its checkpoints
+                with suppress(FileNotFoundError):  # the client may have rotated its checkpoints
                     flush(path)
                     flush_names(path.parent)
             except OSError as error:
@@ -88,4 +88,4 @@ class _Flush(threading.Thread):
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pending.clear)  # the child has none of these threads
+    os.register_at_fork(after_in_child=_pending.clear)  # threads do not survive a fork

@@ -1,7 +1,7 @@
 """CRC-32 of every block of a file's tensors, so that a reader verifies exactly the blocks it touches.
 
-A hash per block, unlike a sum over the tensor, detects swapped bytes, can be verified without other ranks' parts, and
-costs the reader of an interval at most two blocks of hashing more than the interval has.
+A hash per block, unlike a sum over the tensor, detects swapped bytes, can be verified without other ranks' shards,
+and costs the reader of an interval at most two extra blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def count_blocks(nbytes: int) -> int:
 
 
 def hash_blocks(data: np.ndarray) -> np.ndarray:
-    """CRC-32 of each block of contiguous bytes, [blocks] uint32; the last may be short."""
+    """Return the CRC-32 of each block of contiguous bytes, [blocks] uint32; the last block may be short."""
     return native.crc32_blocks(data.ctypes.data, data.nbytes, BLOCK)
 
 
@@ -55,7 +55,7 @@ class BlockHasher:
         if chunk.nbytes < _WORTH_A_THREAD:
             self._add(chunk)
             return
-        if self._pool is None:  # not kept between files: a forked child would not have the thread
+        if self._pool is None:  # one per file: threads do not survive a fork
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
         self._pending = self._pool.submit(self._add, chunk)
 
@@ -71,7 +71,7 @@ class BlockHasher:
             self._close_block()
 
     def result(self) -> np.ndarray:
-        """[blocks] uint32, of all tensors so far in order."""
+        """Return the hashes of all tensors so far, in order, [blocks] uint32."""
         self.wait()
         return np.array(self._done, dtype=np.uint32)
 
@@ -106,7 +106,7 @@ class BlockHasher:
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of ``tensor`` in row-major order, in chunks on the host; each is valid until the next."""
+    """Yield the bytes of ``tensor`` in row-major order, in chunks on the host; each is valid until the next."""
     if not tensor.numel():
         return
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -116,7 +116,7 @@ def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """Hash of a tensor's bytes, shape and dtype: equal on ranks that hold the same tensor."""
+    """Return the hash of a tensor's dtype, shape and bytes: equal on ranks that hold the same tensor."""
     crc = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     for chunk in byte_chunks(tensor):
         crc = zlib.crc32(memoryview(chunk), crc)  # type: ignore[arg-type]  # numpy arrays are buffers
@@ -124,7 +124,7 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 def memory_at(address: int, nbytes: int) -> np.ndarray:
-    """The bytes themselves, without ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing
-    gathered weights does."""
+    """Return a uint8 view of memory. ``Tensor.numpy`` would keep torch from resizing the storage, by which gathered
+    weights are released."""
     memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
     return np.frombuffer(memory, dtype=np.uint8)

@@ -1,12 +1,12 @@
-"""Lock files: which process is writing a checkpoint folder, and which folders a killed process left unfinished.
+"""Lock files: which process is writing a checkpoint folder, and which folders a killed process left incomplete.
 
-While a folder is written, ``.TAG.lock`` beside it is locked and says who writes it. The lock ends with its process,
-however that ends, and works over NFS: so a lock file that can be locked belongs to a save that will not go on. Where a
-file system has no locks, saves continue without, and nothing is taken for abandoned.
+While a folder is written, ``.TAG.lock`` next to it is locked and names the writer. The kernel drops the lock when the
+process ends, also over NFS: so a lock file that can be locked belongs to a dead save. On a file system without locks,
+saves run unlocked, and nothing counts as abandoned.
 
-[Note: locks of POSIX] They belong to the process, not to the open file: a second ``open`` succeeds at locking what the
-same process holds, and any ``close`` of the file ends the lock. So a process looks among its own locks before it opens
-such a file. Processes forked from it, such as a loader's workers, do not hold the lock.
+[Note: locks of POSIX] They belong to the process, not to the open file: a second ``open`` can lock what the same
+process holds, and any ``close`` of the file drops the lock. So a process checks its own locks before it opens such a
+file. Forked processes, such as data loader workers, do not inherit the lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 SUFFIX = ".lock"
 
 _PATIENCE = 1.0
-"""Seconds to wait for a lock: another job may be looking whether it is abandoned."""
+"""Seconds to wait for a lock: another job may be probing whether it is abandoned."""
 
 _MAX_BYTES = 1000
 _own: WeakValueDictionary[tuple[int, int], SaveLock] = WeakValueDictionary()
@@ -52,7 +52,7 @@ class Holder:
 
 
 class SaveLock:
-    """A lock that this process holds, until ``release`` or ``leave``, or until nobody refers to it."""
+    """A lock held by this process until ``release``, ``leave`` or garbage collection."""
 
     def __init__(self, path: Path, file: FileIO | None, holder: Holder) -> None:
         self.path = path
@@ -63,15 +63,15 @@ class SaveLock:
 
     @property
     def works(self) -> bool:
-        """Return whether it keeps other processes out: False where the file system has no locks."""
+        """Return whether the file is locked: False on a file system without locks."""
         return self._file is not None
 
     def release(self) -> None:
-        """Remove the file and end the lock."""
+        """Remove the file and drop the lock."""
         self._end(remove=True)
 
     def leave(self) -> None:
-        """End the lock; the file stays, for ``abandoned``."""
+        """Drop the lock, but keep the file for ``abandoned``."""
         self._end(remove=False)
 
     def _end(self, *, remove: bool) -> None:
@@ -87,7 +87,7 @@ class SaveLock:
 
 
 def take(path: Path, folder: Path) -> SaveLock:
-    """Lock the file ``path``, which is made if needed, to write the checkpoint ``folder``.
+    """Lock the file ``path``, created if needed, to write the checkpoint ``folder``.
 
     CheckpointError: another process, or another save of this one, is writing it.
     """
@@ -107,14 +107,14 @@ def take(path: Path, folder: Path) -> SaveLock:
 
 
 def take_if_free(path: Path) -> SaveLock | None:
-    """Lock the file ``path``, which is made if needed; None if another save holds it, or there are no locks."""
+    """Lock the file ``path``, created if needed; None if another save holds it, or locks are unsupported."""
     with _guard:
         found = _try(path)
     return found if isinstance(found, SaveLock) and found.works else None
 
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:
-    """The locks in ``folder`` whose process was killed, or gave up its save, each held by this process now."""
+    """Yield the locks in ``folder`` whose process was killed or left its save, each now held by this process."""
     for name in os.listdir(folder):
         if name.startswith(".") and name.endswith(SUFFIX):
             with _guard:
@@ -139,8 +139,8 @@ def _try(path: Path) -> SaveLock | Holder:
             other = _read(file) or Holder("an unknown host", 0, "a moment ago")
             file.close()
             return other
-        if _is_at(path, file):  # else its holder has removed it meanwhile
-            # One write over what was there, never shorter: killed at any instant, the file says who held it.
+        if _is_at(path, file):  # else the holder removed it in the meantime
+            # One write, never shorter than the old content: if killed at any instant, the file still names a holder.
             record = json.dumps(asdict(holder)).encode()
             os.pwrite(file.fileno(), record.ljust(os.fstat(file.fileno()).st_size), 0)
             return SaveLock(path, file, holder)
@@ -152,7 +152,7 @@ def _try_abandoned(path: Path) -> SaveLock | None:
         return None
     with suppress(OSError):
         file = FileIO(os.open(path, os.O_RDWR), "r+")
-        holder = _read(file)  # another program may have lock files of such names
+        holder = _read(file)  # another program may use such names
         if holder is not None and _lock(file, path) and _is_at(path, file):
             return SaveLock(path, file, holder)
         file.close()
@@ -160,7 +160,7 @@ def _try_abandoned(path: Path) -> SaveLock | None:
 
 
 def _lock(file: FileIO, path: Path) -> bool | None:
-    """Lock the file; False if another process has; None, with a warning, where there are no locks."""
+    """Lock the file; False if another process holds it; None, with a warning, if locks are unsupported."""
     try:
         import fcntl  # not on every system
 
@@ -177,7 +177,7 @@ def _lock(file: FileIO, path: Path) -> bool | None:
 
 
 def _read(file: FileIO) -> Holder | None:
-    """Return what the file says of its holder; None if it is not a lock file of ours."""
+    """Return the holder that the file names; None if it is not our lock file."""
     file.seek(0)
     try:
         found: Any = json.loads(file.read(_MAX_BYTES))
@@ -191,7 +191,7 @@ def _held_here(path: Path) -> SaveLock | None:
         own = _own.get(_identity(os.stat(path)))
     except OSError:
         return None
-    # A fork has a copy of the table.
+    # A forked process has a copy of the table.
     return own if own is not None and own.holder.pid == os.getpid() else None
 
 

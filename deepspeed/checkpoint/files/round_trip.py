@@ -1,8 +1,6 @@
-"""Proof that what is saved loads back equal: compares the structure of a file with what was saved, and names what
-differs.
+"""Round-trip check: compare the structure of a written file with what was saved, and name the first difference.
 
-Most of a checkpoint is of types for which that is known (``is_plain``); what else there is, mostly in the client's own
-state, is compared.
+Most of a checkpoint is of types known to round-trip (``is_plain``); the rest, mostly client state, is compared.
 """
 
 from __future__ import annotations
@@ -24,17 +22,16 @@ _DTYPES = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-_MAX_INT_BITS = 2000  # bits; torch's reader knows those of up to 255 bytes
+_MAX_INT_BITS = 2000  # torch's unpickler reads at most 255 bytes
 
 
 def is_plain(value: Any, lazy: type) -> bool:
-    """Return whether ``value`` loads back equal without a proof: numbers, ASCII text and strided tensors, also as
-    ``lazy`` ones, in lists, tuples and dicts, all of exactly these types and without cycles. False where it is not
-    known."""
-    inside: list[tuple[int, Iterator[Any]]] = [(0, iter((value,)))]  # the containers around what is looked at
+    """Return whether ``value`` is known to load back equal: numbers, ASCII text and strided or ``lazy`` tensors in
+    lists, tuples and dicts, of exactly these types and without cycles. False if unknown."""
+    inside: list[tuple[int, Iterator[Any]]] = [(0, iter((value,)))]  # the enclosing containers
     around = {0}
     while inside:
-        for item in inside[-1][1]:  # no call for each: it may be all of a model's names
+        for item in inside[-1][1]:  # no call per item: there may be one per parameter
             kind = type(item)
             if kind in _LEAVES:
                 if (kind is str and not item.isascii()) or (
@@ -61,23 +58,24 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _plain_parts(value: Any, kind: type) -> Iterable[Any] | None:
-    """Return what a container of these types holds, keys too; None for anything else."""
+    """Return the items of a known container, keys included; None for any other type."""
     if kind in _SEQUENCES:
         return value
     if kind in _MAPPINGS and set(map(type, value)) <= _KEYS:
-        attributes = vars(value) if kind is OrderedDict else {}  # a state dict has metadata there
+        attributes = vars(value) if kind is OrderedDict else {}  # a state dict keeps its metadata there
         return chain(value, value.values(), (attributes,) if attributes else ())
     return None
 
 
 def difference(saved: Any, loaded: Any, lazy: type) -> tuple[str, str] | None:
-    """Key path and description of the first part of ``loaded`` that differs from ``saved``, types included; None if
-    there is none. Tensors are compared without their values; those of the type ``lazy`` become one."""
+    """Return the key path and a description of the first difference between ``saved`` and ``loaded``, types included;
+    None if equal. Tensor values are not compared; a ``lazy`` one loads as a tensor."""
     return _Comparison(lazy).compare(saved, loaded, "")
 
 
 def culprit(content: Any, fails: Callable[[Any], bool]) -> str:
-    """Key path of the innermost part of ``content`` for which ``fails`` holds; "" for ``content`` itself."""
+    """Return the key path of the innermost part of ``content`` for which ``fails`` is true; "" for ``content``
+    itself."""
     path, value, seen = "", content, {id(content)}
     while True:
         for step, child in _children(value):
@@ -90,7 +88,7 @@ def culprit(content: Any, fails: Callable[[Any], bool]) -> str:
 
 
 def readable(path: str) -> str:
-    """``'epoch'`` for ``['epoch']``: the outermost key as the client wrote it."""
+    """Return a key path with the outermost key as the client wrote it: ``'epoch'`` for ``['epoch']``."""
     inside, bracket, rest = path[1:].partition("]")
     return inside + rest if path.startswith("[") and bracket else path
 
@@ -146,7 +144,7 @@ class _Comparison:
     @staticmethod
     def _has_parts(value: Any) -> bool:
         if isinstance(value, (set, frozenset)):
-            return False  # in any order
+            return False  # unordered
         return isinstance(value, (Mapping, list, tuple, deque)) or (
             hasattr(value, "__dict__") and not isinstance(value, (type, np.ndarray)) and not callable(value)
         )
@@ -177,7 +175,7 @@ def _equal(saved: Any, loaded: Any) -> bool:
     if isinstance(saved, (set, frozenset)):
         return saved == loaded or sorted(map(repr, saved)) == sorted(map(repr, loaded))
     if type(saved).__eq__ is object.__eq__:
-        return True  # of a class that the client allowed, with nothing in it that could differ
+        return True  # a class allowed by the client, without contents to compare
     return bool(saved == loaded) or repr(saved) == repr(loaded)
 
 

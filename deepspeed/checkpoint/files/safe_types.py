@@ -1,5 +1,5 @@
-"""Classes that may be inside a checkpoint beyond what ``weights_only=True`` allows by itself: inert data
-only, unless the user has told torch to trust all files."""
+"""Classes allowed in a checkpoint beyond those of ``weights_only=True``: inert data only, unless the user told torch
+to trust all files."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ import torch
 
 
 class LossScaler:
-    """Holds, as attributes, what release 0.19 pickled of its loss scaler."""
+    """Stand-in for release 0.19's pickled loss scaler; holds its attributes."""
 
 
 class DynamicLossScaler(LossScaler):
-    """The same for its dynamic loss scaler."""
+    """Stand-in for release 0.19's dynamic loss scaler."""
 
 
 class FragmentAddress:
-    """Holds ``numel`` and ``start`` of a parameter's slice in a flat partition, as release 0.19 pickled
-    them."""
+    """Stand-in for release 0.19's ``numel`` and ``start`` of a parameter's slice of a flat partition."""
 
     numel: int
     start: int
 
 
 def zero_stage(value: int) -> int:
-    """Stands for the enum of stages that release 0.19 pickled."""
+    """Stand in for release 0.19's pickled enum of stages."""
     return value
 
 
 def _range(*ends: int) -> range:
-    """Stands for ``range``: one that a list may be made of."""
+    """Stand in for ``range``, limited to MAX_RANGE numbers."""
     made = range(*ends)
     if len(made) > MAX_RANGE:
         raise ValueError(f"{made}, of more than {MAX_RANGE} numbers")
@@ -50,7 +49,7 @@ def _range(*ends: int) -> range:
 
 
 MAX_RANGE = 1 << 24
-"""A file of a few bytes could have the reader make a list of a range, and so take any memory."""
+"""Limit of a range: a tiny file could otherwise expand one into a list of any size."""
 
 
 def _numpy_types() -> list[Any]:
@@ -59,7 +58,7 @@ def _numpy_types() -> list[Any]:
     scalar = core.multiarray.scalar
 
     def reconstruct(kind: type, shape: tuple[int, ...], code: Any) -> Any:
-        """Stands for numpy's: an array is empty until its bytes are read, whatever the file says."""
+        """Stand in for numpy's function, but refuse to allocate: valid pickles start from an empty array."""
         if shape != (0,):
             raise ValueError(f"an array of shape {shape!r:.50} without content")
         return core.multiarray._reconstruct(kind, shape, code)
@@ -76,7 +75,7 @@ def _numpy_types() -> list[Any]:
 
 
 def _path_types() -> list[Any]:
-    """A path of the other operating system loads as a pure path."""
+    """Return the path classes; a path of the other operating system loads as a pure path."""
     own = type(pathlib.Path())
     by_name = {
         "PurePosixPath": pathlib.PurePosixPath,
@@ -118,36 +117,36 @@ _SAFE: list[Any] = [
 
 
 _STOOD_FOR = {entry[1] for entry in _SAFE if isinstance(entry, tuple)}
-"""Names for which files get something else than the class of that name."""
+"""Qualified names that load as one of our stand-ins."""
 
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     deque: lambda value: (deque, (list(value), value.maxlen)),
     defaultdict: lambda value: (defaultdict, (value.default_factory, dict(value))),
 }
-"""How to pickle allowed classes whose own pickles torch's reader does not follow."""
+"""Reducers for allowed classes whose default pickles torch's unpickler cannot read."""
 
 
 def reduced(value: Any) -> Any:
-    """For ``reducer_override`` of a pickler: in a form that torch's reader follows, if ``value`` has one of its own."""
-    if isinstance(value, enum.Enum):  # some releases of Python pickle them by name
+    """Return the ``reducer_override`` of ``value`` in a form that torch's unpickler reads, or NotImplemented."""
+    if isinstance(value, enum.Enum):  # some Python releases pickle them by name
         return type(value), (value.value,)
     return _REDUCERS[type(value)](value) if type(value) in _REDUCERS else NotImplemented
 
 
 def trusts_files() -> bool:
-    """Return whether the user has told torch to load files whole, with all classes and functions that they name."""
+    """Return whether the user told torch to unpickle any class or function that a file names."""
     return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
 
 
 def allowed_types() -> AbstractContextManager[None]:
-    """While it is active, torch loads these classes too (and those of ``add_safe_globals``), and every enum that has
-    been imported: to load one of its members is to look it up."""
+    """Return a context in which torch also loads these classes and every imported enum (loading a member is a
+    lookup), besides those of ``add_safe_globals``."""
     return torch.serialization.safe_globals([*_SAFE, *_enums()])
 
 
 def _enums() -> list[type[enum.Enum]]:
-    """All that have members; one without would make new classes when it is called. There are hundreds, and it is asked
-    for each file: no call for each."""
+    """Return all enums that have members; calling one without would make a new class. There are hundreds, and this
+    runs per file, so the loop makes no call per enum."""
     found: list[type[enum.Enum]] = []
     without: list[type[enum.Enum]] = [enum.Enum]
     while without:

@@ -1,4 +1,4 @@
-"""A copy of what a checkpoint's files hold, in host memory, so that training goes on while they are written."""
+"""Host-memory copies of a checkpoint's content, so that training continues while files are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed.ops.native import copy_bytes
 
 _ALIGNMENT = 64
 ROOM_BYTES = 1 << 20
-"""Of memory that is prepared, for what a client adds; pages that nobody touches are not fetched."""
+"""Slack of prepared memory for client state, in bytes; untouched pages are never allocated."""
 _UNCHANGING = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, type)
 )
@@ -27,10 +27,9 @@ _TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, LazyTensor))
 
 
 class Snapshot:
-    """Copies nested containers of tensors. The memory is kept for the next copy: fetching it from the system takes
-    longer than copying.
+    """Copies nested containers of tensors. The memory is reused for the next copy: page faults cost more than copying.
 
-    ``allocations`` counts how often memory was fetched, ``copied`` the bytes of the last copy.
+    ``allocations`` counts allocations, ``copied`` the bytes of the last copy.
     """
 
     def __init__(self) -> None:
@@ -41,11 +40,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """The size of the memory that is kept."""
+        """Size of the kept memory in bytes."""
         return self._memory.numel()
 
     def prepare(self, contents: Mapping[str, Any]) -> None:
-        """Fetch the memory for a copy of ``contents`` and a little more, in a thread, so that ``take`` only copies."""
+        """Allocate memory for a copy of ``contents`` and a little more, in a thread, so that ``take`` only copies."""
         needed = _size(contents)
         if needed <= self.nbytes or _on_a_device(contents):
             return
@@ -58,8 +57,8 @@ class Snapshot:
         self._preparing.start()
 
     def take(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        """``contents`` with each tensor copied; it is valid until the next call. Tensors that share memory completely
-        share their copy."""
+        """Return ``contents`` with each tensor copied; valid until the next call. Tensors of identical memory share
+        one copy."""
         self._prepared()
         try:
             return self._take(contents)
@@ -84,18 +83,18 @@ class Snapshot:
         return taken
 
     def release(self) -> None:
-        """Give the memory back; what was taken is no longer valid."""
+        """Free the memory; earlier copies become invalid."""
         self._prepared()
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class _TooSmall(Exception):
-    """More memory is needed."""
+    """The kept memory is too small for the copy."""
 
 
 class _Copier:
-    """One walk through the containers, in which everything that can change is copied; contiguous tensors of the host
-    by ``finish``, all in one call."""
+    """One walk over the containers that copies all mutable values; contiguous host tensors are copied by ``finish``,
+    in one call."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -103,7 +102,7 @@ class _Copier:
         self._copies: dict[Any, Tensor] = {}
         self.nbytes = 0
         self._runs: list[tuple[int, int, int]] = []
-        self._sources: list[Tensor] = []  # of the runs: they stay until these are copied
+        self._sources: list[Tensor] = []  # keeps the tensors of _runs alive until they are copied
         self._from_devices = False
 
     def copied(self, value: Any) -> Any:
@@ -164,7 +163,7 @@ class _Copier:
 
 
 def _size(contents: Any) -> int:
-    """Bytes that a copy takes."""
+    """Return bytes that a copy takes."""
     found = {_key(tensor): tensor.nbytes for tensor in _tensors(contents)}
     return sum(map(_aligned, found.values()))
 
@@ -183,10 +182,10 @@ def _aligned(nbytes: int) -> int:
 
 
 def _host_memory(nbytes: int, *, for_device: bool) -> Tensor:
-    """Memory that a device can copy to, or that forked workers do not share: after a fork, each page of shared memory
-    would be fetched again when it is written."""
+    """Allocate pinned memory for a device's copies, else memory that forks do not inherit: after a fork, writing to
+    an inherited page would fault (copy-on-write)."""
     if for_device:
-        with suppress(RuntimeError):  # the system gives no more of it
+        with suppress(RuntimeError):  # out of pinned memory
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if not hasattr(mmap, "MADV_DONTFORK"):
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -196,7 +195,7 @@ def _host_memory(nbytes: int, *, for_device: bool) -> Tensor:
 
 
 def _fetch(memory: Tensor) -> None:
-    """Write to each page, to each something else: a virtual machine's host may take equal ones back."""
+    """Touch each page with a distinct value: the host of a virtual machine may merge equal pages."""
     pages = memory.numel() // mmap.PAGESIZE
     first_words = memory[: pages * mmap.PAGESIZE].view(torch.int64)[:: mmap.PAGESIZE // 8]
     torch.arange(1, pages + 1, out=first_words)

@@ -18,9 +18,9 @@ _SHOWN = 80
 
 
 def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
-    """``tag`` if it names a folder inside the checkpoint folder: a name, or several separated by slashes.
+    """Return ``tag`` if it names a folder inside the checkpoint folder: a name, or several separated by slashes.
 
-    CheckpointTagError says what is wrong with it; ``source`` says where it came from.
+    CheckpointTagError: it does not; the message names the problem and the ``source`` of the tag.
     """
     problem = _problem(tag)
     if problem is not None:
@@ -32,7 +32,7 @@ def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
 
 
 def shown(tag: str) -> str:
-    """``tag`` in a message: its beginning, as a file that should hold one may hold anything."""
+    """Return ``tag`` for a message, truncated: a file that should hold a tag may hold anything."""
     return repr(tag) if len(tag) <= _SHOWN else f"{tag[:_SHOWN]!r}..."
 
 
@@ -58,7 +58,8 @@ def _problem(tag: str) -> str | None:
 
 
 def read_latest(load_dir: Path, name: str = LATEST) -> str | None:
-    """The tag that was saved last; None if no file ``name`` says so. CheckpointError: the file does not hold a tag."""
+    """Return the tag in the file ``name``; None if there is no such file. CheckpointError: the file does not hold a
+    tag."""
     path = load_dir / name
     try:
         with open(path, "rb") as file:

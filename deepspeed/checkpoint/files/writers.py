@@ -1,12 +1,12 @@
-"""Publishing a checkpoint so that a crash at any instant leaves one that loads.
+"""Atomic publication of a checkpoint: a crash at any instant leaves one that loads.
 
-1. The files are written into a hidden folder next to the final one, on the same file system.
+1. The files are written into a hidden staging folder next to the final one, on the same file system.
 2. When every rank has finished, the folder is exchanged with the final one in a single operation of the file system, or
    renamed to it when there is none yet.
 3. ``latest`` is written under a temporary name and renamed over the old one, last of all.
 
-Meanwhile the folder is locked (``locks``): another job that saves under the same tag is told so, and the next save
-removes what a killed one has left, whatever their tags.
+Meanwhile the folder is locked (``locks``): another job that saves under the same tag gets an error, and the next save
+removes the leftovers of a killed one, under any tag.
 
 Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
 
@@ -36,7 +36,7 @@ from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
 from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours
 
 _STALE_SECONDS = 3600
-"""For how long nothing was written to what is removed although no lock tells that its writer has ended."""
+"""Age in seconds after the last write at which leftovers without a lock file are removed."""
 
 _STAGING = re.compile(r"\.(.+?)(\.\d+-[0-9a-f]{12})?\.tmp")
 """Names of staging folders (``_hidden``, ``aside``), with the name of the checkpoint."""
@@ -53,8 +53,8 @@ class StagedFolder:
     """
 
     def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
-        """``alone=False``: several processes may write the same folder at once; the last one wins. Else the second one
-        is refused."""
+        """``alone=False``: several processes may write the same folder at once; the last commit wins. Otherwise the
+        second one gets an error."""
         self.save_dir = save_dir
         self.tag = check_tag(tag)
         self.final = _behind_links(save_dir / tag)
@@ -64,13 +64,13 @@ class StagedFolder:
 
     @property
     def is_owned(self) -> bool:
-        """True: this rank prepared it, and has to commit or discard it."""
+        """Return whether this rank prepared the folder, and so has to commit or discard it."""
         return self._lock is not None
 
     def prepare(self) -> None:
-        """Remove what killed saves left behind, under any tag, and create the staging folder.
+        """Remove leftovers of killed saves, under any tag, and create the staging folder.
 
-        CheckpointError: another process is writing this checkpoint, or the system refused.
+        CheckpointError: another process is writing this checkpoint, or an OSError.
         """
         with naming(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class StagedFolder:
                 _recover(self.final, self.displaced)
                 _remove(self.staging)
                 self.staging.mkdir()
-                now = os.stat(self.staging).st_mtime  # by the clock of the file system
+                now = os.stat(self.staging).st_mtime  # file system clock
                 for folder in self._siblings():
                     _remove_stale(folder, now)
                 _remove_abandoned_files(self.save_dir, now)
@@ -92,10 +92,10 @@ class StagedFolder:
                 raise
 
     def identity(self) -> int:
-        """Return when the empty staging folder was made [ns], by which ranks see whether they have the same; 0 if there
-        is none.
+        """Return the time of creation [ns] of the empty staging folder, by which ranks check that they see the same
+        one; 0 if there is none.
 
-        Its parent is read, as a network file system may go on answering for a while that a name is not there.
+        Scans the parent folder: a network file system may cache that a name does not exist.
         """
         try:
             entries = os.scandir(self.staging.parent)
@@ -104,12 +104,12 @@ class StagedFolder:
             return 0
 
     def _siblings(self) -> set[Path]:
-        """Folders in which saves with tags like this one put theirs: for ``epoch1/step5`` also ``epoch2``."""
+        """Return the folders of saves with tags of the same depth: for ``epoch1/step5`` also ``epoch2``."""
         depth = self.tag.count("/")
         return {self.final.parent, *(self.save_dir.glob("*/" * depth) if depth else [self.save_dir])}
 
     def commit(self) -> None:
-        """Make the staged files the checkpoint; the one that was there before is removed."""
+        """Publish the staged files as the checkpoint; the previous one is removed."""
         self._replace()
         self._release()
 
@@ -129,7 +129,7 @@ class StagedFolder:
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _take_the_name(self) -> bool:
-        """False if another process was quicker."""
+        """Rename the staging folder to the final name; return False if another process was faster."""
         try:
             os.rename(self.staging, self.final)
         except OSError as error:
@@ -139,14 +139,14 @@ class StagedFolder:
         return True
 
     def discard(self) -> None:
-        """Give up; the previous checkpoint was not touched. Nothing if it was not prepared: the staging folder may be
-        another job's then."""
+        """Abort; the previous checkpoint stays. Does nothing if not prepared: the staging folder may be another
+        job's."""
         if self._lock is not None:
             shutil.rmtree(self.staging, ignore_errors=True)
             self._release()
 
     def leave(self) -> None:
-        """Give up, where other ranks may still be writing: the next save removes the staging folder."""
+        """Abort while other ranks may still be writing: the next save removes the staging folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.leave()
@@ -158,7 +158,7 @@ class StagedFolder:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """The unfinished folders of saves that were killed; a checkpoint that one had moved away gets its name back."""
+    """Remove the staging folders of killed saves; a checkpoint that one had moved away gets its name back."""
     for lock in locks.abandoned(folder):
         staging = _with_suffix(lock.path, ".tmp")
         if staging.is_dir():
@@ -173,8 +173,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _remove_stale(folder: Path, now: float) -> None:
-    """Remove staging folders without a lock file, which a killed save of an earlier release leaves: those that hold
-    files of a checkpoint, to which nothing was written for an hour before ``now``."""
+    """Remove staging folders without a lock file, left by killed saves of earlier releases, if they hold checkpoint
+    files and were last written over an hour before ``now``."""
     for name in os.listdir(folder):
         match = _STAGING.fullmatch(name)
         staging = folder / name
@@ -185,7 +185,7 @@ def _remove_stale(folder: Path, now: float) -> None:
         if lock is None:
             continue
         try:
-            if _is_stale(staging, folder / match[1], now):  # no save of this tag has begun meanwhile
+            if _is_stale(staging, folder / match[1], now):  # re-check under the lock
                 logger.info(
                     f"{staging} is removed: an earlier save left it, and nothing was written to it for an hour"
                 )
@@ -197,8 +197,8 @@ def _remove_stale(folder: Path, now: float) -> None:
 
 
 def _is_stale(staging: Path, final: Path, now: float) -> bool:
-    """Return whether it is a folder of ours, all of it old: it holds files of a checkpoint, and others only if they
-    were carried over from the former checkpoint at ``final``."""
+    """Return whether ``staging`` is a stale folder of ours: it holds checkpoint files, all old, and others only if
+    they were carried over from the previous checkpoint at ``final``."""
     if staging.is_symlink():
         return False
     try:
@@ -215,7 +215,7 @@ def _is_stale(staging: Path, final: Path, now: float) -> bool:
 
 
 def _remove_abandoned_files(folder: Path, now: float) -> None:
-    """Remove ``latest`` and its like under the names they have for some milliseconds, if these are an hour old."""
+    """Remove temporary files of ``latest`` and the like that are over an hour old."""
     beginnings = tuple(f".{name}." for name in (LATEST, LATEST_UNIVERSAL, *SCRIPTS))
     for name in os.listdir(folder):
         if name.startswith(beginnings) and name.endswith(".tmp"):
@@ -235,7 +235,8 @@ def _clear(staging: Path) -> None:
 
 
 def _recover(final: Path, displaced: Path) -> None:
-    """After a crash between two renames: the checkpoint that was moved away gets its name back, or has a successor."""
+    """Recover from a crash between the two renames: restore the displaced checkpoint, or remove it if it was
+    replaced."""
     if not displaced.exists():
         return
     if final.exists():
@@ -245,7 +246,7 @@ def _recover(final: Path, displaced: Path) -> None:
 
 
 def find_folder(load_dir: Path, tag: str) -> Path:
-    """The folder of a committed checkpoint. CheckpointNotFoundError lists the tags that do exist."""
+    """Return the folder of a committed checkpoint. CheckpointNotFoundError lists the tags that do exist."""
     final = load_dir / check_tag(tag)
     if os.path.isdir(final):  # False for a path that is too long
         return final
@@ -275,8 +276,7 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a small file so that at any instant either the old or the new content is there, even if several processes
-    write it at once."""
+    """Write a small file atomically, even if several processes write it at once."""
     written = aside(path)
     try:
         with naming(path):
@@ -290,7 +290,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Some network shares have no permissions to set: a file is complete without."""
+    """Set the permissions, or log a note: some network shares do not support them."""
     try:
         os.chmod(path, mode)
     except OSError as error:
@@ -298,22 +298,23 @@ def set_mode(path: Path, mode: int) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A hidden name next to ``path`` that no other process or thread uses, to write under before it is renamed."""
+    """Return a hidden name next to ``path`` that no other process or thread uses, to write under before it is
+    renamed."""
     return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
 
 
 def _hidden(path: Path, suffix: str) -> Path:
-    """A sibling that patterns such as ``global_step*`` do not match."""
+    """Return a sibling that patterns such as ``global_step*`` do not match."""
     return path.parent / f".{path.name}.{suffix}"
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:
-    """A hidden sibling with another suffix. ``Path.with_suffix`` takes a name of dots for one without."""
+    """Return a hidden sibling with another suffix. ``Path.with_suffix`` takes a name of dots for one without."""
     return path.parent / f"{path.name.rpartition('.')[0]}{suffix}"
 
 
 def _behind_links(folder: Path) -> Path:
-    """Resolve a link to a folder: its replacement must be stored next to it, and the link to it stays."""
+    """Resolve a link to a folder: the replacement is staged next to the target, and the link stays."""
     if not os.path.islink(folder):
         return folder
     try:
@@ -323,7 +324,7 @@ def _behind_links(folder: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all it holds, or a file or link."""
+    """Remove a folder tree, a file or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -331,7 +332,7 @@ def _remove(path: Path) -> None:
 
 
 def _keep_foreign(old: Path, new: Path) -> None:
-    """Carry over what the client put into the folder: tokenizers, notes, files of other tools."""
+    """Carry over the client's files in the folder: tokenizers, notes, files of other tools."""
     for entry in old.iterdir():
         target = new / entry.name
         if is_ours(entry.name) or target.exists():
@@ -350,7 +351,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot. renameat2(2), Linux 3.15."""
+    """Swap two folders atomically; False if unsupported. renameat2(2), Linux 3.15."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

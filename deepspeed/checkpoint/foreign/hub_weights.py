@@ -1,8 +1,8 @@
-"""Weights of a Transformers model as its files hold them, and as the model itself does.
+"""Weights of a Transformers model: conversion from the layout of its files to the model's.
 
 The two differ: files of the hub have one tensor per expert where the model has one per layer, and names that later
 releases of Transformers changed. Transformers keeps the rules of each architecture and applies them in
-``from_pretrained``; here the same rules are applied to named tensors, wherever these come from and go to.
+``from_pretrained``; here the same rules are applied to named tensors, independent of source and destination.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from deepspeed.checkpoint.placement import placement_of
 
 @dataclass(eq=False, slots=True)
 class ConvertedGroup:
-    """Tensors of files that are converted together, such as the experts of a layer.
+    """File tensors that are converted together, such as the experts of a layer.
 
-    ``first``: the model's name of the first result. ``stored``: (name in the file, pattern that it matched, tensor).
+    ``first``: name in the model of the first result. ``stored``: (name in the file, matched pattern, tensor).
     """
 
     first: str
@@ -32,7 +32,7 @@ class ConvertedGroup:
     stored: list[tuple[str, str, Tensor]] = field(default_factory=list)
 
     def tensors(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The model's tensors, by name. ``device``: meta gives their shapes and dtypes without reading."""
+        """Return the model's tensors by name. ``device``: "meta" gives shapes and dtypes without reading."""
         rule = deepcopy(self.rule)
         for name, pattern, value in self.stored:
             rule.add_tensor(self.first, name, pattern, value if device is None else value.to(device))
@@ -64,8 +64,8 @@ class Conversion:
 
     @classmethod
     def of(cls, module: nn.Module) -> Conversion | None:
-        """None: ``module`` is neither a model of Transformers nor a stage of one, or the installed release has no
-        such rules (its models are as their files)."""
+        """Return the conversion of ``module``; None if it is neither a Transformers model nor a pipeline stage of
+        one, or if the installed release has no such rules (its models have the layout of their files)."""
         try:
             from transformers import PreTrainedModel, conversion_mapping  # noqa: F401
         except ImportError:
@@ -75,8 +75,8 @@ class Conversion:
         return cls(whole) if isinstance(whole, PreTrainedModel) else None
 
     def name_of(self, stored: str) -> tuple[str, str | None]:
-        """The model's name of a tensor, and the pattern of the conversion that it takes part in, if any. What the model
-        does not have keeps its name."""
+        """Return the name in the model of a file's tensor, and the matched conversion pattern (None if it is not
+        converted). A name that the model lacks is unchanged."""
         prefix = self._model.base_model_prefix
         name, pattern = self._rename(stored, self._renamings, self._converters, prefix, self._known)
         if name not in self._known and stored in self._known:
@@ -84,11 +84,10 @@ class Conversion:
         return (name, pattern) if name in self._known else (stored, None)
 
     def groups(self, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], list[ConvertedGroup]]:
-        """Sort the tensors of files into those that are only renamed, as {name in the file: name in the model}, and
-        those that are converted."""
+        """Split file tensors into those only renamed, {name in the file: name in the model}, and those to convert."""
         renamed: dict[str, str] = {}
         groups: dict[str, ConvertedGroup] = {}
-        for name in sorted(stored, key=self._order):  # experts in the order of their numbers
+        for name in sorted(stored, key=self._order):  # experts in numeric order
             found, pattern = self.name_of(name)
             if pattern is None:
                 renamed[name] = found
@@ -101,14 +100,14 @@ class Conversion:
 def stored_as_in_model(
     module: nn.Module, stored: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], list[ConvertedGroup]]:
-    """``Conversion.groups`` for ``module``; where it is no model of Transformers, all names stay."""
+    """Call ``Conversion.groups`` for ``module``; if it is not a Transformers model, keep all names."""
     conversion = Conversion.of(module)
     return ({name: name for name in stored}, []) if conversion is None else conversion.groups(stored)
 
 
 def as_in_model(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as ``module`` has them, of ``tensors`` as files have them: first, one by one, what keeps its
-    value, then what is converted, one group at a time."""
+    """Yield the names and values of ``module`` for the file tensors ``tensors``: first the unconverted ones, one by
+    one, then the converted ones, one group at a time."""
     conversion = Conversion.of(module)
     if conversion is None:
         yield from tensors
@@ -122,13 +121,13 @@ def as_in_model(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Ite
             stored[name] = value
     groups = conversion.groups(stored)[1]
     stored.clear()
-    while groups:  # what a group holds is freed with it
+    while groups:  # frees each group after its conversion
         yield from groups.pop(0).tensors().items()
 
 
 def model_described_in(folder: Path) -> nn.Module | None:
-    """The model of Transformers, without weights, whose config is in ``folder``; None: there is none that the installed
-    release knows."""
+    """Return the Transformers model (on the meta device) of the config in ``folder``; None if the installed release
+    has no such model."""
     try:
         import transformers
     except ImportError:
@@ -143,15 +142,15 @@ def model_described_in(folder: Path) -> nn.Module | None:
 
 
 def compute_buffers(module: nn.Module) -> None:
-    """Give values to the buffers on the meta device that no file holds, on the host, as ``from_pretrained`` does. All
-    else of ``module`` stays as it is; so does a module that is no model of Transformers."""
+    """Initialize, on the host, meta buffers that no file holds, as ``from_pretrained`` does. Everything else in
+    ``module`` is unchanged, and so is a module that is not a Transformers model."""
     initialize: Any = getattr(module, "initialize_weights", None)
     if Conversion.of(module) is None or initialize is None:
         return
     for each in (*module.parameters(), *module.buffers()):
-        each._is_hf_initialized = not each.is_meta  # type: ignore[attr-defined]  # what has values keeps them
+        each._is_hf_initialized = not each.is_meta  # type: ignore[attr-defined]  # tensors with values keep them
     for layer in module.modules():
-        layer._is_hf_initialized = False  # type: ignore[assignment]  # else it is passed over
+        layer._is_hf_initialized = False  # type: ignore[assignment]  # otherwise the layer is skipped
         for name in layer._non_persistent_buffers_set:
             buffer = layer._buffers.get(name)
             if buffer is not None and buffer.is_meta:
@@ -165,6 +164,6 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _unsplit(module: Any) -> nn.Module:
-    """A model without weights whose tensors have their whole shapes, which some conversions look at."""
+    """Return a meta model of the same class with unsplit shapes, which some conversions read."""
     with torch.device("meta"):
         return type(module)(module.config)

@@ -1,7 +1,7 @@
-"""State dicts of Megatron models that were saved by one number of tensor-parallel ranks, for any other number.
+"""State dicts of Megatron models, resharded from one tensor-parallel size to another.
 
-A file holds what one rank had. For fewer ranks files are merged, for more each is split: along the dim along which
-Megatron cut a weight, and inside a fused query-key-value weight each of the three parts for itself.
+A file holds the weights of one rank. For fewer ranks files are merged, for more each is split, along the dim that
+Megatron cuts; the three parts of a fused query-key-value weight are cut separately.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpoint
 AUTO_MODULE_KEY = "auto"
 """The model's weights are under "module" or "model", whichever there is."""
 WHOLE_DESCRIPTIONS = ("bloom", "ds_model")
-"""Types of checkpoints that are a list of files, for the loader of the model."""
+"""Checkpoint types that are only a list of files, which the model's own loader reads."""
 
 State = dict[str, Any]
 
 
 class SDLoaderFactory:
-    """Loaders by the type of a checkpoint."""
+    """Makes the loader for a checkpoint's type."""
 
     @staticmethod
     def get_sd_loader_json(
         json_file: str | os.PathLike[str] | Mapping[str, Any], checkpoint_engine: Any
     ) -> Any:
-        """The loader for a description: ``{"type", "version", "checkpoints": [files]}``, or a file with that. Types
-        that need no merging ("bloom", "ds_model"): the description."""
+        """Return the loader for a description: ``{"type", "version", "checkpoints": [files]}``, or the path of a JSON
+        file with it. Types that need no merging ("bloom", "ds_model") return the description."""
         if isinstance(json_file, Mapping):
             data = json_file
         else:
@@ -62,7 +62,7 @@ class MegatronSDLoader:
 
     A fused weight has its rows in an order that depends on the version of the checkpoint, by (part, head, row of the
     head): version 0 part first, [3 x heads x rows]; 1 [heads x rows x 3]; 2 [heads x 3 x rows]. In the latter two a
-    rank's heads are one run of rows.
+    rank's heads are contiguous rows.
 
     ``ckpt_list``: the files in the order of their ranks. ``checkpoint_engine``: reads one; None: torch's format.
     """
@@ -96,11 +96,11 @@ class MegatronSDLoader:
         quantize_groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[str, State, tuple[None, int]]:
-        """``(file, state dict, (None, number of files merged))`` for rank ``mp_rank`` of ``mp_world_size``.
+        """Return ``(file, state dict, (None, number of files merged))`` for rank ``mp_rank`` of ``mp_world_size``.
 
-        ``module_key``: where the weights are in a file; None: a file holds nothing else. A pipeline's model files
-        (``is_pipe_parallel``) hold no weights, so the first serves every rank of another number of ranks. The numbers
-        of ranks have to be multiples of each other, else ValueError.
+        ``module_key``: key of the weights in a file; None: the file is the state dict itself. A pipeline's model
+        files (``is_pipe_parallel``) hold no weights, so with another number of ranks all read the first file.
+        ValueError: neither number of ranks is a multiple of the other.
         """
         self.module_key = module_key
         files = len(self.ckpt_list)
@@ -134,7 +134,7 @@ class MegatronSDLoader:
         return state
 
     def get_merge_state_dicts(self, mp_world_size: int, mp_rank: int) -> list[State]:
-        """The files that rank ``mp_rank`` of fewer ranks merges."""
+        """Return the contents of the files that rank ``mp_rank`` of fewer ranks merges."""
         files = len(self.ckpt_list)
         if files % mp_world_size:
             raise ValueError(f"{files} files cannot be merged for {mp_world_size} ranks: no multiple")
@@ -142,7 +142,8 @@ class MegatronSDLoader:
         return [self._read(path) for path in self.ckpt_list[mp_rank * each : (mp_rank + 1) * each]]
 
     def get_split_state_dict(self, mp_world_size: int, mp_rank: int) -> tuple[State, int, int]:
-        """(the file that rank ``mp_rank`` of more ranks has a part of, number of parts, number of its part)."""
+        """Return (content of the file that rank ``mp_rank`` of more ranks splits, number of parts, its part's
+        index)."""
         files = len(self.ckpt_list)
         if mp_world_size % files:
             raise ValueError(f"{files} files cannot be split for {mp_world_size} ranks: no multiple")
@@ -150,12 +151,12 @@ class MegatronSDLoader:
         return self._read(self.ckpt_list[mp_rank // parts]), parts, mp_rank % parts
 
     def get_module(self, sd: State) -> State:
-        """The weights in the content of a file."""
+        """Return the weights in the content of a file."""
         key = self._key(sd)
         return sd if key is None else sd[key]
 
     def set_module(self, sd: State, module: State) -> State:
-        """``sd`` with other weights."""
+        """Return ``sd`` with its weights replaced by ``module``."""
         key = self._key(sd)
         if key is None:
             return module
@@ -173,21 +174,21 @@ class MegatronSDLoader:
         return found[0]
 
     def check_ckpt_list(self) -> None:
-        """ValueError: there are no files; FileNotFoundError: the first is missing."""
+        """Check the files. ValueError: the list is empty; FileNotFoundError: the first file is missing."""
         if not self.ckpt_list:
             raise ValueError("ckpt_list is empty: there is no checkpoint to load")
         if not os.path.exists(self.ckpt_list[0]):
             raise FileNotFoundError(f"{self.ckpt_list[0]}, the first file of the checkpoint, is missing")
 
     def merge_query_key_value(self, param_list: Sequence[Tensor], ckpt_ver: float) -> Tensor:
-        """The fused weight or bias of all heads from those of consecutive ranks."""
+        """Return the fused weight or bias of all heads, merged from consecutive ranks."""
         if _part_first(ckpt_ver):
             parts = [param.chunk(3, dim=0) for param in param_list]
             return torch.cat([piece for part in zip(*parts, strict=True) for piece in part], dim=0)
         return torch.cat(list(param_list), dim=0)
 
     def split_query_key_value(self, param: Tensor, num_to_split: int, offset: int, ckpt_ver: float) -> Tensor:
-        """Part number ``offset`` of ``num_to_split`` of a fused weight or bias."""
+        """Return part number ``offset`` of ``num_to_split`` of a fused weight or bias."""
         if _part_first(ckpt_ver):
             return torch.cat([_part(each, num_to_split, offset, 0) for each in param.chunk(3, dim=0)], dim=0)
         return _part(param, num_to_split, offset, 0)
@@ -201,7 +202,7 @@ class MegatronSDLoader:
         groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[State, None]:
-        """(what rank ``mp_rank`` of fewer ranks loads, None: scales of no quantization)."""
+        """Return (state dict for rank ``mp_rank`` of fewer ranks, None in place of quantization scales)."""
         self.sanity_check(self.ckpt_list[0])
         states = self.get_merge_state_dicts(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(states[0])
@@ -225,7 +226,7 @@ class MegatronSDLoader:
         groups: int = 64,
         mlp_extra_grouping: bool = True,
     ) -> tuple[State, None]:
-        """(what rank ``mp_rank`` of more ranks loads, None)."""
+        """Return (state dict for rank ``mp_rank`` of more ranks, None)."""
         state, parts, number = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(state)
         split = {}
@@ -243,7 +244,7 @@ class MegatronSDLoader:
         return 0 if any(key in name for key in self.ROWS) else None
 
     def sanity_check(self, ckpt_file_name: str) -> None:
-        """ValueError: the file does not hold a model of this type."""
+        """Raise ValueError unless the file holds a model of this type."""
         weights = self.get_module(self._read(ckpt_file_name))
         for key in (
             "attention.dense.weight",
@@ -257,7 +258,7 @@ class MegatronSDLoader:
                 )
 
     def get_checkpoint_version(self, state_dict: State) -> float:
-        """Return what was given, else what the file says, else 0."""
+        """Return the version given, else the file's, else 0 with a warning."""
         if self.version is not None:
             return self.version
         if "checkpoint_version" not in state_dict:
@@ -276,7 +277,7 @@ def _part_first(version: float) -> bool:
 
 
 def _part(value: Tensor, parts: int, number: int, dim: int) -> Tensor:
-    """A copy, that a part may be saved without the rest."""
+    """Return a copy of part ``number``, so that saving it does not write the whole storage."""
     if value.shape[dim] % parts:
         raise ValueError(
             f"a weight [{tuple(value.shape)}] cannot be split into {parts} parts along dim {dim}"

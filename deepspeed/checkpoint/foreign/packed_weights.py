@@ -1,9 +1,8 @@
-"""Weights that other libraries stored in few bits: GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023),
-compressed-tensors, fp8 by blocks or rows, bitsandbytes (Dettmers et al. 2022, 2023).
+"""Quantized weights of other libraries: GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), compressed-tensors, fp8 by
+blocks or rows, bitsandbytes (Dettmers et al. 2022, 2023).
 
-A layer of such a file has several tensors in the place of its weight, laid out for the kernels of the library. Here
-they become the weight that they stand for, so a folder needs neither that library nor its devices. What a layout means
-is told by the config's ``quantization_config``.
+A layer of such a file has several packed tensors in place of its weight, laid out for the library's kernels. They are
+unpacked here without that library or its devices. The config's ``quantization_config`` specifies the layout.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class PackedWeightsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
-    """A weight as integers that have one scale for each group of columns.
+    """A weight as integers with one scale per row and group of columns.
 
-    ``levels``: int16 [outputs, inputs], without their zero points. ``scales``: [outputs, groups]. ``groups``: which of
-    them each column has, int64 [inputs].
+    ``levels``: int16 [outputs, inputs], without their zero points. ``scales``: [outputs, groups]. ``groups``: group
+    of each column, int64 [inputs].
     """
 
     levels: Tensor
@@ -47,13 +46,13 @@ class GroupedIntegers:
         size: int | None,
         groups: Tensor | None = None,
     ) -> GroupedIntegers:
-        """Subtract the zero points.
+        """Make one from codes by subtracting the zero points.
 
         Args:
             codes: int16 [outputs, inputs].
-            zeros: int16 [outputs, groups], or one for all.
-            size: columns of a group, the last of which may have fewer; None, 0 or -1: all groups are equally long.
-            groups: of each column, where they are no runs.
+            zeros: int16 [outputs, groups], or a single value.
+            size: columns per group, the last group may be smaller; None, 0 or -1: groups of equal size.
+            groups: group of each column, if groups are not contiguous.
         """
         columns = codes.shape[1]
         if groups is None:
@@ -63,24 +62,24 @@ class GroupedIntegers:
         return cls(codes - (zeros if isinstance(zeros, int) else zeros[:, groups]), scales, groups)
 
     def dequantized(self) -> Tensor:
-        """[outputs, inputs], in the dtype of the scales."""
+        """Return the weight [outputs, inputs] in the dtype of the scales."""
         return self.levels * self.scales[:, self.groups]
 
 
 def can_unpack(told: Any) -> bool:
-    """Return whether `unpacked` reads what this ``quantization_config`` tells of; None: there is none."""
+    """Return whether `unpacked` can read this ``quantization_config``; False for None."""
     return told is not None and method_of(told) in _FORMATS
 
 
 def method_of(told: Any) -> str:
-    """Return the library or layout that a ``quantization_config``, a mapping or an object, names."""
+    """Return the quantization method that a ``quantization_config`` (mapping or object) names."""
     return str(_settings(told).get("quant_method", ""))
 
 
 def unpacked(
     tensors: Iterable[tuple[str, Tensor]], told: Any
 ) -> Iterator[tuple[str, Tensor | GroupedIntegers]]:
-    """Names and values of whole weights: first all that was not packed, then one packed layer at a time.
+    """Yield names and values of weights: first all unpacked tensors, then one packed layer at a time.
 
     PackedWeightsError: the layout is not known, or a layer lacks tensors.
     """
@@ -105,7 +104,7 @@ def unpacked(
 
 
 class _Parts(dict[str, Tensor]):
-    """The tensors of one layer, by the ends of their names."""
+    """The tensors of one layer by name suffix."""
 
     def __missing__(self, name: str) -> Tensor:
         raise PackedWeightsError(f"there is no {name}, only {', '.join(sorted(self))}")
@@ -116,8 +115,8 @@ def _settings(told: Any) -> dict[str, Any]:
 
 
 def _unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """int16 [rows * 32 / bits, columns] of int32 [rows, columns]: numbers without sign that follow each other down a
-    column, lowest bits first, also across words."""
+    """Unpack int32 [rows, columns] to int16 [rows * 32 / bits, columns]: unsigned numbers packed down each column,
+    lowest bits first, also across word boundaries."""
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)[None, :, None]
         return ((words[:, None] >> shifts) & (2**bits - 1)).to(torch.int16).flatten(0, 1)
@@ -128,19 +127,19 @@ def _unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def _gptq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
-    """qweight: int32 [inputs * bits / 32, outputs], qzeros: int32 [groups, outputs * bits / 32], scales: [groups,
-    outputs], g_idx: the group of each input, int32 [inputs]."""
+    """Unpack GPTQ. qweight: int32 [inputs * bits / 32, outputs], qzeros: int32 [groups, outputs * bits / 32], scales:
+    [groups, outputs], g_idx: the group of each input, int32 [inputs]."""
     version = settings.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise PackedWeightsError(
             f"GPTQ: checkpoint_format {version!r} is not read, only 'gptq' and 'gptq_v2'"
         )
     qweight, groups = parts["qweight"], parts.get("g_idx")
-    # Some layers may have other bits than the rest (`dynamic`).
+    # The width may vary by layer (`dynamic`).
     bits = int(settings.get("bits", 4)) if groups is None else qweight.shape[0] * 32 // groups.numel()
     zeros = _unpack_bits(parts["qzeros"].T.contiguous(), bits) + int(
         version == "gptq"
-    )  # which stores one less
+    )  # it stores zero points minus one
     codes = _unpack_bits(qweight, bits).T
     return GroupedIntegers.of(codes, parts["scales"].T, zeros, size=settings.get("group_size"), groups=groups)
 
@@ -150,7 +149,8 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def _awq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
-    """qweight: int32 [inputs, outputs / 8], qzeros: int32 [groups, outputs / 8], scales: [groups, outputs]."""
+    """Unpack AWQ. qweight: int32 [inputs, outputs / 8], qzeros: int32 [groups, outputs / 8], scales: [groups,
+    outputs]."""
     if settings.get("version", "gemm") != "gemm" or settings.get("bits", 4) != 4:
         raise PackedWeightsError(
             f"AWQ: version {settings.get('version')!r} is not read, only 'gemm' of 4 bits"
@@ -166,8 +166,9 @@ def _awq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
 
 
 def _compressed(parts: _Parts, settings: dict[str, Any]) -> Tensor | GroupedIntegers:
-    """weight_packed: int32 [outputs, inputs * bits / 32], weight_zero_point: int32 [outputs * bits / 32, groups],
-    weight_scale: [outputs, groups], weight_shape: (outputs, inputs); or weight: int8 or fp8 [outputs, inputs]."""
+    """Unpack compressed-tensors. weight_packed: int32 [outputs, inputs * bits / 32], weight_zero_point: int32
+    [outputs * bits / 32, groups], weight_scale: [outputs, groups], weight_shape: (outputs, inputs); or weight: int8
+    or fp8 [outputs, inputs]."""
     groups = settings.get("config_groups", {}).values()
     weights = [group["weights"] for group in groups if group.get("weights")]
     if "weight_packed" not in parts:
@@ -194,8 +195,8 @@ def _compressed(parts: _Parts, settings: dict[str, Any]) -> Tensor | GroupedInte
 
 
 def _scaled(weight: Tensor, scale: Tensor, zero: Tensor | None = None, block: Any = None) -> Tensor:
-    """Products of 8-bit numbers [outputs, inputs] with scales of the whole, of rows, of groups of columns, or of blocks
-    (``block``: their rows and columns); fp32."""
+    """Dequantize 8-bit numbers [outputs, inputs] with scales per tensor, per row, per group of columns, or per block
+    (``block``: its rows and columns); fp32."""
     if scale.numel() == 1:
         return (weight.float() - (0 if zero is None else zero.float())) * scale.float()
     sizes = block or [-(-whole // count) for whole, count in zip(weight.shape, scale.shape, strict=True)]
@@ -216,8 +217,8 @@ def _fbgemm(parts: _Parts, settings: dict[str, Any]) -> Tensor:
 
 
 def _bitsandbytes(parts: _Parts, settings: dict[str, Any]) -> Tensor:
-    """weight: int8 [outputs, inputs] with SCB, the largest magnitude of each row; or two numbers of 4 bits in a byte,
-    which index quant_map, with absmax for each block, which may be in 8 bits itself (nested)."""
+    """Unpack bitsandbytes. weight: int8 [outputs, inputs] with SCB, the largest magnitude of each row; or two 4-bit
+    indices into quant_map per byte, with an absmax per block, which may itself be quantized to 8 bits (nested)."""
     weight = parts["weight"]
     if "SCB" in parts:
         return weight.float() * parts["SCB"].float()[:, None] / 127

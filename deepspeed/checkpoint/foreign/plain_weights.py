@@ -1,6 +1,6 @@
-"""Weights that are no checkpoint of ours: ``.safetensors`` or ``.bin`` files as Transformers' ``save_pretrained`` and
-``save_16bit_model`` write them, in one file or in shards with an index; or a universal checkpoint of nothing but
-weights, as ``hf_to_universal`` writes it."""
+"""Plain weights: ``.safetensors`` or ``.bin`` files as written by Transformers' ``save_pretrained`` and by
+``save_16bit_model``, in one file or in shards with an index; or a weights-only universal checkpoint, as written by
+``hf_to_universal``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ INDEX_SUFFIX = ".index.json"
 
 
 def find_plain(path: Path) -> Path | None:
-    """The file with plain weights that ``path`` is, or what the folder ``path`` has of them: such a file, an index of
-    several, or the folder of a universal checkpoint's weights."""
+    """Return ``path`` if it is a file of plain weights, else what the folder ``path`` has: such a file, an index of
+    several, or the parameter folder of a weights-only universal checkpoint; None if nothing."""
     if path.is_file():
         return path if path.suffix in (".safetensors", ".bin") or path.name.endswith(INDEX_SUFFIX) else None
     known = (SAFETENSORS_NAME, BIN_NAME)
@@ -46,16 +46,16 @@ def find_plain(path: Path) -> Path | None:
 
 
 def find_universal_weights(folder: Path) -> Path | None:
-    """Return where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
+    """Return the parameter folder of the universal checkpoint in ``folder`` if it is weights-only, else None."""
     return folder / FOLDER if has_only_parameters(folder) else None
 
 
 def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Catalog:
-    """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet, named as in
-    ``module``. Weights that it has under several names may be under any of them in the file.
+    """Return the catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped but not read, named as in
+    ``module``. The file may hold a tied weight under any of its names.
 
-    ``own_names``: of ``module``, which may be wrapped otherwise than the one that was saved.
-    CheckpointError: a file that the index names is missing, or cannot be read.
+    ``own_names``: names in ``module``, whose wrappers may differ from those of the saved module. CheckpointError: a
+    file that the index names is missing, or cannot be read.
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
     stored = {name: (value, archive) for name, value, archive in _stored(path)}
@@ -63,7 +63,7 @@ def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Cat
 
     rename = renaming(list(renamed.values()), own_names, "") or str
 
-    @lru_cache(maxsize=1)  # of the results of a conversion, one is asked for after the other
+    @lru_cache(maxsize=1)  # the results of one conversion are read consecutively
     def converted(group: ConvertedGroup) -> dict[str, Tensor]:
         for name, _, value in group.stored:
             stored[name][1].verify(value)
@@ -86,12 +86,12 @@ def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Cat
 
 
 class ConvertedSource(Source):
-    """A tensor made of several of a file, when it is read.
+    """A tensor converted from several tensors of a file when it is read.
 
     Args:
-        index: of the whole tensor.
-        archive: of the file, for messages.
-        read: gives the tensors that are made together, by name.
+        index: index of the whole tensor.
+        archive: the file, for messages.
+        read: returns the tensors of the conversion by name.
     """
 
     __slots__ = ("_read",)
@@ -115,7 +115,7 @@ def _add(catalog: Catalog, value: Tensor, source: Source) -> None:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
+    """Yield name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
     for name, value, _ in _stored(path):
         yield name, value
 

@@ -1,8 +1,7 @@
-"""Rules by which tensor-parallel ranks split each parameter, where a checkpoint does not record the boxes itself
-(release 0.19).
+"""Tensor-parallel cuts of parameters, for checkpoints that do not record boxes (release 0.19).
 
-Two sources: what the saving model said of itself (``universal_checkpoint_info``: regular expressions for names), and
-the placements of the model that loads.
+Two sources: the saving model's description (``universal_checkpoint_info``: regular expressions for names), and the
+placements of the loading model.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedParts:
-    """The parts that the model that loads wants: placements by name, under all names of a parameter, and in how many
-    matrices side by side it is split (Megatron's ``partition_stride``). This rank is number ``rank`` of ``ranks`` that
-    split tensors."""
+    """The parts that the loading model wants: placements under all names of a parameter, and the number of matrices
+    side by side that are split separately (Megatron's ``partition_stride``). ``rank``, ``ranks``: this rank's
+    tensor-parallel rank and their number."""
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
     strides: Mapping[str, int] = field(default_factory=dict)
@@ -46,8 +45,8 @@ class WantedParts:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The entries of ``universal_checkpoint_info`` that say how a parameter is split. Without a matching one it is
-    split along its first dim."""
+    """Cuts described by the entries of ``universal_checkpoint_info``. A parameter without a match is split along its
+    first dim."""
 
     info: Mapping[str, Any]
 
@@ -55,12 +54,12 @@ class Described:
         return any(re.match(pattern, name) for pattern in self.info.get(key) or ())
 
     def is_copy(self, name: str) -> bool:
-        """True if every rank has the whole; also what the saving model would have averaged."""
+        """Return whether every rank has the whole tensor; averaged parameters count as copies."""
         keys = (constants.TP_REPLICATED_PARAMETER_PATTERNS, constants.PARAMETER_TO_AVERAGE_PATTERNS)
         return any(self.matches(key, name) for key in keys)
 
     def placements(self, name: str, shapes: Sequence[Shape]) -> list[Placement]:
-        """Return the placement of the tensor on each rank, from its shapes there."""
+        """Return the placement on each rank, from the tensor's shape on each rank."""
         if self.is_copy(name):
             return [Placement(global_shape=shapes[0]) for _ in shapes]
         for entry in self.info.get(constants.PARAMETER_WITH_SUB_PARAMS) or ():
@@ -79,17 +78,17 @@ class Described:
 def split_placements(
     name: str, shapes: Sequence[Shape], info: Mapping[str, Any] | None, wanted: WantedParts | None
 ) -> Sequence[Placement | None]:
-    """Return where the tensors that ``len(shapes)`` ranks saved under ``name`` lie in the whole one; None: it is
-    unknown and not needed.
+    """Return the placement of each rank's tensor ``name`` (``shapes``: by rank); None where it is unknown and not
+    needed.
 
-    CheckpointError: neither the checkpoint nor the model that loads says so.
+    CheckpointError: neither the checkpoint nor the loading model describes the cut.
     """
     known = wanted.placements.get(name) if wanted is not None else None
     if info and any(info.get(key) for key in _RULES):
         return Described(info).placements(name, shapes)
     if info and wanted is None and shapes[0] and any(key in info for key in _RULES):
-        # Rules that name no parameter say that all are split along their first dim. A model that loads knows better:
-        # there are systems that write such rules because they have nothing to say.
+        # Empty rules would mean that all parameters are split along their first dim. A loading model is a better
+        # source: some systems write empty rules without meaning them.
         return Described(info).placements(name, shapes)
     if known is None or wanted is None:
         if len(set(shapes)) == 1 and (wanted is not None or not shapes[0]):
@@ -116,13 +115,13 @@ _RULES = (
 def _like(
     name: str, shapes: Sequence[Shape], known: Placement, wanted: WantedParts
 ) -> Sequence[Placement | None]:
-    """From the global shape in the model that loads: the dim along which the parts add up to it."""
+    """Return placements from the loading model's global shape: parts add up to it along exactly one dim."""
     whole = known.global_shape
     if all(shape == whole for shape in shapes):
         return [Placement(global_shape=whole) for _ in shapes]
     fused = len(known.boxes) > 1 and wanted.strides.get(name, 1) == 1
     if fused and wanted.ranks == len(shapes) and known.index(name).local_shape == shapes[wanted.rank]:
-        # This rank needs no other.
+        # This rank needs no other part.
         return [known if number == wanted.rank else None for number in range(len(shapes))]
     dims = [
         dim
@@ -147,13 +146,13 @@ def _strided(name: str, shapes: Sequence[Shape], dim: int, stride: int) -> list[
 
 
 def _count(shape: Sequence[Any], dim: int) -> int:
-    """Return how many equal matrices lie side by side: parallel layers give their number, with -1 for the other
-    dim, as in (3, -1); Megatron's models give the extent, and are split as one."""
+    """Return the number of equal matrices side by side: parallel layers give it, with -1 for the other dim, as in (3,
+    -1); Megatron's models give the extent instead, and are split as one matrix."""
     return int(shape[dim]) if -1 in shape and shape[dim] > 0 else 1
 
 
 def _split(name: str, shapes: Sequence[Shape], dim: int, sections: list[int]) -> list[Placement]:
-    """``sections``: extents of the matrices side by side, each of which is split evenly."""
+    """Split each of several matrices side by side evenly; ``sections``: their extents along ``dim``."""
     count = len(shapes)
     if any(size % count for size in sections) or sum(sections) != sum(shape[dim] for shape in shapes):
         raise CheckpointError(

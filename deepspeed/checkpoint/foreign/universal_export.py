@@ -1,7 +1,7 @@
 """Universal checkpoints, in the layout of release 0.19.8, from any checkpoint that can be read here.
 
-Our checkpoints load anywhere as they are; this is for that release's ``load_universal`` and for tools that read its
-layout (``universal_format`` describes it). Works on files alone, one tensor in memory at a time and process.
+Our own checkpoints need no conversion; this is for that release's ``load_universal`` and for tools that read its
+layout (described in ``universal_format``). Works on files alone, with one tensor in memory per process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 PER_PROCESS = 64
-"""Parameters that a process converts at a time; fewer are not worth another process."""
+"""Parameters per process and task; fewer do not pay for another process."""
 
 
 def convert(
@@ -50,15 +50,15 @@ def convert(
     zero_stage: int | None = None,
 ) -> Path:
     """Write the checkpoint in ``input_folder`` (the folder of a tag) to ``output_folder``, and that folder's name to
-    ``latest_universal`` beside it; returns the folder.
+    ``latest_universal`` next to it; return the folder.
 
-    ``zero_stage``: at which release 0.19.8 will load it: its stages 1 and 2 and its stage 3 want different files; by
-    default that of the checkpoint. ``processes`` share the parameters. ``verify``: open everything again before it is
-    put in place. ``inject_missing_state``: also write weights that no optimizer holds, and zeros for the optimizer
-    state of parameters that never had a gradient.
+    ``zero_stage``: the stage at which release 0.19.8 will load it (stages 1 and 2 need other files than stage 3);
+    default: the checkpoint's. ``processes``: number of worker processes. ``verify``: open all files again before
+    publishing. ``inject_missing_state``: also write weights without optimizer state, and zero optimizer state for
+    parameters that never had a gradient.
 
-    The folder appears when it is complete; after an error or Ctrl-C it is as before. CheckpointError: the source is
-    damaged, holds no optimizer state, or state that has no place in that layout.
+    The folder appears once complete; after an error or Ctrl-C it is unchanged. CheckpointError: the source is
+    damaged, has no optimizer state, or has state that the layout cannot hold.
     """
     source, target = Path(input_folder), Path(os.path.abspath(output_folder))
     conversion = _Conversion(source, zero_stage, inject_missing_state)
@@ -75,8 +75,8 @@ def convert(
 
 @contextmanager
 def putting_in_place(staged: StagedFolder) -> Iterator[None]:
-    """Put what is written into the staging folder meanwhile in its place at the end, and its name into
-    ``latest_universal`` beside it; after an error or Ctrl-C all is as before."""
+    """Publish the staging folder at the end of the block, and its name in ``latest_universal``; after an error or
+    Ctrl-C nothing changes."""
     staged.prepare()
     try:
         yield
@@ -89,14 +89,14 @@ def putting_in_place(staged: StagedFolder) -> Iterator[None]:
 
 
 def write_value(folder: Path, kind: str, content: Any, note: Mapping[str, Any] | None = None) -> None:
-    """Write the file of that kind in the folder of a parameter. ``note``: see ``write_archive``."""
+    """Write the file of one kind into a parameter's folder. ``note``: see ``write_archive``."""
     path = folder / f"{kind}{SUFFIX}"
     with naming(path):
         write_archive(path, content, note=note)
 
 
 class _Conversion:
-    """The content of a universal checkpoint that is made of the one in ``source``."""
+    """The content of the universal checkpoint made from ``source``."""
 
     def __init__(self, source: Path, zero_stage: int | None, inject: bool) -> None:
         if is_universal(source):
@@ -111,7 +111,7 @@ class _Conversion:
         if stage not in (1, 2, 3):
             raise ValueError(f"zero_stage={stage}: 1, 2 or 3")
         self.stage = stage
-        self.flat = stage == 3 and not self._split  # what that release's stage 3 reads
+        self.flat = stage == 3 and not self._split  # format of that release's stage 3
         self.files = UpstreamFiles(self.catalog, stage, int(self.catalog.model_states["dp_world_size"]))
         self.trained = self.files.trained
         self.kinds = self.files.kinds(self.trained)
@@ -125,7 +125,7 @@ class _Conversion:
     # A parameter --------------------------------------------------------------------------------------------
 
     def write_parameter(self, folder: Path, name: str) -> None:
-        """``folder/NAME/*.pt``."""
+        """Write ``folder/NAME/*.pt``."""
         made = folder / name
         with naming(made):
             made.mkdir(parents=True)
@@ -168,7 +168,7 @@ class _Conversion:
     # Everything else ----------------------------------------------------------------------------------------
 
     def write_rest(self, folder: Path) -> None:
-        """Model files, and what the parameters share."""
+        """Write the model files and the state shared by all parameters."""
         (folder / FOLDER).mkdir()
         with naming(folder / FOLDER / COMMON):
             write_archive(folder / FOLDER / COMMON, self._common(), class_names=CLASS_NAMES)
@@ -180,8 +180,8 @@ class _Conversion:
 
     @property
     def _split(self) -> bool:
-        """True if tensor-parallel ranks saved parts of weights, in a model file each. Of a pipeline of ours one file is
-        written, since each stage's has other parameters."""
+        """Return whether tensor-parallel ranks saved parts of weights, one model file each. For our own pipelines one
+        file is written, since each stage's file has other parameters."""
         ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
         staged = self.catalog.index.get("stages", 1) > 1
         return ranks > 1 and not staged and (self.catalog.zero_stage < 3 or not self.own)
@@ -190,7 +190,7 @@ class _Conversion:
         return self._split and not path.name.startswith("zero_")
 
     def _copy_model_file(self, path: Path, target: Path) -> None:
-        """Copy what release 0.19 wrote, as it is; of our own, what that release knows."""
+        """Copy a file of release 0.19 unchanged; of our own, only the entries that release knows."""
         if not self.own:
             with naming(target):
                 shutil.copyfile(path, target)
@@ -228,8 +228,8 @@ class _Conversion:
 
 
 def _layout(sources: Sequence[Source]) -> dict[str, int]:
-    """Return how that release divides a whole tensor for its tensor-parallel ranks, from the parts that were saved:
-    along which dim, and of how many matrices of equal size side by side each is divided."""
+    """Return that release's description of a tensor-parallel cut, from the saved parts: the dim, and the number of
+    equal matrices side by side."""
     parts = [source.index for source in sources if source.index.boxes]
     if not parts:
         return {CAT_DIM: 0}
@@ -245,7 +245,7 @@ def _layout(sources: Sequence[Source]) -> dict[str, int]:
 
 
 def _write_parameters(conversion: _Conversion, folder: Path, processes: int) -> None:
-    """All parameters, each by one of the ``processes``."""
+    """Write all parameters, distributed over ``processes``."""
     parameters, into = conversion.parameters, folder / FOLDER
     count = min(processes, -(-len(parameters) // PER_PROCESS))
     with _progress(len(parameters)) as bar:
@@ -264,7 +264,7 @@ def _write_parameters(conversion: _Conversion, folder: Path, processes: int) -> 
 
 
 def _write_share(options: tuple[Path, int | None, bool], folder: Path, share: Sequence[str]) -> int:
-    """In a process of its own; returns how many parameters it wrote."""
+    """Write a share in a worker process; return the number of parameters written."""
     conversion = _Conversion(*options)
     for name in share:
         conversion.write_parameter(folder, name)
@@ -273,13 +273,13 @@ def _write_share(options: tuple[Path, int | None, bool], folder: Path, share: Se
 
 @contextmanager
 def _progress(count: int) -> Iterator[tqdm]:
-    """A bar where somebody watches."""
+    """Show a progress bar on a terminal."""
     with tqdm(total=count, desc="parameters", unit="", disable=None) as bar:
         yield bar
 
 
 def _verify(folder: Path, conversion: _Conversion) -> None:
-    """CheckpointError if what was written does not open again, with every parameter in it."""
+    """Raise CheckpointError unless the written folder opens and holds every parameter."""
     catalog = open_checkpoint(folder)
     catalog.files.check_complete()
     for name in conversion.trained:

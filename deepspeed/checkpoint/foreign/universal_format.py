@@ -1,12 +1,12 @@
-"""Universal checkpoints, as ``ds_to_universal`` of release 0.19 writes them and ours does: whole tensors by name.
+"""Universal checkpoints, as written by ``ds_to_universal`` of release 0.19 and by ours: whole tensors by name.
 
     zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt   ``{"param": tensor}``, or, from stage 3, the flat tensor itself
     zero/NAME/step.pt                        a value; from stage 3 it is in the next file instead
-    zero/optimizer_state.pt                  what the first rank's optimizer file holds besides: groups, loss scale
+    zero/optimizer_state.pt                  the rest of the first rank's optimizer file: groups, loss scale
     *_model_states.pt                        as in the checkpoint that was converted
 
-A parameter's files are opened when they are needed. A folder also has weights without optimizer state: frozen ones,
-buffers and tied weights under their other names, which the model files hold as well.
+A parameter's files are opened on demand. There may be folders of weights without optimizer state: frozen weights,
+buffers and aliases of tied weights, which the model files hold as well.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def is_universal(folder: Path) -> bool:
 
 
 def has_only_parameters(folder: Path) -> bool:
-    """Return whether ``folder`` has a universal checkpoint that was made of weights. One that has something of an
-    optimizer was not: without model files it is incomplete."""
+    """Return whether ``folder`` has a weights-only universal checkpoint: no optimizer state and no model files. With
+    optimizer state but without model files it is incomplete instead."""
     rest = (folder / FOLDER / COMMON, *folder.glob(f"*{MODEL_SUFFIX}"))
     return is_universal(folder) and not any(path.exists() for path in rest)
 
 
 @dataclass(eq=False)
 class UniversalFiles:
-    """Adds a parameter's tensors to ``catalog`` when they are fetched. ``shapes``: of trained parameters, from the
-    model files, where tensor-parallel ranks saved those of their parts. ``first``: the first of the model files."""
+    """Adds a parameter's tensors to ``catalog`` on fetch. ``shapes``: of trained parameters, from the model files
+    (those of tensor-parallel ranks record the shapes of parts). ``first``: the first model file."""
 
     catalog: Catalog
     folder: Path
@@ -63,7 +63,7 @@ class UniversalFiles:
         self.left = set(self.kinds)
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Open the files of the parameters that ``shards`` name; of all for None."""
+        """Open the files of the parameters named in ``shards``, or of all for None."""
         names = set(self.kinds) if shards is None else {shard.name for shard in shards}
         for name in sorted(names & self.left):
             self.left.discard(name)
@@ -75,7 +75,7 @@ class UniversalFiles:
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
     def check_complete(self) -> None:
-        """Every trained parameter has a folder with its master weights."""
+        """Check that every trained parameter has a folder with its master weights."""
         lacking = [name for name in self.shapes if MASTER not in self.kinds.get(name, ())]
         if lacking:
             raise CheckpointNotFoundError(
@@ -94,8 +94,8 @@ def add_universal(
     wanted: WantedParts | None,
     first: FileOfSave,
 ) -> None:
-    """Let ``catalog``, which has the content of the model files, find master weights and optimizer state in the
-    folder of parameters. ``groups``: shapes of trained parameters by optimizer group; ``common``, ``first``: see
+    """Add the master weights and optimizer state of the parameter folders to ``catalog``, which has the content of
+    the model files. ``groups``: shapes of trained parameters by optimizer group; ``common``, ``first``: see
     ``read_common``."""
     folder = catalog.folder / FOLDER
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
@@ -113,7 +113,7 @@ def add_universal(
 
 
 def open_parameter(folder: Path, name: str, whole: tuple[int, ...]) -> Catalog:
-    """The catalog of one parameter of shape ``whole``, whose files are in ``folder``."""
+    """Return the catalog of one parameter of shape ``whole``, whose files are in ``folder``."""
     if not (folder / (MASTER + SUFFIX)).is_file():
         raise CheckpointNotFoundError(f"{folder} holds no {MASTER}{SUFFIX}: it is not a parameter's folder")
     catalog = Catalog(folder=folder, written_by="", zero_stage=0)
@@ -131,7 +131,7 @@ def _kinds_of(folder: Path) -> list[str]:
 
 
 def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
-    """The files by kind. CheckpointError: they are of two saves."""
+    """Return the files by kind. CheckpointError: they are from two saves."""
     held = {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
     first: FileOfSave | None = None
     for archive in held.values():
@@ -140,8 +140,8 @@ def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
 
 
 def check_save_of_same(archive: Archive, first: FileOfSave | None) -> FileOfSave | None:
-    """CheckpointError if ``archive`` is of another save than ``first``, a file that said of which it is; returns the
-    first that says so."""
+    """Raise CheckpointError if ``archive`` is of another save than ``first``; return the first file that records its
+    save."""
     if first is None:
         found = save_of(archive.content, archive.note)
         return FileOfSave(archive.path, found) if found else None
@@ -150,9 +150,9 @@ def check_save_of_same(archive: Archive, first: FileOfSave | None) -> FileOfSave
 
 
 def saved_by(catalog: Catalog) -> dict[str, Any]:
-    """An entry for every file that is made of ``catalog``: which save of ours it is of; none if it is not of ours.
+    """Return an entry for files made from ``catalog`` that names our save; empty if the save is not ours.
 
-    Files that hold a tensor or a number alone have it as their note (``write_archive``)."""
+    Files of a bare tensor or number carry it as their note (``write_archive``)."""
     save = catalog.index.get(SAVE) or catalog.model_states.get(SAVED_BY)
     return {SAVED_BY: save} if save else {}
 
@@ -164,8 +164,8 @@ def _add_parameter(
     recorded: tuple[int, ...] | None,
     wanted: tuple[int, ...] | None,
 ) -> None:
-    """``recorded``: the shape in the model files; ``wanted``: in the model that loads, for vocabularies, which each
-    number of ranks pads to another size."""
+    """Add a parameter's tensors. ``recorded``: shape in the model files; ``wanted``: shape in the loading model, for
+    vocabularies, whose padding depends on the number of ranks."""
     for kind, archive in held.items():
         content = archive.content
         value = content[PARAM] if isinstance(content, dict) else content
@@ -187,7 +187,7 @@ def _add_parameter(
 def _shape(
     archive: Archive, value: Tensor, recorded: tuple[int, ...] | None, wanted: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Return the shape of a saved tensor: of a flat one, the shape that the model files record or the model has."""
+    """Return the shape of a saved tensor; for a flat one, that of the model files or of the model."""
     if isinstance(archive.content, dict):
         return tuple(value.shape)
     for shape in (recorded, wanted):
@@ -203,7 +203,7 @@ def _shape(
 def _add_padded(
     catalog: Catalog, name: str, kind: str, value: Tensor, whole: tuple[int, ...], archive: Archive
 ) -> None:
-    """A vocabulary without its padding, and zeros for the padding of the model that loads."""
+    """Add a vocabulary saved without padding, and zeros for the loading model's padding."""
     rest = tuple((0, size) for size in whole[1:])
     rows = value.shape[0]
     parts = (
@@ -221,7 +221,7 @@ def _add_padded(
 def of_one_save(
     read: Callable[[Path], dict[str, Any]], first: FileOfSave
 ) -> Callable[[Path], dict[str, Any]]:
-    """``read``, which refuses files of another save than the ``first`` model file."""
+    """Wrap ``read`` to refuse files of another save than the ``first`` model file."""
 
     def read_checked(path: Path) -> dict[str, Any]:
         content = read(path)
@@ -231,12 +231,12 @@ def of_one_save(
     return read_checked
 
 
-# What parameters share --------------------------------------------------------------------------------------
+# State shared by parameters --------------------------------------------------------------------------------------
 
 
 def read_common(folder: Path, first: FileOfSave) -> dict[str, Any]:
-    """Return what the optimizer's files held besides the tensors of parameters; empty if nothing was kept.
-    ``first``: the first model file beside it."""
+    """Return the shared content of the optimizer's files (groups, loss scale); empty if there is none. ``first``: the
+    first model file."""
     path = folder / FOLDER / COMMON
     if not path.is_file():
         return {}
@@ -248,7 +248,7 @@ def read_common(folder: Path, first: FileOfSave) -> dict[str, Any]:
 
 
 def _add_groups(catalog: Catalog, common: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
-    """Hyperparameters by group, and the step where it is not with the parameters."""
+    """Add hyperparameters by group, and the step if it is not stored per parameter."""
     inner = common.get(OPTIMIZER_STATE) or {}
     saved = common.get("param_groups") or inner.get("param_groups") or []
     if len(saved) != len(names):

@@ -1,8 +1,8 @@
-"""Experts in checkpoints of release 0.19: the weights of each in a file of its own, under its number in the whole
-layer; their optimizer state on the ranks that held them, under the numbers that they had there.
+"""Experts in checkpoints of release 0.19: one weights file per expert, under its global number; their optimizer state
+in the files of the ranks that held them, under local numbers.
 
-    layer_1_expert_6_mp_rank_00_model_states.pt    weights of expert 6 of the second layer
-    expp_rank_1_mp_rank_00_optim_states.pt         stage 0: the optimizer of the second of the ranks that share experts
+    layer_1_expert_6_mp_rank_00_model_states.pt    weights of expert 6 of the second MoE layer
+    expp_rank_1_mp_rank_00_optim_states.pt         stage 0: the optimizer of the second expert-parallel rank
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _WEIGHTS = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _NAME = re.compile(r"(?P<list>.*\.deepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 KEYS = frozenset({"num_experts", "ds_autoep_layers"})
-"""What the model file says about experts."""
+"""Keys of the model file about experts."""
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedExperts:
-    """``files``: with their weights. ``totals``: number of experts, by the path of their list. ``optimizers``: files by
-    share, that is by place among the ranks that share experts. ``apart``: such ranks are no neighbours."""
+    """Saved experts. ``files``: weights by file. ``totals``: number of experts by the path of their list.
+    ``optimizers``: files by share, i.e. by expert-parallel rank. ``apart``: expert-parallel ranks are not
+    adjacent."""
 
     files: Mapping[Path, Mapping[str, Tensor]] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class SavedExperts:
     def find(
         cls, folder: Path, first: Mapping[str, Any], config: Mapping[str, Any], read: Callable[[Path], Any]
     ) -> SavedExperts:
-        """``first``: the model file. CheckpointError: experts that cannot be read."""
+        """Find the experts in ``folder``; ``first``: the model file. CheckpointError: unsupported experts."""
         found = {path: match for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name))}
         if not found:
             return cls()
@@ -70,8 +71,8 @@ class SavedExperts:
     def shares(
         self, group: Mapping[str, V], ranks: Sequence[Path]
     ) -> Iterator[tuple[dict[str, V], Sequence[Path]]]:
-        """Return what one optimizer group holds on all ranks: whole names, and the files of the ranks that divide
-        these among them. ``group``: by name on the first rank."""
+        """Yield the content of one optimizer group for each share: global names, and the files of the ranks that
+        partition it. ``group``: by name on the first rank."""
         local = _local(group)
         counts = {self.totals[path] // number for path, number in local.items()} or {1}
         if len(counts) > 1:
@@ -83,8 +84,8 @@ class SavedExperts:
             yield {_renumbered(name, share, local): value for name, value in group.items()}, members
 
     def order(self, groups: Sequence[Sequence[str]], share: int) -> list[list[str]]:
-        """The names of a rank's optimizer by group, from those that it has on a rank which shares the experts with
-        others: experts had groups of their own, and as many of each layer as there were files of optimizers."""
+        """Return the names of one share's optimizer by group, from the loading optimizer's ``groups``: experts were
+        in separate groups, and each layer's were divided evenly over the optimizer files."""
         count = max(len(self.optimizers), 1)
         dense = [[name for name in group if not _NAME.fullmatch(name)] for group in groups]
         experts = [[name for name in group if _NAME.fullmatch(name)] for group in groups]
@@ -108,7 +109,7 @@ def _parts(name: str) -> tuple[str, int, str]:
 
 
 def _local(names: Iterable[str]) -> dict[str, int]:
-    """Count the experts of each list are among ``names``."""
+    """Count the experts of each list among ``names``."""
     numbers: dict[str, set[int]] = {}
     for name in names:
         if _NAME.fullmatch(name):

@@ -1,8 +1,8 @@
-"""Checkpoints in the layout of release 0.19.8 of the documented system, from any checkpoint that can be read here.
+"""Export of any readable checkpoint to the layout of release 0.19.8 of the documented system.
 
     python -m deepspeed.checkpoint.foreign.upstream_export CHECKPOINTS OUTPUT --zero_stage 2 --world_size 8
 
-That layout fits one ZeRO stage and one number of ranks, so both are chosen here; ``upstream_format`` describes it.
+That layout is specific to one ZeRO stage and world size, so both are chosen here; ``upstream_format`` describes it.
 Works only on files: no engine, no process group, and one tensor in memory at a time.
 """
 
@@ -37,7 +37,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 LAYOUT = "0.19.8"
-"""Written as ``ds_version``, which tells a reader how to read the files."""
+"""Value of ``ds_version``, by which readers choose the layout."""
 
 CLASS_NAMES = {
     LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -55,13 +55,13 @@ def export_checkpoint(
     zero_stage: int | None = None,
     world_size: int | None = None,
 ) -> Path:
-    """Write ``checkpoint_dir/tag`` to ``output_dir/tag`` so that release 0.19.8 resumes from it; returns that folder.
+    """Write ``checkpoint_dir/tag`` to ``output_dir/tag`` so that release 0.19.8 resumes from it; return that folder.
 
-    ``tag`` defaults to what ``latest`` names, ``zero_stage`` (0 to 3) and ``world_size`` (data-parallel ranks) to
-    those of the checkpoint. The engine that loads it must have that stage, that many ranks, the same precision and the
-    same optimizer groups. What the layout has no place for is dropped: random states, the position in the data, and
-    gradients of an unfinished accumulation. CheckpointError: the source is damaged, or its state cannot be expressed
-    in that layout.
+    ``tag`` defaults to ``latest``, ``zero_stage`` (0 to 3) and ``world_size`` (data-parallel ranks) to those of the
+    checkpoint. The engine that loads it must have that stage and world size, the same precision and the same
+    optimizer groups. State without a place in the layout is dropped: RNG states, the data position, and gradients of
+    an unfinished accumulation. CheckpointError: the source is damaged, or its state cannot be expressed in that
+    layout.
     """
     folder = resolve_folder(Path(checkpoint_dir), tag)
     catalog = open_checkpoint(folder)
@@ -87,7 +87,7 @@ def export_checkpoint(
 
 
 class UpstreamFiles:
-    """The files of one exported checkpoint: their content refers to the source's fragments until they are written."""
+    """The files of one exported checkpoint; tensors are read from the source's fragments when a file is written."""
 
     def __init__(self, catalog: Catalog, stage: int, ranks: int) -> None:
         self.catalog = catalog
@@ -173,7 +173,7 @@ class UpstreamFiles:
         }
 
     def _weights(self) -> OrderedDict[str, Any]:
-        """The whole module in its own dtypes; tied tensors appear once."""
+        """Return the whole module in its own dtypes; tied tensors appear once."""
         made: OrderedDict[str, Any] = OrderedDict()
         for name, dtype in self.catalog.module_dtypes.items():
             original = self.catalog.aliases.get(name, name)
@@ -181,7 +181,7 @@ class UpstreamFiles:
         return OrderedDict(**made, **self.catalog.extra)
 
     def _no_weights(self) -> OrderedDict[str, Any]:
-        """Buffers, and an empty tensor for each parameter: what stage 3 saves."""
+        """Return buffers, and an empty tensor for each parameter, as stage 3 saves them."""
         made: OrderedDict[str, Any] = OrderedDict(
             (
                 name,
@@ -218,7 +218,7 @@ class UpstreamFiles:
     # Optimizer state: common to all stages --------------------------------------------------------------------
 
     def kinds(self, group: Sequence[str]) -> dict[str, torch.dtype]:
-        """Kinds of per-element state that any of the parameters has, with their dtypes."""
+        """Return the kinds of per-element state that any of the parameters has, with their dtypes."""
         found: dict[str, torch.dtype] = {}
         for name in group:
             for kind, sources in self.catalog.fragments.get(name, {}).items():
@@ -227,7 +227,7 @@ class UpstreamFiles:
         return found
 
     def values(self, group: Sequence[str]) -> dict[str, Any]:
-        """State that is not per element; parameters laid end to end share one value of each, the latest step."""
+        """Return state that is not per element; parameters of one flat tensor share one value per kind, the largest."""
         found: dict[str, Any] = {}
         for name in group:
             for kind, value in self.catalog.values.get(name, {}).items():
@@ -253,7 +253,7 @@ class UpstreamFiles:
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
     def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """[stop - start] elements of a tensor; zeros where it has no such state yet."""
+        """Read elements [start, stop) of a tensor; zeros if it has no such state yet."""
         values = (
             torch.zeros(stop - start, dtype=dtype) if not sources else torch.empty(stop - start, dtype=dtype)
         )
@@ -265,15 +265,15 @@ class UpstreamFiles:
     # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
 
     def _laid_out(self, group: Sequence[str]) -> list[str]:
-        """The order of a group's parameters in its flat tensor."""
+        """Return the order of a group's parameters in its flat tensor."""
         if self.settings.round_robin:
             return round_robin(group, self.ranks)
         return list(group)
 
     def _partition(self, rank: int) -> dict[str, Any]:
-        """One rank's part of every group. Moments include the padding at the end, masters do not; but that release's
-        bf16 optimizer, which it uses where gradients accumulate in fp32, includes it in both and records less (not
-        even the stage, which is why its own zero_to_fp32 refuses the files: here it is recorded).
+        """Return one rank's partition of every group. Moments include the padding at the end, masters do not; that
+        release's bf16 optimizer, used when gradients accumulate in fp32, pads both and records less (not even the
+        stage, so its own zero_to_fp32 refuses the files; here it is recorded).
         """
         state: dict[int, dict[str, Any]] = {}
         masters: list[LazyTensor] = []
@@ -315,7 +315,7 @@ class UpstreamFiles:
         }
 
     def _within(self, order: Sequence[str], start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """``(name, position, low, high)``: [low, high) of each parameter that is within [start, stop) of the group."""
+        """Yield ``(name, position, low, high)``: [low, high) of each parameter within [start, stop) of the group."""
         position = 0
         for name in order:
             numel = prod(self.shapes[name])
@@ -370,7 +370,7 @@ class UpstreamFiles:
         }
 
     def _sub_groups(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """Consecutive parameters; a sub-group is closed as soon as a rank's parts reach the size."""
+        """Yield runs of consecutive parameters; a sub-group ends once a rank's parts reach its size."""
         members: list[str] = []
         numel = 0
         for name in group:
@@ -391,7 +391,7 @@ class UpstreamFiles:
     def _even_part(
         self, name: str, sources: list[Source], rank: int, dtype: torch.dtype | None = None
     ) -> LazyTensor:
-        """One rank's part of one tensor, with padding."""
+        """Return one rank's shard of one tensor, with padding."""
         shape = sources[0].index.global_shape if sources else self.shapes[name]
         kept = dtype or sources[0].data.dtype
         numel = _rounded(prod(shape), self.ranks) // self.ranks
@@ -406,7 +406,7 @@ class UpstreamFiles:
     # Stage 0: whole tensors by number ---------------------------------------------------------------------------
 
     def _whole_state(self) -> dict[str, Any]:
-        """A torch optimizer's state dict; next to it the masters, where the weights are 16-bit."""
+        """Return the optimizer's torch state dict, plus masters if the weights are 16-bit."""
         sixteen = self.settings.bf16 or self.settings.fp16
         groups = [[n for n in group if prod(self.shapes[n]) or not sixteen] for group in self.groups]
         numbers: list[list[int]] = []
@@ -437,18 +437,18 @@ class UpstreamFiles:
 
 
 def _ordered_groups(catalog: Catalog) -> list[list[str]]:
-    """Names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
+    """Return the names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
     order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or ()
     made: list[list[str]] = []
     for number, group in enumerate(catalog.groups):
-        wanted = order[number] if number < len(order) else ()  # the first stage may lack a group
+        wanted = order[number] if number < len(order) else ()  # the first pipeline stage may lack a group
         first = [name for name in dict.fromkeys(wanted) if name in group.names]
         made.append([*first, *(name for name in group.names if name not in first)])
     return made
 
 
 def _joined(tensors: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
-    """1-D tensors end to end."""
+    """Concatenate 1-D tensors lazily."""
     numel = sum(prod(tensor.shape) for tensor in tensors)
     return LazyTensor((numel,), dtype, lambda: (part for tensor in tensors for part in tensor.parts()))
 

@@ -1,9 +1,9 @@
-"""Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
+"""Reader of checkpoints of release 0.19 of the documented system: flat partitions become named fragments.
 
-Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes``
-gives the order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end.
-Stage 0: whole tensors by number, in the order of the optimizer that saved them.
-Of tensor-parallel ranks each has files like these of its own, with its parts for whole tensors (``splits``).
+Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes`` gives the
+order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end. Stage 0:
+whole tensors by number, in the order of the optimizer that saved them. Each tensor-parallel rank has its own such
+files, which hold its parts of the tensors (``splits``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 Order = Sequence[Sequence[str]]
-"""Names of parameters by optimizer group, in the order in which the optimizer holds them."""
+"""Parameter names by optimizer group, in the optimizer's order."""
 
 
 def open_upstream(
@@ -67,8 +67,8 @@ def open_upstream(
     order: Order | None,
     wanted: WantedParts | None = None,
 ) -> Catalog:
-    """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage 0,
-    ``wanted`` for the parts of tensor-parallel ranks that do not say how they belong together."""
+    """Open the checkpoint in ``folder``. ``optims`` is empty if only weights are wanted; ``order`` is needed for the
+    optimizer state of stage 0, ``wanted`` for tensor-parallel parts whose cut the checkpoint does not describe."""
     catalog = Catalog(
         folder=folder,
         written_by=str(first[DS_VERSION]),
@@ -110,7 +110,7 @@ def _add_unsharded(
     order: Order | None,
     wanted: WantedParts | None,
 ) -> None:
-    """Stages 0 to 2 without a pipeline, experts included."""
+    """Add a checkpoint of stages 0 to 2 without a pipeline, experts included."""
     parts = split_parts(catalog, models, first, read, wanted)
     experts = SavedExperts.find(catalog.folder, first, first.get(DS_CONFIG) or {}, read)
     for part in parts:
@@ -135,7 +135,7 @@ def _add_unsharded(
 def _add_pipeline(
     catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
 ) -> None:
-    """All stages; of a tied weight the first stage's copy."""
+    """Add all pipeline stages; of a tied weight, the first stage's copy."""
     layers = layer_files(catalog.folder, read)
     known = {
         name: placement.global_shape for name, placement in (wanted.placements if wanted else {}).items()
@@ -171,13 +171,13 @@ def _add_layers(
     for path, (number, content) in layers.items():
         _add_module(catalog, UpstreamPart(path, {"module": layer_weights(number, content, trained)}, {}))
     for name in trained:
-        catalog.module.setdefault(name, [])  # of tied weights only masters may exist
+        catalog.module.setdefault(name, [])  # a tied weight may exist as masters only
 
 
 def _add_module(
     catalog: Catalog, part: UpstreamPart, whole: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Tensors of the module's state dict that are ``whole`` in this file."""
+    """Add the tensors of the module's state dict for which ``whole(name)`` holds."""
     for name, value in part.content["module"].items():
         if not isinstance(value, Tensor):
             catalog.extra.setdefault(name, value)
@@ -194,8 +194,8 @@ def _add_module(
 def _add_universal(
     catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: WantedParts | None
 ) -> None:
-    """Trained parameters from their folders; frozen ones and buffers from the model files. Each stage of a pipeline
-    names its own parameters, and its weights are in no model file."""
+    """Add trained parameters from their folders, and frozen ones and buffers from the model files. Each pipeline
+    stage names its own parameters; its weights are in no model file."""
     contents = [first, *map(read, models[1:])] if parallel_sizes(first)[0] > 1 else [first]
     of_stages = [content.get("param_shapes") or [] for content in contents]
     groups = [
@@ -237,7 +237,7 @@ def _add_partitions(
             for path in members:
                 start += _add_group_part(catalog, part, number, group, start, states[path], path)
     if catalog.groups:
-        return  # those of another tensor-parallel rank, which are equal
+        return  # already added, from another tensor-parallel rank; they are equal
     _add_groups(catalog, states[files[0]]["base_optimizer_state"]["param_groups"], names)
     catalog.scalars = _scalars(states[files[0]].get("loss_scaler"))
 
@@ -251,7 +251,7 @@ def _add_group_part(
     state: Mapping[str, Any],
     path: Path,
 ) -> int:
-    """One rank's part of one group, which begins at ``start`` in the group's flat tensor; returns its length.
+    """Add one rank's partition of one group, which begins at ``start`` in the group's flat tensor; return its length.
 
     The order in the flat tensor is that of ``shapes``; each parameter may be followed by padding. (The file
     also has ``param_slice_mappings``, whose names are wrong with ``round_robin_gradients``.)
@@ -282,14 +282,14 @@ def _check_covered(catalog: Catalog, shapes: Mapping[str, Any]) -> None:
         sources = catalog.fragments.get(name, {}).get(MASTER, [])
         held = sum(source.index.numel for source in sources)
         numel = prod(sources[0].index.global_shape if sources else shapes.get(name, ()))
-        # of matrices that are fused in an unknown way, one rank's part is all that it needs
+        # of matrices fused in an unknown way, only this rank's part is needed and read
         alone = len({source.index.boxes for source in sources}) == 1 and bool(sources[0].index.boxes)
         if held != numel and not alone:
             raise CheckpointError(f"{catalog.folder} is incomplete: {name} has {held} of {numel} elements")
 
 
 def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
-    """Add what the flat tensors of one partition hold of one parameter, beginning at ``start``."""
+    """Add one parameter's slice of a partition's flat tensors, beginning at ``start``."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
             catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
@@ -298,13 +298,13 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
 
 
 def round_robin(names: Sequence[Any], ranks: int) -> list[Any]:
-    """``round_robin_gradients``' order of a group at stage 2: every ``ranks``-th parameter from the first, then every
-    ``ranks``-th from the second, and so on."""
+    """Reorder a group as ``round_robin_gradients`` does at stage 2: every ``ranks``-th parameter from the first, then
+    every ``ranks``-th from the second, and so on."""
     return [name for first in range(ranks) for name in names[first::ranks]]
 
 
 def _optimizer_order(catalog: Catalog) -> list[list[str]]:
-    """Names by group in the order of the client's optimizer, where the files have another order."""
+    """Return the names by group in the order of the client's optimizer, which may differ from that of the files."""
     config = (catalog.model_states.get(DS_CONFIG) or {}).get("zero_optimization") or {}
     if catalog.zero_stage != 2 or not config.get("round_robin_gradients"):
         return [list(group.names) for group in catalog.groups]
@@ -328,7 +328,8 @@ class _Shards:
     contents: Mapping[Path, Mapping[str, Any]]
 
     def even(self, name: str, shape: Shape, number: int) -> ShardIndex | None:
-        """The elements of a parameter that data-parallel rank ``number`` holds; None: another rank's copy is read."""
+        """Return the elements of a parameter that data-parallel rank ``number`` holds; None: another rank's copy is
+        read."""
         size = prod(shape)
         length = -(-size // len(self.contents))
         return self.part.index(name, shape, min(number * length, size), min((number + 1) * length, size))
@@ -358,7 +359,7 @@ def _stage3_shapes(content: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _add_stage3_weights(catalog: Catalog, shards: _Shards) -> None:
-    """Buffers, and the parts of frozen weights."""
+    """Add buffers, and the shards of frozen weights."""
     for number, (path, content) in enumerate(shards.contents.items()):
         if number == 0:
             _add_module(catalog, shards.part, set(content["buffer_names"]).__contains__)
@@ -392,7 +393,7 @@ def _walk_stage3(
     number: int,
     path: Path,
 ) -> None:
-    """Take parameters from ``params`` until their parts, those of data-parallel rank ``number``, fill a sub-group of
+    """Take parameters from ``params`` until their shards on data-parallel rank ``number`` fill a sub-group of
     ``numel`` elements."""
     position = 0
     while position < numel:
@@ -407,13 +408,13 @@ def _walk_stage3(
 
 
 def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> None:
-    """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
+    """Add a torch optimizer's state dict by number, with fp32 masters if the weights are 16-bit."""
     optimizer, path, module = part.content["optimizer"], part.path, part.content["module"]
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)
     numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
     masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
     if order is None:
-        return  # only weights are wanted, and the model file has those
+        return  # only weights are wanted; they are in the model file
     if "fp32_groups_flat" in optimizer:
         raise CheckpointError(
             f"{path} holds flat fp32 groups of a fused fp16 optimizer at stage 0: save it at stage 1"
@@ -429,7 +430,7 @@ def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> Non
             if held is not None:
                 shape = tuple(held.shape)
                 index = part.index(name, shape)
-            else:  # an expert, whose weights are in a file of their own
+            else:  # an expert, whose weights are in a separate file
                 saved = catalog.module[name][0]
                 held, shape, index = saved.data, saved.index.global_shape, saved.index
             if index is None:
@@ -447,8 +448,8 @@ def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> Non
 
 
 def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Path) -> list[str]:
-    """Names for the numbers of one group: the same order, without the empty tensors that 16-bit optimizers
-    drop."""
+    """Return the names for the numbers of one group, in the same order, without empty tensors, which 16-bit
+    optimizers drop."""
     names = [name for name in group if catalog.find([name])]
     if len(names) != len(numbers):
         names = [name for name in names if catalog.module[name][0].index.numel]
@@ -464,7 +465,7 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
 
 @functools.lru_cache(1024)
 def _unhashed(path: Path) -> Archive:
-    """Do not verify: that release writes no hashes."""
+    """Return an archive without hashes: that release writes none."""
     return Archive(path, {}, 0)
 
 
@@ -476,7 +477,7 @@ def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Seq
 
 
 def _scalars(scaler: Any) -> dict[str, Any]:
-    """The loss scale from the pickled scaler's attributes, or from the keys that stage 0 has instead."""
+    """Return the loss scale from the pickled scaler's attributes, or from the keys that stage 0 has instead."""
     saved = vars(scaler) if hasattr(scaler, "__dict__") else dict(scaler or {})
     if "cur_scale" not in saved:
         return {}
@@ -491,7 +492,7 @@ def _scalars(scaler: Any) -> dict[str, Any]:
 
 
 def _complete(folder: Path, optims: list[Path], count: int) -> list[Path]:
-    """The files of ranks 0 to ``count - 1``, in that order; those of a larger earlier run are left out."""
+    """Return the files of ranks 0 to ``count - 1``, in that order; files of an earlier, larger run are ignored."""
     by_rank = {(optim_ranks(path.name) or (0, 0))[0]: path for path in optims}
     missing = [rank for rank in range(count) if rank not in by_rank]
     if missing and optims:

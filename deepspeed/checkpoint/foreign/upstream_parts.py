@@ -1,4 +1,4 @@
-"""Model files of tensor-parallel ranks in checkpoints of release 0.19: where their parts lie in whole weights."""
+"""Model files of tensor-parallel ranks in checkpoints of release 0.19: placement of their parts in whole tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
 
 Read = Callable[[Path], dict[str, Any]]
-"""Of a file, all that it holds."""
+"""Reads the whole content of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamPart:
-    """The files of one tensor-parallel rank: its model file, and where its tensors lie in whole ones. ``first``: of
-    copies that every rank has, those of this rank are read."""
+    """One tensor-parallel rank's model file, and the placements of its tensors. ``first``: replicated tensors are
+    read from this rank."""
 
     path: Path
     content: Mapping[str, Any]
@@ -33,7 +33,8 @@ class UpstreamPart:
     first: bool = True
 
     def index(self, name: str, shape: Shape, start: int = 0, stop: int | None = None) -> ShardIndex | None:
-        """Elements ``[start, stop)`` of what this rank saved under ``name``; None: another rank's copy is read."""
+        """Return the index of elements ``[start, stop)`` of this rank's tensor ``name``; None: another rank's copy is
+        read."""
         stop = prod(shape) if stop is None else stop
         if name not in self.placements:
             return ShardIndex(name, shape, (), start, stop) if self.first else None
@@ -51,7 +52,7 @@ def split_parts(
     wanted: WantedParts | None,
     elsewhere: Collection[str] = (),
 ) -> list[UpstreamPart]:
-    """Read what each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
+    """Read the part of each tensor-parallel rank, without the names ``elsewhere``; all names if there is one rank."""
     _, ranks = parallel_sizes(first)
     if ranks == 1:
         return [UpstreamPart(models[0], first, {})]
@@ -75,7 +76,7 @@ def split_parts(
 
 
 def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many pipeline stages, of how many tensor-parallel ranks each, a model file was one of."""
+    """Return the pipeline size and the tensor-parallel size that a model file records."""
     parallel = first.get("checkpoint_parallel_dimensions") or {}
     stages = int(parallel.get("pp_degree") or 1)
     return stages, int(parallel.get("tp_degree") or int(first.get("mp_world_size") or 1) // stages)
@@ -96,7 +97,8 @@ def placed_parts(
     first: Mapping[str, Any],
     wanted: WantedParts | None,
 ) -> list[UpstreamPart]:
-    """``contents``: a file of each tensor-parallel rank; ``shapes``: of its parts of the weights, by name."""
+    """Return the parts with their placements. ``contents``: one file per tensor-parallel rank; ``shapes``: of its
+    weights' parts, by name."""
     info = first.get(UNIVERSAL_CHECKPOINT_INFO)
     placed = {
         name: split_placements(name, [of_rank[name] for of_rank in shapes], info, wanted)

@@ -1,11 +1,11 @@
 """Checkpoints of pipelines as release 0.19 writes them.
 
     layer_03-model_states.pt                              weights of a layer, by its number in the whole pipeline
-    mp_rank_01_model_states.pt                            what else the second stage saved
+    mp_rank_01_model_states.pt                            the rest of the second stage's model states
     bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt        a partition of the second stage's optimizer
 
-Modules that layers share are ``tied_modules.KEY`` in the model. Each stage that uses one has its state; of a layer with
-a forward function of its own no file holds the weights, only their fp32 masters exist.
+Modules that layers share are ``tied_modules.KEY`` in the model. Each stage that uses one saves its state; for a layer
+with its own forward function no file holds the weights, only their fp32 masters exist.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from deepspeed.checkpoint.names import model_file
 
 _LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
 SLICES = "param_slice_mappings"
-"""By optimizer group and name: where a partition has its elements of a parameter."""
+"""Key of the slices of parameters in a partition, by optimizer group and name."""
 _TIED = re.compile(r"(tied_modules\.[^.]+)\.(.+)")
 
 
 def stage_contents(folder: Path, first: Mapping[str, Any], read: Read) -> dict[Path, dict[str, Any]]:
-    """The model files of all stages, in their order. CheckpointError: one is missing, or tensor-parallel ranks shared
-    the layers."""
+    """Return the model files of all stages, in their order. CheckpointError: one is missing, or tensor-parallel ranks
+    shared the layers."""
     stages, ranks = parallel_sizes(first)
     if ranks > 1:
         raise CheckpointError(
@@ -51,9 +51,9 @@ def stage_contents(folder: Path, first: Mapping[str, Any], read: Read) -> dict[P
 def stage_shapes(
     path: Path, content: Mapping[str, Any], states: Sequence[Mapping[str, Any]], known: Mapping[str, Shape]
 ) -> list[dict[str, Shape]]:
-    """Return a stage's trained shapes, by optimizer group. ``states``: the partitions of its optimizer, which alone
-    have the names where bf16 ran without ZeRO; ``known``: shapes by name, from elsewhere. CheckpointError: nothing has
-    the names."""
+    """Return a stage's trained shapes, by optimizer group. ``states``: the partitions of its optimizer, the only
+    place with names if bf16 ran without ZeRO; ``known``: shapes by name, from other files. CheckpointError: no file
+    has the names."""
     if content.get("param_shapes") is not None:
         return [{name: tuple(shape) for name, shape in group.items()} for group in content["param_shapes"]]
     if not states or any(SLICES not in state for state in states):
@@ -74,14 +74,14 @@ def stage_shapes(
 
 
 def layer_files(folder: Path, read: Read) -> dict[Path, tuple[str, dict[str, Any]]]:
-    """The number of each layer that has a file, and what the file holds."""
+    """Return the number of each layer that has a file, and the file's content, by path."""
     numbered = {path: match for path in sorted(folder.iterdir()) if (match := _LAYER.fullmatch(path.name))}
     return {path: (str(int(match[1])), read(path)) for path, match in numbered.items()}
 
 
 def layer_weights(number: str, content: Mapping[str, Any], trained: Mapping[str, Shape]) -> dict[str, Any]:
-    """Weights and buffers of a layer by their names in the whole model. ``trained``: shapes of parameters; a layer that
-    has none under its own number is a tied module."""
+    """Return the weights and buffers of a layer by their names in the whole model. ``trained``: shapes of parameters;
+    a layer that has none under its own number is a tied module."""
     prefix = number
     if not any(f"{number}.{key}" in trained for key in content):
         own = {key: tuple(value.shape) for key, value in content.items() if isinstance(value, Tensor)}
@@ -90,7 +90,7 @@ def layer_weights(number: str, content: Mapping[str, Any], trained: Mapping[str,
 
 
 def _tied(shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Parameters of each tied module by their names within it."""
+    """Return the parameters of each tied module by their names within it."""
     found: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         if match := _TIED.fullmatch(name):

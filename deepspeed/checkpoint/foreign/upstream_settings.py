@@ -1,4 +1,4 @@
-"""The layout of release 0.19.8's checkpoints, as the configuration of a run determines it."""
+"""Settings of a run's configuration that determine the layout of release 0.19.8's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUB_GROUP_NUMEL = 10**9
 
 
 class UpstreamSettings:
-    """``raw`` is the run's configuration as saved, with the ``stage`` of the export."""
+    """Settings for an export; ``raw`` is the saved configuration with the export's ``stage``."""
 
     def __init__(self, catalog: Catalog, stage: int) -> None:
         self.raw = dict(materialize(catalog.model_states.get(names.DS_CONFIG) or {}))
@@ -34,7 +34,7 @@ class UpstreamSettings:
         return self.raw.get(name) or {}
 
     def loss_scaler(self, catalog: Catalog) -> LossScaler:
-        """The loss scale as an object with that release's attributes."""
+        """Return the loss scale as an object with that release's attributes."""
         saved = catalog.scalars.get("loss_scaler") or {}
         settings = self._section("fp16")
         scale = float(saved.get("scale", 1.0)) if self.fp16 else 1.0
@@ -66,5 +66,5 @@ def with_attributes(plain: Any, **attributes: Any) -> Any:
 
 
 def _known(value: Any, default: Any) -> Any:
-    """``value`` unless the configuration omitted it or left it to others."""
+    """Return ``value``, or ``default`` if it is omitted or "auto"."""
     return default if value is None or value == "auto" else value

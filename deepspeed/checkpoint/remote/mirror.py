@@ -1,10 +1,10 @@
-"""Checkpoints below a URL, and the local copies of those on their way there or back.
+"""Checkpoints below a URL, and their local copies during upload and download.
 
-A save is written and committed to a local folder, as any other. Then a thread of each machine uploads the files of its
-ranks, and after them a *receipt*: an object in the tag's folder that names the save and lists the files. A tag is
-complete when all receipts of one save are there; only then `latest` names it. So at every instant the newest complete
-checkpoint is what loads. What could not be uploaded stays here and is tried again at the next save, or by the next
-process that uses the URL on this machine.
+A save is committed to a local folder as usual. Then a thread of each machine uploads the files of its ranks, and
+after them a *receipt*: an object in the tag's folder that names the save and lists the files. A tag is complete when
+all receipts of one save exist; only then `latest` names it. So at every instant the newest complete checkpoint is
+loaded. Failed uploads stay in the local folder and are retried at the next save, or by the next process that uses the
+URL on this machine.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.ranks import Ranks
 
 RECEIPT = ".uploaded."
-"""Beginning of the names of receipts; the number of the rank that uploads follows."""
+"""Name prefix of receipts; the uploading rank's number follows."""
 _PROGRESS = ".uploading."
-"""Beginning of the names of objects that tell that a rank uploads its part of a save: what is there is of that save."""
+"""Name prefix of objects that mark a rank's upload of a save in progress: the uploaded files are of that save."""
 _PENDING = ".pending"
 _SAVE = ".save"
-"""Holds the id of the save whose files a local folder has."""
+"""Name of the file with the id of the save in a local folder."""
 _AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """One machine's part of the upload of a save. ``parts``: the ranks that upload something of it."""
+    """One machine's part of the upload of a save. ``parts``: the ranks that upload files of it."""
 
     tag: str
     save: int
@@ -64,7 +64,7 @@ class Mirror:
     """The checkpoints of one URL, for all ranks of a machine."""
 
     def __init__(self, url: str, staging: str | None = None) -> None:
-        """``staging``: the folder for local copies of all URLs; a disk of the machine, not a shared one."""
+        """``staging``: the folder for local copies of all URLs; on a local disk, not a shared one."""
         self.store = Store(url)
         base = Path(staging) if staging else _default_staging()
         self.local = base / hashlib.blake2b(self.store.url.encode(), digest_size=8).hexdigest()
@@ -74,12 +74,12 @@ class Mirror:
         self._turn = threading.Lock()
         _before_the_interpreter_ends(self)
 
-    # ---- there
+    # ---- Upload
 
     def committed(
         self, folder: Path, tag: str, ranks: Ranks, *, latest: bool = True, keep_last: int | None = None
     ) -> None:
-        """Upload a checkpoint that has just been committed to ``folder`` on this machine. Collective; returns at once.
+        """Start the upload of a checkpoint just committed to ``folder`` on this machine. Collective; returns at once.
 
         Machines may hold the same file: the first rank that has it uploads it.
         """
@@ -107,7 +107,7 @@ class Mirror:
         self.resume()
 
     def resume(self) -> None:
-        """Upload what earlier saves, also those of earlier processes, have left here. Returns at once."""
+        """Start pending uploads of earlier saves, also of earlier processes. Returns at once."""
         with self._turn:
             if self._running or not any(self._pending()):
                 return
@@ -118,7 +118,7 @@ class Mirror:
             self._thread.start()
 
     def wait(self) -> None:
-        """Return when all of this machine's uploads are done. CheckpointError: one could not be done; it stays here."""
+        """Wait for all of this machine's uploads. CheckpointError: one failed; its files stay local."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -126,7 +126,7 @@ class Mirror:
             raise error
 
     def finish_uploads(self) -> None:
-        """Upload what was left here, so that the newest checkpoint is there; what fails is logged and stays."""
+        """Finish pending uploads, so that the store has the newest checkpoint; failures are logged and stay pending."""
         self.resume()
         with suppress(CheckpointError):
             self.wait()
@@ -135,7 +135,7 @@ class Mirror:
         return self.local / _PENDING / f"{upload.save}.{upload.rank}.json"
 
     def _pending(self) -> Iterator[Upload]:
-        """Yield the uploads that are not done, the oldest first."""
+        """Yield the pending uploads, oldest first."""
         notes = sorted((self.local / _PENDING).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         for note in notes:
             with suppress(FileNotFoundError):
@@ -158,7 +158,8 @@ class Mirror:
                 logger.error(str(self._error))
 
     def _next(self, tried: set[tuple[int, int]]) -> Upload | None:
-        """Return the oldest upload that was not tried. If there is none the thread ends, and a later one is needed."""
+        """Return the oldest upload not tried yet. If there is none, mark the thread as ended, so that later uploads
+        start a new one."""
         with self._turn:
             for upload in self._pending():
                 if (upload.save, upload.rank) not in tried:
@@ -175,7 +176,7 @@ class Mirror:
         missing = [name for name, size in sizes.items() if there.get(name) != size]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda name: self.store.upload(folder / name, f"{upload.tag}/{name}"), missing))
-        if not self._is_current(upload):  # what was sent last may be of the newer save
+        if not self._is_current(upload):  # the last files sent may be of the newer save
             return
         receipt = _Receipt(save=upload.save, parts=list(upload.parts), files=sizes, time=time.time())
         self.store.write(f"{upload.tag}/{RECEIPT}{upload.rank}", json.dumps(asdict(receipt)).encode())
@@ -185,15 +186,15 @@ class Mirror:
         self._remove_local(upload)
 
     def _is_current(self, upload: Upload) -> bool:
-        """Return whether the local folder still holds that save; forget the upload if a newer one has replaced it."""
+        """Return whether the local folder still holds that save; drop the upload if a newer save replaced it."""
         if _saved_as(self.local / check_tag(upload.tag)) == upload.save:
             return True
         self._note(upload).unlink(missing_ok=True)
         return False
 
     def _begin(self, upload: Upload) -> dict[str, int]:
-        """Return the sizes of the files that are there already. Those of a former save of the tag are removed first: a
-        size does not tell them apart."""
+        """Return the sizes of the files already uploaded. Files of an earlier save of the tag are removed first, as
+        sizes do not distinguish them."""
         prefix = f"{upload.tag}/"
         there = {
             name[len(prefix) :]: size for name, size in self.store.sizes().items() if name.startswith(prefix)
@@ -201,14 +202,14 @@ class Mirror:
         progress, receipt = f"{_PROGRESS}{upload.save}.{upload.rank}", f"{RECEIPT}{upload.rank}"
         if progress in there:
             return there
-        for name in (receipt, *upload.files):  # the receipt first, so that no half of it looks complete
+        for name in (receipt, *upload.files):  # the receipt first: a partial removal is then incomplete
             if name in there:
                 self.store.remove(prefix + name)
         self.store.write(prefix + progress, b"")
         return {}
 
     def _publish(self, upload: Upload) -> None:
-        """Let `latest` name the tag and remove older ones, if this machine is the last one that uploads."""
+        """Update `latest` and remove older tags, if this machine is the last to finish."""
         sizes = self.store.sizes()
         if self._complete_save(upload.tag, sizes) is None:
             return
@@ -233,7 +234,7 @@ class Mirror:
             self.store.remove_folder(tag)
 
     def _remove_local(self, done: Upload) -> None:
-        """Remove the copies of earlier saves; that of the last one stays, from which a restart is quick."""
+        """Remove local copies of earlier saves; the last one stays for a quick restart."""
         waiting = {each.tag for each in self._pending()}
         for mark in list(self.local.rglob(_SAVE)):
             tag = mark.parent.relative_to(self.local).as_posix()
@@ -245,10 +246,10 @@ class Mirror:
             return (self.local / upload.tag / _SAVE).stat().st_mtime_ns
         return 0
 
-    # ---- and back
+    # ---- Download
 
     def complete(self) -> dict[str, float]:
-        """Return the complete tags with the time [s since 1970] at which each was."""
+        """Return the complete tags with their time of completion [s since 1970]."""
         return self._complete(self.store.sizes())
 
     def _complete(self, sizes: Mapping[str, int]) -> dict[str, float]:
@@ -257,7 +258,7 @@ class Mirror:
         return {tag: save.time for tag, save in found.items() if save is not None}
 
     def _complete_save(self, tag: str, sizes: Mapping[str, int]) -> _CompleteSave | None:
-        """Return the save of which all ranks that uploaded a part have left receipts, and the files are there."""
+        """Return the save of a tag for which all receipts and files exist; None if there is none."""
         receipts = [
             receipt
             for name in sizes
@@ -273,7 +274,7 @@ class Mirror:
         return None
 
     def _receipt(self, name: str) -> _Receipt | None:
-        """Return a receipt; None if it is gone or is none: whoever writes to the bucket may have put anything there."""
+        """Return a receipt; None if it is gone or malformed: the bucket may hold other objects."""
         content = self.store.read(name)
         try:
             return _Receipt(**json.loads(content)) if content is not None else None
@@ -282,14 +283,14 @@ class Mirror:
             return None
 
     def has_any(self) -> bool:
-        """Return whether a checkpoint is there, or here on its way."""
+        """Return whether the store has a checkpoint, or one is pending upload."""
         return LATEST in self.store.sizes() or any(self._pending())
 
     def fetch(self, tag: str | None = None) -> str | None:
-        """Copy a complete tag into ``local``, where its files are not there yet, and return it; None if no tag is
-        given and none is known.
+        """Download the missing files of a complete tag into ``local`` and return the tag; None if no tag is given and
+        `latest` does not exist.
 
-        CheckpointNotFoundError: there is no such tag. CheckpointError: its upload has not ended.
+        CheckpointNotFoundError: there is no such tag. CheckpointError: its upload is incomplete.
         """
         sizes = self.store.sizes()
         if tag is None and (tag := self._last(sizes)) is None:
@@ -319,7 +320,7 @@ class Mirror:
         return tag
 
     def _last(self, sizes: Mapping[str, int]) -> str | None:
-        """Return the tag that `latest` names; the newest complete one while that is replaced."""
+        """Return the tag that `latest` names, or the newest complete one while that tag is being replaced."""
         content = self.store.read(LATEST) if LATEST in sizes else None
         if content is None:
             return None
@@ -333,7 +334,7 @@ class Mirror:
         return newest
 
     def _copied_by_hand(self, tag: str, sizes: Mapping[str, int]) -> _CompleteSave:
-        """Return all that is below a tag that no upload of ours made. Raises as `fetch` does."""
+        """Return all files below a tag without receipts or uploads in progress. Raises as `fetch` does."""
         below = {name[len(tag) + 1 :]: size for name, size in sizes.items() if name.startswith(f"{tag}/")}
         if below and not any(name.startswith((RECEIPT, _PROGRESS)) for name in below):
             return _CompleteSave(None, below, 0.0)
@@ -350,8 +351,8 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Receipt:
-    """Record of a finished upload by one rank: its files with their sizes [bytes], and when [s since 1970]. ``parts``:
-    the ranks that upload something of this save."""
+    """Record of one rank's finished upload: its files with their sizes [bytes], and the time [s since 1970].
+    ``parts``: the ranks that upload files of this save."""
 
     save: int
     parts: list[int]
@@ -359,7 +360,7 @@ class _Receipt:
     time: float
 
     def __post_init__(self) -> None:
-        """TypeError: it was not written by an upload."""
+        """Check the types of the fields. TypeError: not written by an upload."""
         numbers = (self.save, self.time, *self.parts, *self.files.values())
         if not all(isinstance(number, (int, float)) for number in numbers):
             raise TypeError("numbers are expected")
@@ -367,7 +368,8 @@ class _Receipt:
 
 @dataclass(frozen=True, slots=True)
 class _CompleteSave:
-    """One save that is complete there: its id [None: not known], sizes of its files, when it was complete."""
+    """One complete save in the store: its id [None: unknown], its files' sizes [bytes], its time of completion [s
+    since 1970]."""
 
     number: int | None
     files: Mapping[str, int]
@@ -375,7 +377,7 @@ class _CompleteSave:
 
 
 def local_copy(url: str, tag: str | None = None, staging: str | None = None) -> str:
-    """Return the local folder into which ``tag`` [default: the last] of a URL was fetched. Not collective."""
+    """Download ``tag`` [default: the latest] of a URL and return the local folder. Not collective."""
     mirror = Mirror(url, staging)
     mirror.finish_uploads()
     mirror.fetch(tag)
@@ -383,7 +385,7 @@ def local_copy(url: str, tag: str | None = None, staging: str | None = None) -> 
 
 
 def _default_staging() -> Path:
-    """Return a folder of this user's alone. CheckpointError: somebody else has made it."""
+    """Return a folder private to this user. CheckpointError: it belongs to another user."""
     user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
     folder = Path(tempfile.gettempdir()) / f"deepspeed-checkpoints-{user}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -410,12 +412,12 @@ def _size(path: Path) -> int | None:
 
 
 def _before_the_interpreter_ends(mirror: Mirror) -> None:
-    """Wait for uploads where nobody has. Handlers of `atexit` run too late: pools of threads are closed by then."""
+    """Wait for uploads at exit. `atexit` handlers run too late: thread pools are shut down by then."""
     known = weakref.ref(mirror)
 
     def finish() -> None:
         if (left := known()) is not None:
-            with suppress(CheckpointError):  # which was logged
+            with suppress(CheckpointError):  # already logged
                 left.wait()
 
     getattr(threading, "_register_atexit", atexit.register)(finish)

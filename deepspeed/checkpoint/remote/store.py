@@ -1,4 +1,4 @@
-"""Objects below one URL, over fsspec. What fails is tried again, as networks and services fail for moments."""
+"""Objects below one URL, through fsspec. Failures are retried, as networks and services fail transiently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTEMPTS = 6
 FIRST_WAIT_S = 0.5
 _EXTRA = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
-"""Errors that another attempt does not mend."""
+"""Errors that are not retried."""
 
 T = TypeVar("T")
 
@@ -24,11 +24,11 @@ class Store:
     """The objects below ``url``, named relative to it."""
 
     def __init__(self, url: str, *, attempts: int = ATTEMPTS, first_wait_s: float = FIRST_WAIT_S) -> None:
-        """CheckpointError: no file system of that scheme is installed, or the URL has none."""
+        """CheckpointError: no file system for the URL's scheme is installed, or it has no scheme."""
         self.url = url.rstrip("/")
         self.attempts, self.first_wait_s = attempts, first_wait_s
         try:
-            from fsspec.core import url_to_fs  # which torch depends on
+            from fsspec.core import url_to_fs  # a dependency of torch
 
             self._files, root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:
@@ -65,13 +65,14 @@ class Store:
         )
 
     def upload(self, source: Path, name: str) -> None:
-        """Copy a file there; a large one in several parts, if the service knows that."""
+        """Upload a file; a large one in several parts, if the service supports it."""
         self._again(
             f"uploading {name}", lambda: self._put(name, lambda path: self._files.put_file(str(source), path))
         )
 
     def download(self, name: str, target: Path) -> None:
-        """Copy an object to a file, which has its name only when it is complete. FileNotFoundError: it is gone."""
+        """Download an object to a file, which gets its name once complete. FileNotFoundError: there is no such
+        object."""
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
         self._again(f"downloading {name}", lambda: self._files.get_file(self._path(name), str(part)))
@@ -84,10 +85,8 @@ class Store:
             return
 
     def remove_folder(self, name: str) -> None:
-        """Remove an empty folder, where there are such."""
-        with suppress(
-            Exception
-        ):  # it is not empty, or the service has no folders, each of which says so in its way
+        """Remove an empty folder, if the service has folders."""
+        with suppress(Exception):  # not empty, or no folders: errors differ by service
             self._files.rmdir(self._path(name))
 
     def _path(self, name: str) -> str:
@@ -95,17 +94,17 @@ class Store:
 
     def _put(self, name: str, put: Callable[[str], Any]) -> None:
         path = self._path(name)
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)  # nothing to do in a bucket
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)  # a no-op for buckets
         put(path)
 
     def _again(self, what: str, call: Callable[[], T]) -> T:
-        """Return what ``call`` does, which is tried ``attempts`` times. CheckpointError: all of them failed."""
+        """Return the result of ``call``, tried up to ``attempts`` times. CheckpointError: all attempts failed."""
         for attempt in range(1, self.attempts + 1):
             try:
                 return call()
             except _FINAL:
                 raise
-            except Exception as error:  # of the libraries of many services
+            except Exception as error:  # exceptions vary by service
                 if attempt == self.attempts:
                     raise CheckpointError(f"{self.url}: {what} failed {attempt} times: {error}") from error
                 logger.warning(

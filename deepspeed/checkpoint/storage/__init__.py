@@ -1,4 +1,4 @@
-"""Storage of single files of a checkpoint: the documented pluggable interface."""
+"""Storage of checkpoint files: the documented pluggable interface."""
 
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpointEngine

@@ -18,7 +18,7 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine(ABC):
-    """``create(info)``, any number of ``save``, ``commit(info)``; and ``load`` at any time."""
+    """Stores files: ``create(info)``, any number of ``save``, ``commit(info)``; ``load`` at any time."""
 
     def __init__(self, config_params: Any = None) -> None:
         self.config_params = config_params
@@ -34,7 +34,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of one file."""
+        """Return the content of one file."""
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -54,4 +54,4 @@ class CheckpointEngine(ABC):
         return self._commit_info
 
     def cleanup(self) -> None:  # noqa: B027 - engines that hold nothing need not override it
-        """Release what the engine holds."""
+        """Release the engine's resources."""

@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallelism of a checkpoint, and which of its ranks make up those of a smaller one."""
+"""Pipeline, tensor and data parallel degrees of a checkpoint, and the mapping of its ranks to smaller degrees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deepspeed.compat.checkpoint.reshape_utils import (
 
 
 class meg_2d_parallel_map:
-    """A list of items for each place (pipeline stage, tensor-parallel rank) of a grid."""
+    """A list of items per cell (pipeline stage, tensor-parallel rank) of a grid."""
 
     def __init__(self, pp_degree: int, tp_degree: int) -> None:
         self.pp_degree = pp_degree
@@ -36,7 +36,7 @@ class meg_2d_parallel_map:
         self.map: dict[str, list[Any]] = {}
 
     def simple_init(self) -> None:
-        """Each place holds its own number, counted stage by stage."""
+        """Set each cell to its own number, counted stage by stage."""
         self.map = {
             self._key(pp, tp): [pp * self.tp_degree + tp]
             for pp in range(self.pp_degree)
@@ -44,15 +44,15 @@ class meg_2d_parallel_map:
         }
 
     def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
-        """Append ``data`` to what a place holds. IndexError: there is no such place; TypeError: it is not a list."""
+        """Append ``data`` to a cell. IndexError: there is no such cell; TypeError: not a list."""
         self._check(pp_index, tp_index)
         if not isinstance(data, list):
             raise TypeError(f"data must be a list, not {type(data).__name__}")
         self.map.setdefault(self._key(pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """Return the data of a stage, of a tensor-parallel rank, or (both) of one place, end to end; of all places by
-        default. IndexError: there is no such place; KeyError: it holds nothing."""
+        """Return the concatenated data of a stage, of a tensor-parallel rank, or (both) of one cell; by default of
+        all cells. IndexError: there is no such cell; KeyError: it is empty."""
         self._check(pp_index or 0, tp_index or 0)
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         ranks = range(self.tp_degree) if tp_index is None else [tp_index]
@@ -73,7 +73,7 @@ class meg_2d_parallel_map:
 def reshape_meg_2d_parallel(
     old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int
 ) -> meg_2d_parallel_map:
-    """The numbers of the old ranks that each place of the new grid is joined from: neighbours in each direction.
+    """Return the old ranks that are merged into each cell of the new grid: adjacent ones along each dim.
 
     ValueError: a degree grows, or does not divide the old one.
     """
@@ -108,8 +108,8 @@ class model_3d_desc:
         self.dp_degree = dp_degree
 
     def reshape(self, target_3d_desc: model_3d_desc) -> list[meg_2d_parallel_map]:
-        """For each data-parallel rank of the target, the files of each place on its grid. ValueError: a degree grows or
-        does not divide the old one."""
+        """Return, per data-parallel rank of the target, the old files for each cell of its grid. ValueError: a degree
+        grows or does not divide the old one."""
         possible, problems = self.can_reshape(target_3d_desc)
         if not possible:
             raise ValueError("; ".join(problems))
@@ -126,7 +126,7 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Return whether there is such a rank; if not, why."""
+        """Return whether there is such a rank, and the problems if not."""
         problems = [
             f"{what} indexing error: index {index} >= degree {degree}"
             for (what, degree), index in zip(self._degrees(), (pp_index, tp_index, dp_index), strict=True)
@@ -135,7 +135,7 @@ class model_3d_desc:
         return not problems, problems
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Return whether every degree of the target divides this one's; if not, why."""
+        """Return whether every degree of the target divides this one's, and the problems if not."""
         problems: list[str] = []
         for (what, own), (_, wanted) in zip(self._degrees(), target_3d_desc._degrees(), strict=True):
             if wanted > own:
@@ -151,7 +151,7 @@ class model_3d_desc:
 def flatten_dp_dimension(
     meg_2d_map: meg_2d_parallel_map, src_2d_size: int, dp_degree: int
 ) -> meg_2d_parallel_map:
-    """Each number of a grid of ``src_2d_size`` places becomes those of all data-parallel ranks."""
+    """Replace each number of a grid of ``src_2d_size`` cells by those of all data-parallel ranks."""
     made = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
     for pp in range(made.pp_degree):
         for tp in range(made.tp_degree):
@@ -161,8 +161,8 @@ def flatten_dp_dimension(
 
 
 def unflatten_dp_dimension(meg_2d_map: meg_2d_parallel_map, dp_degree: int) -> list[meg_2d_parallel_map]:
-    """One grid for each data-parallel rank: each gets an equal run of what every place holds, as partitions lie
-    end to end."""
+    """Return one grid per data-parallel rank: each gets an equal run of every cell's items, since partitions are
+    consecutive."""
     made: list[meg_2d_parallel_map] = []
     for dp in range(dp_degree):
         grid = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
@@ -174,7 +174,7 @@ def unflatten_dp_dimension(meg_2d_map: meg_2d_parallel_map, dp_degree: int) -> l
 
 
 def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
-    """The degrees of the checkpoint in ``dir``, from its files."""
+    """Return the parallel degrees of the checkpoint in ``dir``, from its files."""
     files = get_files(dir)
     models = get_files_with_prefix(files, MODEL_FILE_PREFIX)
     metadata = [(path, read_states(path)) for path in models]
@@ -186,12 +186,12 @@ def get_model_3d_descriptor_from_metadata(
     zero_file_list: Sequence[str],
     model_state_metadata: Sequence[tuple[str, dict[str, Any]]],
 ) -> model_3d_desc:
-    """The same from the names of its files and from ``model_state_metadata``, pairs of a model file's path and what it
-    holds.
+    """Return the parallel degrees from file names and ``model_state_metadata``, pairs of a model file's path and its
+    content.
 
-    The degrees that the model files record come first; else as many tensor-parallel ranks have written as there are
-    files of a layer (``layer_01-model_*``), or, without such files, model files. CheckpointDegreesError: only some of
-    the model files record degrees, or not the same.
+    Degrees recorded in the model files take precedence; else the tensor-parallel degree is the number of files per
+    layer (``layer_01-model_*``), or, without such files, of model files. CheckpointDegreesError: only some model
+    files record degrees, or they differ.
     """
     models = len(get_files_with_prefix(file_list, MODEL_FILE_PREFIX))
     recorded = _recorded_degrees(model_state_metadata)
@@ -223,8 +223,6 @@ def _recorded_degrees(model_state_metadata: Sequence[tuple[str, dict[str, Any]]]
 
 
 def _files_of_a_layer(file_list: Sequence[str]) -> int:
-    """Return the number of files of a layer, from any that has one: a layer without weights, which may be the first,
-    has no file.
-    """
+    """Return the number of files per layer, 0 if none has a file (layers without weights have none)."""
     numbers = [match[1] for path in file_list if (match := _LAYER_FILE.match(os.path.basename(path)))]
     return numbers.count(numbers[0]) if numbers else 0

@@ -1,4 +1,4 @@
-"""Files of a 3D-parallel checkpoint by their names, and joining what several of them hold."""
+"""Files of a 3D-parallel checkpoint by name, and merging of their contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def basic_folder_validation(dir: str | os.PathLike[str]) -> None:
-    """FileNotFoundError or NotADirectoryError if ``dir`` is not a folder."""
+    """Raise FileNotFoundError or NotADirectoryError unless ``dir`` is a folder."""
     if not os.path.exists(dir):
         raise FileNotFoundError(f"{dir} does not exist")
     if not os.path.isdir(dir):
@@ -26,25 +26,24 @@ def basic_folder_validation(dir: str | os.PathLike[str]) -> None:
 
 
 def get_files(dir: str | os.PathLike[str]) -> list[str]:
-    """Paths of all files in ``dir`` and the folders below it, sorted."""
+    """Return the paths of all files in ``dir`` and below, sorted."""
     return sorted(os.path.join(folder, name) for folder, _, files in os.walk(dir) for name in files)
 
 
 def get_files_with_prefix(all_files: Sequence[str], prefix: str) -> list[str]:
-    """Those whose names, without their folders, begin with ``prefix``; sorted."""
+    """Return the files whose base names begin with ``prefix``, sorted."""
     return sorted(path for path in all_files if os.path.basename(path).startswith(prefix))
 
 
 def validate_files(file_list: Sequence[str]) -> None:
-    """FileNotFoundError names the first of the files that is missing."""
+    """Raise FileNotFoundError for the first missing file."""
     for path in file_list:
         if not os.path.isfile(path):
             raise FileNotFoundError(f"{path} does not exist")
 
 
 def sort_zero_files(files: Sequence[str], prefix: str) -> list[str]:
-    """Optimizer files by data-parallel rank, then by model-parallel rank: the numbers after ``prefix`` in their
-    names."""
+    """Sort optimizer files by data-parallel, then model-parallel rank: the numbers after ``prefix`` in their names."""
 
     def ranks(path: str) -> list[int]:
         return [int(number) for number in _NUMBER.findall(os.path.basename(path)[len(prefix) :])]
@@ -53,7 +52,7 @@ def sort_zero_files(files: Sequence[str], prefix: str) -> list[str]:
 
 
 def get_zero_files(dir: str | os.PathLike[str]) -> list[str]:
-    """The optimizer files of a checkpoint folder, in the order of ``sort_zero_files``; none at stage 0."""
+    """Return the optimizer files of a checkpoint folder, in the order of ``sort_zero_files``; empty at stage 0."""
     found = get_files(dir)
     for prefix in (ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, BF16_ZERO_FILE_PREFIX):
         files = get_files_with_prefix(found, prefix)
@@ -63,7 +62,7 @@ def get_zero_files(dir: str | os.PathLike[str]) -> list[str]:
 
 
 def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[Any]]:
-    """Consecutive runs of equal length. ValueError if they cannot be equal."""
+    """Split into consecutive runs of equal length. ValueError: not divisible."""
     length, left = divmod(len(data_list), num_partitions)
     if left or not length:
         raise ValueError(f"{len(data_list)} items cannot be divided into {num_partitions} equal runs")
@@ -71,10 +70,10 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[A
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Sequence[Any] = ()) -> Any:
-    """Two states of the same structure as one: tensors are joined along their first dim, dicts and lists item by item,
-    and of anything else, also of single values such as a step, ``state_a``'s is kept.
+    """Merge two states of the same structure: tensors are concatenated along their first dim, dicts and lists merged
+    item by item; for anything else, including scalars such as a step, ``state_a``'s is kept.
 
-    ``key_list``: the keys that led here from the state as a whole, for messages. ValueError: the structures differ.
+    ``key_list``: the key path from the root, for messages. ValueError: the structures differ.
     """
     both: tuple[Any, Any] = (state_a, state_b)
     if type(state_a) is not type(state_b) and not all(isinstance(state, Tensor) for state in both):
@@ -92,7 +91,7 @@ def merge_state(state_a: Any, state_b: Any, key_list: Sequence[Any] = ()) -> Any
 def merge_state_dict(
     dict_a: dict[Any, Any], dict_b: dict[Any, Any], key_list: Sequence[Any]
 ) -> dict[Any, Any]:
-    """``merge_state`` of what is under keys that both have; what only one of them has is kept."""
+    """Merge values of common keys with ``merge_state``; keep values of other keys."""
     merged = {**dict_a, **{key: value for key, value in dict_b.items() if key not in dict_a}}
     for key in dict_a:
         if key in dict_b:
@@ -101,7 +100,7 @@ def merge_state_dict(
 
 
 def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[Any]) -> list[Any]:
-    """``merge_state`` item by item. ValueError: the lists have different lengths."""
+    """Merge two lists item by item with ``merge_state``. ValueError: their lengths differ."""
     if len(list_a) != len(list_b):
         raise ValueError(
             f"Cannot merge lists of different lengths: lists of {len(list_a)} and of {len(list_b)} items"

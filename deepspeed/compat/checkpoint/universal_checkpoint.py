@@ -1,5 +1,4 @@
-"""A model's description of its parameters for universal checkpoints, and loading one parameter from such a
-checkpoint."""
+"""Descriptions of parameters for universal checkpoints, and loading a single parameter from one."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from deepspeed.checkpoint.placement import placement_of
 
 @dataclass(slots=True)
 class SubparamShape:
-    """Parameters that are several matrices side by side, each of which is split over all tensor-parallel ranks.
+    """Parameters of several matrices side by side, each split over all tensor-parallel ranks.
 
-    ``patterns``: regular expressions that match their names. ``shape``: of the whole parameter, where the entry of the
-    dim ``partition_dim`` is the tuple of the extents of the matrices, such as ``((4096, 1024, 1024), 4096)`` for a
-    fused q, k and v. A client saves ``dataclasses.asdict`` of it under ``parameter_with_sub_params``.
+    ``patterns``: regular expressions that match their names. ``shape``: global shape, whose entry at
+    ``partition_dim`` is the tuple of the matrices' extents, such as ``((4096, 1024, 1024), 4096)`` for a fused q, k
+    and v. A client saves its ``dataclasses.asdict`` under ``parameter_with_sub_params``.
     """
 
     patterns: list[str]
@@ -40,13 +39,12 @@ def load_hp_checkpoint_state(
     ep_rank: int = 0,
     ep_size: int = 1,
 ) -> int | None:
-    """Fill a trained parameter's master weights and optimizer state, and with them its weights, from the ``folder`` of
-    a universal checkpoint that holds it (``zero/NAME``); returns the step, if there is one.
+    """Load a trained parameter's master weights and optimizer state, and publish its weights, from its ``folder`` in
+    a universal checkpoint (``zero/NAME``); return the step, None if there is none.
 
-    Collective: all ranks that train the parameter call it. What this rank reads follows from the parameter's placement,
-    so that the ranks and sizes given only have to agree with it. ValueError: no engine trains the parameter, or the
-    placement has another number of ranks; CheckpointError: the folder lacks state that the optimizer keeps, or does not
-    fit.
+    Collective: all ranks that train the parameter call it. The parameter's placement determines the part to read; the
+    given ranks and sizes are only range-checked. ValueError: no engine trains the parameter, or a rank is not below
+    its size; CheckpointError: the folder lacks optimizer state, or does not fit.
     """
     access: Any = getattr(self, "_ds_state_access", None)
     name = access.name_of(self) if access is not None else None
@@ -79,6 +77,6 @@ def _scalar(value: Any) -> Tensor:
 
 
 def enable_universal_checkpoint(param_list: Iterable[nn.Parameter]) -> None:
-    """Give each parameter the method ``load_hp_checkpoint_state(folder, tp_rank, tp_world_size)``."""
+    """Attach ``load_hp_checkpoint_state(folder, tp_rank, tp_world_size)`` to each parameter."""
     for param in param_list:
         vars(param)[load_hp_checkpoint_state.__name__] = functools.partial(load_hp_checkpoint_state, param)

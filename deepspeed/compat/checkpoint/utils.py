@@ -1,4 +1,4 @@
-"""Small helpers that clients import."""
+"""Checkpoint helpers for clients."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _CPU = torch.device("cpu")
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """``mp_rank_XX_model_states.pt`` in ``base_folder``; ``mp_rank_str`` is the two digits."""
+    """Return the path ``mp_rank_XX_model_states.pt`` in ``base_folder``; ``mp_rank_str``: the two digits."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}{names.MODEL_SUFFIX}")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
-    """``zero_pp_rank_D_mp_rank_XX_optim_states.pt`` in ``base_folder``."""
+    """Return the path ``zero_pp_rank_D_mp_rank_XX_optim_states.pt`` in ``base_folder``."""
     return os.path.join(base_folder, names.optim_file(dp_rank, mp_rank, bf16=False))
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int | str, tp_rank: int) -> str:
-    """``layer_L-model_XX-model_states.pt`` in ``base_folder``, a pipeline layer's weights."""
+    """Return the path of a pipeline layer's weights, ``LAYER_ID-model_XX-model_states.pt`` in ``base_folder``."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}-model_states.pt")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """A copy of nested dicts, lists and tuples in which every tensor has a storage of its own size, on
+    """Return a copy of nested dicts, lists and tuples in which every tensor has a storage of its own size, on
     ``device``.
 
-    ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file.
-    Container types are kept; anything that is not a tensor stays the same object.
+    ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file. Container
+    types are kept; values other than tensors are not copied.
     """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)

@@ -1,1 +1,1 @@
-"""Documented place of the 1-bit optimizers; mixed precision itself is in ``zero/precision.py``."""
+"""Documented path of the 1-bit optimizers; mixed precision itself is in ``zero/precision.py``."""

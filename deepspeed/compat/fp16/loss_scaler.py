@@ -1,5 +1,5 @@
-"""Documented loss scalers, for code that scales its losses itself: constructors of the one in ``optim/loss_scaler.py``,
-which an engine makes from the ``fp16`` section."""
+"""Documented loss scalers, for code that scales its losses itself; built on ``optim/loss_scaler.py``, which engines
+configure from the ``fp16`` section."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScaler(LossScalerBase):
-    """A fixed scale: nothing counts as an overflow."""
+    """A static scale: overflows are never reported."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -33,10 +33,10 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(core.LossScaler):
-    """A scale that falls after overflows and grows again.
+    """A dynamic scale: shrinks after overflows and grows again.
 
-    ``delayed_shift`` is the number of overflows before it falls (``hysteresis`` in a config). ``dtype`` is not used.
-    ``raise_error_at_min_scale=False``: it stays at ``min_scale`` instead of raising LossScaleError.
+    ``delayed_shift``: number of overflows before it shrinks (``hysteresis`` in a config). ``dtype`` is unused.
+    ``raise_error_at_min_scale=False``: stay at ``min_scale`` instead of raising LossScaleError.
     """
 
     def __init__(
@@ -64,18 +64,17 @@ class DynamicLossScaler(core.LossScaler):
         )
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Return whether a gradient of this rank is not finite."""
+        """Return whether any gradient on this rank is not finite."""
         return any(param.grad is not None and has_non_finite(param.grad) for param in params)
 
     has_overflow = has_overflow_serial
 
 
 class LossScaleConfig(core.LossScaler):
-    """The scale that mixed precision with ``low_precision_dtype`` needs: 1 unless that is fp16.
+    """The loss scaler for mixed precision in ``low_precision_dtype``: scale 1 unless that is fp16.
 
-    ``dynamic_loss_args``: as a config's ``fp16`` section gives them (``DeepSpeedFP16Config.dynamic_loss_scale_args``);
-    None: it starts at ``initial_dynamic_scale`` and stays above ``minimum``. ValueError: for a value that cannot be
-    used.
+    ``dynamic_loss_args``: arguments from the ``fp16`` section (``DeepSpeedFP16Config.dynamic_loss_scale_args``);
+    None: start at ``initial_dynamic_scale``, with the lower limit ``minimum``. ValueError: an invalid value.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScaler | DynamicLossScaler:
-    """The scaler for gradients in ``dtype``: a scale of 1 unless that is fp16."""
+    """Return the scaler for gradients in ``dtype``: scale 1 unless that is fp16."""
     if dtype is not torch.half:
         return LossScaler(1.0)
     if not dynamic_scaling:

@@ -1,4 +1,4 @@
-"""Documented classes of tensor parallelism; the mechanism is in ``deepspeed/parallel/tensor``."""
+"""Documented classes of tensor parallelism, which is implemented in ``deepspeed/parallel/tensor``."""
 
 from deepspeed.compat.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.planning.autotp_config import (

@@ -1,7 +1,7 @@
-"""Widths of each tensor-parallel rank's part, for scripts that cut weights themselves.
+"""Shard sizes of tensor-parallel ranks, for scripts that cut weights themselves.
 
-The numbers of a model come with the call, as an ``AutoTPMeta``, or are set once and hold for the process, as
-documented. Layers of engines carry their own ``Cut`` and read none of them.
+The model's numbers are passed with the call, as an ``AutoTPMeta``, or set once per process, as documented. Layers of
+engines have their own ``Cut`` and use neither.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.collectives import communicator
 
 _HEADS = ("lm_head", "embed_out")
-"""Layers of the vocabulary, which do not consist of attention heads."""
+"""Vocabulary layers, which do not consist of attention heads."""
 
 
 @dataclass
@@ -26,12 +26,12 @@ class _Numbers:
 _numbers = _Numbers()
 
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Layers of feed-forward parts, which do not consist of attention heads either."""
+"""Feed-forward layers, which do not consist of attention heads."""
 
 
 @dataclass(frozen=True)
 class AutoTPMeta:
-    """The numbers of one model by which its layers are cut; None: unknown."""
+    """Numbers of one model that determine the cuts of its layers; None: unknown."""
 
     num_kv_heads: int | None = None
     num_attention_heads: int | None = None
@@ -48,7 +48,7 @@ def set_n_embd(num: int | None) -> None:
 
 
 def set_tp_grain_size(num: int) -> None:
-    """Parts are multiples of this where no heads say how wide they are."""
+    """Set the multiple of shard sizes for layers without heads."""
     if num < 1:
         raise ValueError(f"tp_grain_size={num}: must be at least 1")
     _numbers.grain = num
@@ -64,12 +64,12 @@ def get_shard_size(
     *,
     meta: AutoTPMeta | None = None,
 ) -> int:
-    """Return the part of ``total_size`` that one rank has: ``rank``, or this one in ``mp_group``, or in the job.
+    """Return one rank's shard size of ``total_size``: of ``rank``, else of this rank in ``mp_group``, else in the job.
 
-    Layers that consist of ``num_kv_heads`` groups of attention heads are cut between those; the first ranks have one
-    more if there is a rest. Others (of the feed-forward part and the vocabulary, by ``name``) are cut in multiples of
-    the grain. ``meta``: the model's numbers, in place of those of the process; it may also come third, before name,
-    rank and mp_group.
+    Layers of ``num_kv_heads`` groups of attention heads are cut between groups; the first ranks get one more if they
+    do not divide evenly. Others (feed-forward and vocabulary, by ``name``) are cut in multiples of the grain.
+    ``meta``: the model's numbers, instead of the process's; it may also be the third argument, before name, rank and
+    mp_group.
     """
     if isinstance(name, AutoTPMeta):
         meta, name, rank, mp_group, num_kv_heads = name, rank, mp_group, num_kv_heads, None
@@ -86,7 +86,7 @@ def get_shard_size_list(
     *,
     meta: AutoTPMeta | None = None,
 ) -> list[int]:
-    """``get_shard_size`` of each rank."""
+    """Return ``get_shard_size`` of every rank, in rank order."""
     if isinstance(name, AutoTPMeta):
         meta, name, num_kv_heads = name, num_kv_heads, None
     groups, grain = (
@@ -100,7 +100,7 @@ def get_shard_size_list(
     if total_size < grain or (meta is None and total_size % grain):
         return _dealt(total_size, mp_size, 1)
     sizes = _dealt(total_size // grain, mp_size, grain)
-    sizes[-1] += total_size % grain  # the others keep whole grains
+    sizes[-1] += total_size % grain  # other ranks keep whole grains
     return sizes
 
 

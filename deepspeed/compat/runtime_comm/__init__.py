@@ -1,1 +1,1 @@
-"""Documented place of compressed collectives; the engine's own are in ``deepspeed.comm``."""
+"""Documented path of compressed collectives; the engine's own are in ``deepspeed.comm``."""

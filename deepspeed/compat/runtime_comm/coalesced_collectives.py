@@ -1,7 +1,7 @@
-"""Documented collectives on lists of tensors: the sums of gradients of ZeRO, for code that takes them itself.
+"""Documented collectives on lists of tensors: ZeRO's gradient sums, for code that calls them itself.
 
-Each tensor is cut into as many parts as there are ranks, ``ceil(numel / ranks)`` elements each; the last ones may be
-shorter or empty. Every rank gets its part of the average, flat, and the inputs stay as they are.
+Each tensor is cut into one shard per rank, of ``ceil(numel / ranks)`` elements; the last ones may be shorter or
+empty. Every rank gets its flat shard of the average; inputs are unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CODEC = BlockCodec(4)
 
 @torch.no_grad()
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """This rank's part of the average of each tensor over the ranks of ``group`` (default: all), in one collective per
-    dtype and device."""
+    """Return this rank's shard of the average of each tensor over ``group`` (default: all ranks), with one collective
+    per dtype and device."""
     ranks = communicator(group if group is not None else torch.distributed.group.WORLD)
     outputs: list[Tensor | None] = [None] * len(tensors)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -38,14 +38,12 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
 
 def _averages(tensors: Sequence[Tensor], ranks: Communicator) -> list[Tensor]:
     chunks = [-(-tensor.numel() // ranks.size) for tensor in tensors]
-    # One row per rank, so that what a rank gets is contiguous.
+    # One row per rank, so that each rank's shards are contiguous.
     packed = tensors[0].new_zeros(ranks.size, sum(chunks))
     start = 0
     for tensor, chunk in zip(tensors, chunks, strict=True):
         flat, columns = tensor.reshape(-1), slice(start, start + chunk)
-        full = (
-            flat.numel() // chunk if chunk else 0
-        )  # ranks whose part is a whole chunk; the next one gets the rest
+        full = flat.numel() // chunk if chunk else 0  # ranks with a whole chunk; the next one gets the rest
         packed[:full, columns] = flat[: full * chunk].view(full, chunk)
         rest = flat[full * chunk :]
         if rest.numel():
@@ -62,18 +60,18 @@ def _averages(tensors: Sequence[Tensor], ranks: Communicator) -> list[Tensor]:
 
 @torch.no_grad()
 def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
-    """This rank's part of the average of each tensor over all ranks; between ranks it travels in 4 bits per element
-    (ZeRO++'s qgZ). Vectors, and tensors whose elements do not divide evenly, are summed as they are.
+    """Return this rank's shard of the average of each tensor over all ranks, sent with 4 bits per element (ZeRO++'s
+    qgZ). Vectors, and tensors that do not divide evenly, are summed unquantized.
 
-    ``groups``: the process groups of ``deepspeed.comm.documented_groups._get_local_all_to_all_group()``; sums are
-    taken within this rank's ``local_`` group first, without loss. Without such groups all ranks exchange payloads
-    directly.
+    ``groups``: the process groups of ``deepspeed.comm.documented_groups._get_local_all_to_all_group()``; the sum
+    within this rank's ``local_`` group comes first, unquantized. Without such groups all ranks exchange quantized
+    payloads directly.
     """
     return [_quantized(tensor, _levels(groups)) for tensor in tensors]
 
 
 def _levels(groups: Mapping[str, Any]) -> tuple[Communicator | None, Communicator]:
-    """(ranks that sum without loss, ranks that exchange payloads) of this rank."""
+    """Return this rank's (group of unquantized sums or None, group that exchanges payloads)."""
     near, across = (_own_group(groups, kind) for kind in ("local_", "global_"))
     everyone = communicator(torch.distributed.group.WORLD)
     if near is None or across is None or near.size * across.size != everyone.size:
@@ -103,7 +101,8 @@ def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator])
     numel = tensor.numel() // everyone.size
     parts = tensor.reshape(-1)
     if near is not None:
-        # Slice g * near.size + i belongs to place i of group g: each place first sums the slices of its place.
+        # Slice g * near.size + i is for rank i of group g. Within a group, rank i first sums the slices for all ranks
+        # i.
         by_place = parts.view(across.size, near.size, numel).transpose(0, 1).reshape(-1)
         parts = torch.empty(across.size * numel, dtype=torch.float32, device=tensor.device)
         near.reduce_scatter(parts, by_place).wait()
@@ -112,7 +111,7 @@ def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator])
 
 
 def _exchange(parts: Tensor, ranks: Communicator) -> Tensor:
-    """fp32 sum over the ranks of this rank's row of ``parts`` [ranks, n]."""
+    """Return the fp32 sum over ranks of this rank's row of ``parts`` [ranks, n], exchanged quantized."""
     sent = _CODEC.encode(parts)
     received = torch.empty_like(sent)
     ranks.all_to_all(received.view(-1), sent.view(-1)).wait()

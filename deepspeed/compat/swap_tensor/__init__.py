@@ -1,4 +1,4 @@
-"""Documented place of helpers for swapping tensors to files; the engine's own are in ``zero/offload``."""
+"""Documented path of helpers for swapping tensors to files; the engine's own are in ``zero/offload``."""
 
 from deepspeed.compat.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES, MIN_SWAPPABLE_BYTES
 

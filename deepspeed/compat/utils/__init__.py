@@ -7,8 +7,7 @@ import importlib
 from deepspeed.base.logging import log_dist, log_dist_once, logger, set_log_level_from_string, warning_once
 from deepspeed.compat.aliases import NAMES, SUBMODULES
 
-# Not lazily: the function has its module's name, and importing the module later would replace it with the
-# module.
+# Not lazily: the function has its module's name, and a later import of the module would overwrite it.
 importlib.import_module("deepspeed.utils.z3_leaf_module")
 from deepspeed.zero.gathering.leaf_modules import z3_leaf_module  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, for debugging by hand."""
+"""Names of modules and parameters, for debugging."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class _Names:
-    """Qualified names of the model that was registered last; the objects themselves are not kept alive."""
+    """Qualified names of the last registered model, by weak references."""
 
     def __init__(self) -> None:
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.params = WeakTensorKeyDictionary()  # by identity: tensors compare by element
+        self.params = WeakTensorKeyDictionary()  # keyed by identity: tensors compare element-wise
 
 
 _names = _Names()
@@ -25,7 +25,7 @@ def debug_clear_module_and_param_names() -> None:
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Registers the names of ``model`` for the functions below."""
+    """Register the names of ``model`` for the functions below."""
     debug_clear_module_and_param_names()
     _names.modules.update({module: name for name, module in model.named_modules()})
     for name, param in model.named_parameters():

@@ -11,9 +11,9 @@ import torch
 from deepspeed.base.accelerator import get_accelerator
 
 enable_nvtx = True
-"""Whether calls become ranges. A program may set it."""
+"""True to record calls as ranges; may be set by a program."""
 DEEPSPEED_NVTX_DOMAIN = "DeepSpeed"
-"""Of the ranges, where the accelerator has domains."""
+"""Domain of the ranges, if the accelerator supports domains."""
 is_compiling = torch.compiler.is_compiling
 
 P = ParamSpec("P")
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """Shows each call of ``func`` as a range named after it; compiled code gets no ranges."""
+    """Record each call of ``func`` as a range of its name; compiled code records none."""
 
     @functools.wraps(func)
     def ranged(*args: P.args, **kwargs: P.kwargs) -> R:

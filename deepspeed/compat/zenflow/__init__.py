@@ -1,1 +1,1 @@
-"""ZenFlow: columns that matter at once, the others in rounds (``zero/offload/zenflow.py``)."""
+"""ZenFlow: important columns are updated every step, the others in rounds (``zero/offload/zenflow.py``)."""

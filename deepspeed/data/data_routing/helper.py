@@ -1,4 +1,4 @@
-"""Making the layers of a model drop tokens, and its weights as they are without that."""
+"""Conversion of a model's layers to drop tokens, and state dicts without the wrappers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deepspeed.data.data_routing.basic_layer import LAYER, RandomLayerTokenDrop
 
 
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type[nn.Module], ...]) -> Any:
-    """Wrap the layers of class ``convert_type`` in a model or in that of an engine, in place; returns ``model``.
+    """Wrap the layers of class ``convert_type`` in a model or an engine's module, in place; return ``model``.
 
-    Those that ``random_ltd_layer_id`` names then drop tokens in training: at once in an engine, from its next forward
-    in the module of one, and when ``deepspeed.initialize`` takes it for any other model. Converted layers of which no
-    engine with that section knows say once that they drop nothing.
+    The layers in ``random_ltd_layer_id`` then drop tokens in training: immediately if ``model`` is an engine, from
+    the next forward if it is an engine's module, otherwise once ``deepspeed.initialize`` gets it. Converted layers
+    that no engine with that section has claimed warn once that they drop nothing.
 
-    ValueError: no layer is of that class; the config of the engine does not fit them.
+    ValueError: no layer is of that class, or the engine's config does not fit the layers.
     """
     root = _module_of(model)
     found = [
@@ -44,12 +44,12 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type
 
 
 def save_without_random_ltd(model: Any) -> dict[str, Any]:
-    """The state dict of a model, or of an engine's, with the names that it has without token dropping."""
+    """Return the state dict of a model or an engine's module, with the names of the unwrapped model."""
     return remove_random_ltd_state_dict(_module_of(model).state_dict())
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with the names that the model has without token dropping."""
+    """Return ``state_dict`` with the names of the unwrapped model."""
     return {name.replace(f".{LAYER}", ""): value for name, value in state_dict.items()}
 
 

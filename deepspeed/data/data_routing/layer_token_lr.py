@@ -1,4 +1,4 @@
-"""A learning rate that follows the tokens that all layers together have processed, rather than steps."""
+"""Learning rate schedule by layer tokens (tokens processed, summed over layers) instead of steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from deepspeed.data.data_routing.scheduler import CONSUMED_LAYER_TOKENS, RandomL
 
 
 class LayerTokenLR:
-    """From 0 to the optimizer's rate over ``warmup_layer_tokens``, then linearly to 0 at ``total_layer_tokens``.
+    """Learning rate from 0 to the optimizer's rate over ``warmup_layer_tokens``, then linearly to 0 at
+    ``total_layer_tokens``.
 
-    With n of w tokens before a step, its rate is n / w of the full one, or log(n + 1) / log(w + 1) with
-    ``warmup_type="log"``.
+    After n of w warm-up tokens the factor is n / w, or log(n + 1) / log(w + 1) with ``warmup_type="log"``.
 
-    DeepSpeedConfigError: an unknown type; the warm-up is not shorter than the whole.
+    DeepSpeedConfigError: the type is unknown, or the warm-up is not shorter than the total.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LayerTokenLR:
         self._follow()
 
     def factor(self, tokens: int) -> float:
-        """Return the factor of the full rate after so many layer tokens."""
+        """Return the factor of the full rate after ``tokens`` layer tokens."""
         if tokens < self.warmup:
             if self.warmup_type == "log":
                 return math.log(tokens + 1) / math.log(self.warmup + 1)

@@ -1,7 +1,7 @@
-"""Choice of the tokens that a layer keeps, as a function of where training is: no random state is read or left behind.
+"""Choice of the tokens that a layer keeps, as a pure function of the training position: no RNG state is used.
 
-So the tokens are the same when a layer is computed again in backward, on the ranks that share a layer, after a resume,
-and for any number of ranks: a row of the global batch keeps the same tokens wherever it is computed.
+So the tokens are the same in recomputation, on tensor-parallel ranks, after a resume, and for any number of ranks: a
+row of the global batch keeps the same tokens on any rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _POSITION_BITS = 24
 
 @dataclass(frozen=True, slots=True)
 class TokenPositions:
-    """Position of a forward in training. ``step``: updates done so far; ``part``: which of the micro-batches of all
-    ranks in this step."""
+    """Position of a forward in training. ``step``: updates so far; ``part``: index of the micro-batch over all ranks
+    in this step."""
 
     step: int
     part: int
@@ -33,7 +33,7 @@ class TokenSampler:
     """Draws the tokens of ``layers`` layers.
 
     Args:
-        place: where the present forward stands; None: draws with torch's generator.
+        place: returns the position of the current forward; None: draw with torch's generator.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class TokenSampler:
 
     @untraced
     def draw(self, layer: int, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
-        """Ascending indices int64 [batch, kept] of the tokens that a layer keeps of each row. Not compiled: steps are
-        Python numbers, and code would be made again for each."""
+        """Return the ascending indices, int64 [batch, kept], of the tokens that a layer keeps in each row. Not
+        compiled: steps are Python numbers, each of which would trigger a recompilation."""
         if self.place is None:
             return gpt_sample_tokens(kept, length, batch, 1, device)[0][0]
         place = self.place()
@@ -60,8 +60,8 @@ class TokenSampler:
     def _all_layers(
         self, place: TokenPositions, kept: int, length: int, batch: int, device: torch.device
     ) -> Tensor:
-        """The tokens with the smallest random numbers, [layers, batch, kept]. The low bits of a number are its
-        position, so that no two are equal and every device finds the same."""
+        """Return the tokens with the smallest random numbers, [layers, batch, kept]. The low bits of a number are its
+        position, so there are no ties and all devices agree."""
         base = hashlib.blake2b(repr((self.seed, place.step)).encode(), digest_size=8).digest()
         layers = torch.arange(self.layers, device=device).view(-1, 1, 1)
         rows = torch.arange(batch, device=device).view(-1, 1) + place.part * batch
@@ -74,7 +74,7 @@ class TokenSampler:
 
 
 def _scrambled(value: Tensor) -> Tensor:
-    """The numbers of SplitMix64 (Steele, Lea and Flood 2014), whose 64 bits lie in int64."""
+    """Return the next values of SplitMix64 (Steele, Lea and Flood 2014), 64 bits in int64."""
     value = value * _signed(_GOLDEN) + _signed(_GOLDEN)
     value = (value ^ _shifted(value, 30)) * _signed(_FIRST)
     value = (value ^ _shifted(value, 27)) * _signed(_SECOND)
@@ -82,7 +82,7 @@ def _scrambled(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros: int64 would repeat its sign."""
+    """Shift right logically: ``>>`` of int64 would extend the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

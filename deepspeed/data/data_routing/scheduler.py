@@ -17,16 +17,16 @@ _SAVED = (CONSUMED_LAYER_TOKENS, CURRENT_STEP, CURRENT_VALUE, MIN_VALUE, MAX_VAL
 
 
 class BaseScheduler:
-    """A length that grows from ``min_value`` to ``max_value``; ``state`` says how, and where it is."""
+    """A length that grows from ``min_value`` to ``max_value``; ``state`` holds the schedule and the current value."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
     def get_value(self, global_steps: int) -> int:
-        """The length at a step, counted from 0: min + (max - min) step / require_steps, rounded down to a multiple of
-        ``seq_per_step``, at least min (rounded up to a multiple), and max from ``require_steps`` on.
+        """Return the length at a step, counted from 0: min + (max - min) step / require_steps, rounded down to a
+        multiple of ``seq_per_step``, at least min (rounded up to a multiple), and max from ``require_steps`` on.
 
-        RuntimeError: another type than ``fixed_linear``.
+        RuntimeError: the type is not ``fixed_linear``.
         """
         state = self.state
         if state.get(SCHEDULE_TYPE) != "fixed_linear":
@@ -42,12 +42,12 @@ class BaseScheduler:
 
 
 class RandomLTDScheduler(BaseScheduler):
-    """The schedule of random-LTD, with the sum of the tokens that all layers together have processed.
+    """The schedule of random-LTD, with the count of layer tokens (tokens processed, summed over layers).
 
     Args:
         config: the section ``random_ltd`` with ``global_batch_size``.
 
-    ``sampler`` says which tokens: outside an engine any, drawn with torch's generator.
+    ``sampler`` chooses the tokens: outside an engine with torch's generator.
 
     DeepSpeedConfigError: the schedule is incomplete.
     """
@@ -64,7 +64,7 @@ class RandomLTDScheduler(BaseScheduler):
         self.reset_to_init()
 
     def reset_to_init(self) -> None:
-        """Nothing has happened yet."""
+        """Reset to the state before the first step."""
         if self.config_schedule is not None:
             for key in (MIN_VALUE, MAX_VALUE, SCHEDULE_TYPE, SCHEDULE_CONFIG):
                 self.state[key] = self.config_schedule[key]
@@ -73,25 +73,25 @@ class RandomLTDScheduler(BaseScheduler):
         self.state[CURRENT_STEP] = -1
 
     def get_current_seq(self) -> int:
-        """Tokens that a dropping layer keeps now."""
+        """Return the number of tokens that a dropping layer keeps now."""
         return self.state[CURRENT_VALUE]
 
     def set_current_seq(self, seq_length: int) -> None:
-        """Until the next step; from ``max_value`` on for good."""
+        """Set the length until the next step; permanently if it is at least ``max_value``."""
         self.state[CURRENT_VALUE] = seq_length
 
     def get_random_ltd_layer_num(self) -> int:
         return self.random_ltd_layer_num
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Layer tokens of a run of this many steps, which is gone through: ``reset_to_init`` goes back."""
+        """Return the layer tokens of a run of this many steps. Advances the schedule: undo with ``reset_to_init``."""
         for step in range(train_iters):
             self.update_seq(step)
         return self.state[CONSUMED_LAYER_TOKENS]
 
     def update_seq(self, global_steps: int, longest: int | None = None) -> None:
-        """Be at a step. Its layer tokens are counted once: sequences are taken to be of ``max_value`` tokens, or of
-        ``longest`` where something has cut them shorter."""
+        """Advance to a step and count its layer tokens once, assuming sequences of ``max_value`` tokens, or of
+        ``longest`` if truncated."""
         state = self.state
         if state[CURRENT_VALUE] < state[MAX_VALUE]:
             state[CURRENT_VALUE] = self.get_value(global_steps)
@@ -100,7 +100,7 @@ class RandomLTDScheduler(BaseScheduler):
             state[CONSUMED_LAYER_TOKENS] += self.layer_tokens(longest)
 
     def layer_tokens(self, longest: int | None = None) -> int:
-        """Return the layer tokens of a step with the present length."""
+        """Return the layer tokens of a step with the current length."""
         dropping = self.random_ltd_layer_num
         whole = self.state[MAX_VALUE] if longest is None else min(longest, self.state[MAX_VALUE])
         kept = min(self.state[CURRENT_VALUE], whole)

@@ -1,4 +1,4 @@
-"""Samples by difficulty: which of them a curriculum accepts, without loading the index files."""
+"""Samples that a curriculum accepts by difficulty, read from memory-mapped index files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Difficulties = Mapping[str, int]
 
 
 class MetricIndex:
-    """The samples of a data set in the order of one metric.
+    """The samples of a data set, sorted by one metric.
 
     Raises:
         DeepSpeedConfigError: a file of the config is missing.
@@ -43,11 +43,11 @@ class MetricIndex:
                 )
             self._values = values.flat
         self.order = self._samples.flat
-        """The numbers of all samples, the easiest first (a memory map)."""
+        """Numbers of all samples, easiest first (memory-mapped)."""
         self._ends = np.cumsum(self._samples.sizes, dtype=np.int64) if self._values is not None else None
 
     def accepted(self, difficulty: int) -> int:
-        """Count the samples, the first of the order, that are no more difficult than this value or percentile."""
+        """Count the samples up to this value or percentile; they are the first in ``order``."""
         if self._values is None:
             return len(self.order) * min(max(int(difficulty), 0), 100) // 100
         assert self._ends is not None
@@ -83,7 +83,7 @@ class ClusterPart:
     """Consecutive entries of a file of numbers."""
 
     def __init__(self, order: np.ndarray, path: str, start: int, end: int) -> None:
-        self._order = order.view(np.ndarray)  # entries of a memmap are slow to take
+        self._order = order.view(np.ndarray)  # indexing a memmap is slow
         self.path, self._start, self._end = path, start, end
 
     def __len__(self) -> int:
@@ -104,10 +104,11 @@ def newly_accepted(
     folder: str,
     writer: bool,
 ) -> Samples:
-    """The samples of ``count`` that all metrics accept at ``now`` and did not at ``before`` (empty: nothing yet).
+    """Return the samples, out of ``count``, that all metrics accept at ``now`` but not at ``before`` (empty: at the
+    start).
 
-    With one metric this is a part of its index file. With several it is a file in ``folder``, which one rank writes
-    and the others wait for; its name says what it is made of. RuntimeError: it does not appear.
+    With one metric this is an interval of its index file. With several it is a file in ``folder``, which one rank
+    writes and the others wait for; its name is a hash of its inputs. RuntimeError: timeout.
     """
     if not metrics:
         return Everything(count if not before else 0)
@@ -131,7 +132,7 @@ def newly_accepted(
 
 
 def _origin(path: str) -> tuple[str, int]:
-    """Return an identity that tells an index file from another one of the same size."""
+    """Return an identity of an index file: a hash of its beginning, and its size in bytes."""
     with open(f"{path}.bin", "rb") as stream:
         begin = stream.read(1 << 16)
     return hashlib.blake2b(begin, digest_size=8).hexdigest(), os.path.getsize(f"{path}.bin")

@@ -1,15 +1,15 @@
-"""Offline analysis of a data set: metrics of every sample, and index files that say which samples have which value.
+"""Offline analysis of a data set: metrics per sample, and index files from values to samples.
 
-Map: each thread of each worker computes the metrics of its share and writes what it found below
+Map: each thread of each worker computes the metrics of its share and writes them below
 ``save_path/METRIC/workerW_threadT``. Reduce: one process merges the shares into
 
 - ``METRIC_sample_to_metric``: the value of each sample, in the order of the data set;
 - ``METRIC_index_to_metric``, ``METRIC_index_to_sample``: the values in ascending order, and the samples of each;
 - ``METRIC_index_to_sample_percentile_merged``: the same samples in about 100 entries, which are read faster;
-- ``METRIC_metric_value``: of a metric that is summed over all samples.
+- ``METRIC_metric_value``: the value of a metric summed over all samples.
 
-Each is a pair of files as `MMapIndexedDataset` reads them. Memory does not grow with the data set: values are read from
-the files of the map, sorted a part of the values at a time.
+Each is a pair of files for `MMapIndexedDataset`. Memory does not grow with the data set: values are read from the
+map's files, and sorted one range of values at a time.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class DataAnalyzer:
 
     Args:
         dataset: map-style.
-        num_workers, worker_id: how many processes (of any hosts that share ``save_path``) divide the data set, and
-            which of them this is.
-        num_threads: how many parts a worker computes at the same time, each in a process of its own.
+        num_workers, worker_id: number of processes (on hosts that share ``save_path``) that split the data set, and
+            the index of this one.
+        num_threads: parts of a worker's share, computed in parallel in separate processes.
         num_threads_reduce: the same for the reduction.
-        specific_threads: only these parts, to repeat some that failed; empty: all.
+        specific_threads: compute only these parts, to repeat failed ones; empty: all.
         batch_size: samples per call of a metric.
         metric_names, metric_functions, metric_types, metric_dtypes: one of each per metric. A function takes a batch
             and returns integers of the dtype (a torch dtype): one per sample for the type
@@ -75,7 +75,7 @@ class DataAnalyzer:
         custom_map_init, custom_map_update, custom_map_finalize: replace the methods ``init_metric_results``,
             ``update_metric_results`` and ``finalize_metric_results``, with the same arguments.
         custom_reduce: replaces ``merge_map_results``, with the same arguments.
-        sample_indices: the number of each sample in the files; None: its place in ``dataset``.
+        sample_indices: number of each sample in the files; None: its index in ``dataset``.
 
     Raises:
         ValueError: the lists of metrics differ in length, or a type is unknown.
@@ -127,7 +127,7 @@ class DataAnalyzer:
     # Map ----------------------------------------------------------------------------------------------------
 
     def run_map(self) -> None:
-        """The share of this worker. RuntimeError: a part failed; it is named."""
+        """Compute this worker's share. RuntimeError: names the part that failed."""
         if self.num_threads <= 1:
             self.run_map_helper(0)
         else:
@@ -135,7 +135,7 @@ class DataAnalyzer:
             _in_processes(self.run_map_helper, [(thread,) for thread in threads], "map, thread")
 
     def run_map_helper(self, thread_id: int) -> None:
-        """One part of this worker's share."""
+        """Compute one part of this worker's share."""
         _, parts = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)
         first, last = parts[thread_id]
         init = self.custom_map_init or self.init_metric_results
@@ -165,7 +165,7 @@ class DataAnalyzer:
         save_path: str,
         worker_id: int,
     ) -> list[dict[str, Any]]:
-        """Open what a part keeps of each metric while it reads: a file, or a sum."""
+        """Open the accumulator of each metric: a file of values, or a sum."""
         results: list[dict[str, Any]] = []
         for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes, strict=True):
             folder = Path(save_path) / name / f"worker{worker_id}_thread{thread_id}"
@@ -173,7 +173,7 @@ class DataAnalyzer:
             suffix = "sample_to_metric" if kind == SINGLE else "metric_value"
             fname = str(folder / f"{name}_{suffix}")
             for old in (f"{fname}.idx", f"{fname}.bin"):
-                Path(old).unlink(missing_ok=True)  # a part without an index has not finished
+                Path(old).unlink(missing_ok=True)  # the index marks a finished part
             builder = create_mmap_dataset_builder(fname, numpy_dtype(dtype, name)) if kind == SINGLE else None
             results.append({"metric_name": name, "fname": fname, "builder": builder, "metric_value": None})
         return results
@@ -187,7 +187,7 @@ class DataAnalyzer:
         metric_results: list[dict[str, Any]],
         batch_start_idx: int = 0,
     ) -> None:
-        """Add the metrics of one batch. TypeError: a function returned another dtype than announced."""
+        """Add the metrics of one batch. TypeError: a function returned another dtype than declared."""
         for kind, dtype, function, result in zip(
             metric_types, metric_dtypes, metric_functions, metric_results, strict=True
         ):
@@ -202,7 +202,7 @@ class DataAnalyzer:
     def finalize_metric_results(
         self, metric_types: Sequence[str], metric_dtypes: Sequence[Any], metric_results: list[dict[str, Any]]
     ) -> None:
-        """Write the files of a part; an index is what makes it complete."""
+        """Write the files of a part; the index marks it as complete."""
         for kind, dtype, result in zip(metric_types, metric_dtypes, metric_results, strict=True):
             builder = result["builder"]
             if kind == ACCUMULATED:
@@ -216,7 +216,7 @@ class DataAnalyzer:
     # Reduce -------------------------------------------------------------------------------------------------
 
     def run_reduce(self) -> None:
-        """Merge what all workers found. FileNotFoundError: a part is missing; it is named."""
+        """Merge the results of all workers. FileNotFoundError: names the missing part."""
         reduce = self.custom_reduce or self.merge_map_results
         reduce(
             self.dataset,
@@ -231,7 +231,7 @@ class DataAnalyzer:
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Map, wait for all workers (ranks of ``comm_group``), and let worker 0 reduce.
 
-        RuntimeError: there are several workers, and no process group in which to wait for them.
+        RuntimeError: there are several workers but no process group.
         """
         if self.num_workers > 1 and not dist.is_initialized():
             raise RuntimeError(
@@ -360,7 +360,7 @@ class DataAnalyzer:
         num_threads: int,
         counts: np.ndarray | None = None,
     ) -> None:
-        """Find the samples of some values, for ``..._index_to_sample_threadT`` and ``..._index_to_metric_threadT``.
+        """Write the samples of some values to ``..._index_to_sample_threadT`` and ``..._index_to_metric_threadT``.
 
         ``unique_metric_values``: ascending; ``counts``: the number of samples of each, which bounds the memory.
         """
@@ -379,7 +379,7 @@ class DataAnalyzer:
     def get_metric_value_percentiles(
         self, metric_name: str, num_sample_per_value: dict[int, int] | Counts, total_num_samples: int
     ) -> dict[int, int]:
-        """Log and return the value that is reached at each percentile (100: the largest)."""
+        """Log and return the value at each percentile (100: the largest)."""
         if isinstance(num_sample_per_value, dict):
             present = sorted(num_sample_per_value)
             counts = np.array(present), np.array([num_sample_per_value[value] for value in present])
@@ -408,7 +408,7 @@ class DataAnalyzer:
         total_num_samples: int,
         sample_idx_dtype: Any,
     ) -> None:
-        """Write ``..._index_to_sample_percentile_merged``: the entries joined into about 100."""
+        """Write ``..._index_to_sample_percentile_merged``: entries merged into about 100."""
         target = f"{metric_save_path}/{metric_name}_index_to_sample_percentile_merged"
         merge_entries(index_to_sample_fname, target, sample_idx_dtype)
 
@@ -436,7 +436,7 @@ def _require_parts(folder: str, name: str, kind: str, num_workers: int, num_thre
 
 
 def _values_of(folder: str, name: str, parts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Values of these parts in chunks, each with the place of its first one among them."""
+    """Yield the values of these parts in chunks, each with the index of its first value."""
     place = 0
     for worker, thread in parts:
         values = MMapIndexedDataset(_part_file(folder, name, SINGLE, worker, thread), skip_warmup=True).flat
@@ -463,7 +463,7 @@ def _sum_parts(folder: str, name: str, num_workers: int, num_threads: int) -> No
 
 
 def _in_processes(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> None:
-    """Run all calls, each in a process of its own if there are several. RuntimeError: one failed."""
+    """Run all calls, in separate processes if there are several. RuntimeError: one failed."""
     if len(calls) == 1:
         work(*calls[0])
         return
@@ -484,7 +484,7 @@ def _alone(work: Callable[..., Any], call: tuple[Any, ...]) -> None:
 
 
 class _AnalysisProgress:
-    """A line now and then while a part is computed."""
+    """Logs progress periodically while a part is computed."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total = what, total

@@ -1,4 +1,4 @@
-"""Batches for a curriculum: easy samples first, by any number of metrics."""
+"""Curriculum sampler: easy samples first, by any number of metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.data.data_sampling.shuffling import ShuffledPasses
 
 SCHEDULE_BASED = "schedule_based"
 _REMEMBERED = 256
-"""Batches ahead of the one that is trained for which the position is known: workers read ahead."""
+"""Batches whose state is remembered, since workers read ahead of training."""
 
 
 def curriculum_sampler(
@@ -30,7 +30,7 @@ def curriculum_sampler(
     global_rank: int,
     drop_last: bool,
 ) -> DeepSpeedDataSampler:
-    """The sampler of an engine's own loader. ``section``: ``data_efficiency``."""
+    """Return the sampler for an engine's own loader. ``section``: ``data_efficiency``."""
     rank, size = mesh.rank("dp"), mesh.size("dp")
     return DeepSpeedDataSampler(
         section, samples, micro_batch, rank, size, None, accumulation_steps, global_rank, drop_last
@@ -38,27 +38,26 @@ def curriculum_sampler(
 
 
 class DeepSpeedDataSampler:
-    """Lists of sample numbers, one micro-batch of this rank after the other.
+    """Yields lists of sample numbers, one per micro-batch of this rank.
 
-    Each global batch is one step of the curriculum. Whenever a metric of clustering type ``schedule_based`` becomes
-    more difficult, the samples that are new form a cluster. A batch is drawn from all clusters, every accepted sample
-    with the same probability; a cluster is gone through in a shuffled order, each sample once, before it is shuffled
-    again.
-    Metrics of type ``single_cluster`` restrict nothing: their difficulty is for the client, who finds it in the state.
+    Each global batch is one step of the curriculum. Whenever the difficulty of a metric of clustering type
+    ``schedule_based`` rises, the newly accepted samples form a cluster. A batch is drawn from all clusters, every
+    accepted sample with the same probability; each cluster is read in shuffled passes, every sample once per pass.
+    Metrics of type ``single_cluster`` do not restrict samples: their difficulty is in the state, for the client.
 
-    All ranks compute the same batches, without communication, and hold neither orders nor indices in memory.
+    All ranks compute the same batches without communication, and hold no orders or indices in memory.
 
     Args:
         data_efficiency_config: the section ``data_efficiency`` with its defaults.
         one_epoch_total_samples: samples of the data set.
-        micro_batch_size, data_parallel_rank, data_parallel_size, gradient_accumulation_steps: how a global batch is
-            divided.
+        micro_batch_size, data_parallel_rank, data_parallel_size, gradient_accumulation_steps: division of a global
+            batch.
         data_parallel_group: accepted for the documented signature.
-        global_rank: rank 0 writes the files of clusters, which only several metrics need.
-        drop_last: leave out a last micro-batch that is not full on all ranks.
+        global_rank: rank 0 writes the cluster files, which are needed with several metrics only.
+        drop_last: drop a last micro-batch that is not full on all ranks.
 
     Raises:
-        DeepSpeedConfigError: the section lacks something, names missing files, or accepts no sample at the start.
+        DeepSpeedConfigError: the section is incomplete, names missing files, or accepts no sample at the start.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class DeepSpeedDataSampler:
         self.data_clusters: list[tuple[dict[str, int], dict[str, int]]] = []
         """The difficulties before and after each cluster."""
         self.data_cluster_current_position: list[int] = []
-        """Samples taken of each cluster, over all passes."""
+        """Samples taken from each cluster, over all passes."""
         self._samples: list[Samples] = []
         self._orders: list[ShuffledPasses] = []
         self._history: deque[tuple[int, np.ndarray, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
@@ -125,8 +124,8 @@ class DeepSpeedDataSampler:
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], int]]
     ) -> None:
-        """The schedules of metrics whose ``schedule_type`` is custom: step -> difficulty. They have to be the same
-        functions on every rank and after a restart. KeyError: no such metric. ValueError: it has another schedule."""
+        """Set the schedules, step -> difficulty, of metrics whose ``schedule_type`` is custom; the same functions on
+        every rank and after a restart. KeyError: no such metric. ValueError: its schedule is not custom."""
         for name, function in schedule_func_dict.items():
             scheduler = self.curriculum_schedulers.get(name)
             if scheduler is None:
@@ -142,7 +141,7 @@ class DeepSpeedDataSampler:
     # Batches ------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Samples of all passes over the data set, on all ranks."""
+        """Return the samples of all passes over the data set, on all ranks."""
         return self.total_samples
 
     @property
@@ -165,7 +164,7 @@ class DeepSpeedDataSampler:
             yield taken[start:end].tolist()
 
     def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
-        """This rank's part of a micro-batch of all ranks; ``batch_len``: its size, if it is not full."""
+        """Return [start, end) of this rank in a micro-batch of all ranks; ``batch_len``: its size, if not full."""
         if batch_len is None:
             start = self.data_parallel_rank * self.micro_batch_size
             return start, start + self.micro_batch_size
@@ -173,7 +172,7 @@ class DeepSpeedDataSampler:
         return bounds[self.data_parallel_rank], bounds[self.data_parallel_rank + 1]
 
     def get_next_global_batch(self) -> None:
-        """Append the next global batch to ``batch``, one step of the curriculum further."""
+        """Advance the curriculum by one step, and append its global batch to ``batch``."""
         self.curriculum_step += 1
         before = dict(self.current_difficulties)
         self.current_difficulties = {
@@ -194,18 +193,18 @@ class DeepSpeedDataSampler:
         self._remember(batch)
 
     def sample_from_clusters(self) -> np.ndarray:
-        """Draw how many samples of the next batch come from each cluster."""
+        """Draw the number of samples from each cluster for the next batch."""
         sizes = np.array([len(samples) for samples in self._samples], dtype=np.float64)
         left = self.total_samples - self.consumed_samples - len(self.batch)
         return self._source(0).multinomial(min(self.global_batch_size, left), sizes / sizes.sum())
 
     def _source(self, purpose: int) -> np.random.Generator:
-        """Random numbers of this step."""
+        """Return this step's random generator for one purpose."""
         key = (self.seed % 2**64 << 64) + (purpose << 56) + self.curriculum_step
         return np.random.Generator(np.random.Philox(key=key))
 
     def get_sample_from_cluster(self, cidx: int, num_samples: int) -> np.ndarray:
-        """The next ``num_samples`` numbers of a cluster."""
+        """Return the next ``num_samples`` sample numbers of a cluster."""
         position = self.data_cluster_current_position[cidx]
         self.data_cluster_current_position[cidx] = position + num_samples
         return self._samples[cidx].numbers(self._orders[cidx].take(position, num_samples))
@@ -213,10 +212,10 @@ class DeepSpeedDataSampler:
     # Clusters -----------------------------------------------------------------------------------------------
 
     def get_new_cluster(self, previous_difficulties: Mapping[str, int]) -> None:
-        """Add the samples that are accepted now, and were not at ``previous_difficulties`` (empty: at the start)."""
+        """Add a cluster of the samples accepted now but not at ``previous_difficulties`` (empty: at the start)."""
         before = {name: previous_difficulties[name] for name in self.indices if name in previous_difficulties}
         now = {name: self.current_difficulties[name] for name in self.indices}
-        for _, reached in self.data_clusters:  # a custom schedule may go back: what was accepted stays
+        for _, reached in self.data_clusters:  # a custom schedule may decrease; accepted samples stay
             before = {name: max(value, reached[name]) for name, value in before.items()}
             now = {name: max(value, reached[name]) for name, value in now.items()}
         if self.data_clusters and before == now:
@@ -253,14 +252,14 @@ class DeepSpeedDataSampler:
     # Position -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which the next batch depends: a few numbers per cluster, and the rest of the current
+        """Return the state that determines the next batch: a few numbers per cluster, and the rest of the current
         global batch.
         """
         return copy.deepcopy({**self._state(), "batch": self.batch.tolist()})
 
     def _state(self) -> dict[str, Any]:
-        """All but the rest of the batch. Clusters are those of the sampler itself, which never change: a state is kept
-        of every batch."""
+        """Return the state without the rest of the batch. One is kept per batch, so immutable cluster entries are
+        shared, not copied."""
         return {
             "consumed_samples": self.consumed_samples,
             "curriculum_step": self.curriculum_step,
@@ -272,9 +271,9 @@ class DeepSpeedDataSampler:
         }
 
     def state_at(self, consumed_samples: int) -> dict[str, Any]:
-        """The state after ``consumed_samples``, which may be earlier than now: batches may be read ahead.
+        """Return the state after ``consumed_samples``, which may be in the past, since batches are read ahead.
 
-        LookupError: that is too long ago.
+        LookupError: too far in the past.
         """
         for start, batch, state in reversed(self._history):
             if start < consumed_samples <= start + len(batch) or (
@@ -285,7 +284,7 @@ class DeepSpeedDataSampler:
         raise LookupError(f"the position after {consumed_samples} samples is not known any more")
 
     def _remember(self, batch: np.ndarray | None = None) -> None:
-        """Note where in the stream of samples ``batch`` lies, and the state after it."""
+        """Remember the position of ``batch`` in the sample stream, and the state after it."""
         if batch is None:  # the state itself
             self._history.clear()
             self._history.append((self.consumed_samples, np.empty(0, np.int64), self._state()))
@@ -295,7 +294,7 @@ class DeepSpeedDataSampler:
             self._history.append((start, batch, self._state()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was taken, on any number of ranks and with any accumulation."""
+        """Resume from a state, on any number of ranks and with any accumulation."""
         self.batch = np.array(state_dict["batch"], dtype=np.int64)
         self.consumed_samples = state_dict["consumed_samples"]
         self.curriculum_step = state_dict["curriculum_step"]

@@ -1,4 +1,4 @@
-"""The analysis over the ranks of a process group: values are exchanged rather than left in files, and rank 0 writes."""
+"""Analysis over the ranks of a process group: values are exchanged instead of written to files, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from deepspeed.data.data_sampling.utils import (
 class DistributedDataAnalyzer:
     """Computes metrics of a data set on all ranks of ``comm_group`` and writes the same index files as `DataAnalyzer`.
 
-    Args as there; ``num_workers`` and ``worker_id`` are those of the process group if there is one, ``num_threads``
-    threads of this process share its part, and ``device`` is where values are exchanged ('cuda' without a GPU: the
-    CPU). Each rank keeps the values of its share in memory, 16 bytes per sample; only rank 0 needs ``save_path``.
+    Arguments as there, but ``num_workers`` and ``worker_id`` are taken from the process group if there is one,
+    ``num_threads`` threads of this process split its share, and values are exchanged on ``device`` ('cuda' without a
+    GPU: the CPU). Each rank keeps its share in memory, 16 bytes per sample; only rank 0 needs ``save_path``.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class DistributedDataAnalyzer:
         self.sample_indices = sample_indices
 
     def run_map_helper(self, thread_id: int = 0, metric_queues: Any = None) -> list[np.ndarray | None]:
-        """The metrics of one thread's part: values, or a sum (None: it has no samples); also put to
-        ``metric_queues[thread_id]`` if queues are given."""
+        """Return the metrics of one thread's part: values, or a sum (None: no samples); also put them into
+        ``metric_queues[thread_id]`` if given."""
         _, parts = split_dataset(self.dataset, self.num_workers, self.worker_id, self.num_threads)
         found: list[list[np.ndarray]] = [[] for _ in self.metric_names]
         for _, batch in batches_of(self.dataset, *parts[thread_id], self.batch_size, self.collate_fn):
@@ -95,7 +95,7 @@ class DistributedDataAnalyzer:
         return results
 
     def run_map_reduce(self) -> None:
-        """Compute and write everything; called by all ranks together."""
+        """Compute and write everything. Collective."""
         with ThreadPoolExecutor(self.num_threads) as pool:
             parts = list(pool.map(self.run_map_helper, range(self.num_threads)))
         for index, (name, kind) in enumerate(zip(self.metric_names, self.metric_types, strict=True)):
@@ -145,18 +145,18 @@ class DistributedDataAnalyzer:
             merge_entries(rows, f"{rows}_percentile_merged", sample_dtype)
 
     def file_write_ordered(self, tensor_list: Sequence[Tensor], fname: str, numpy_dtype: Any) -> None:
-        """Rank 0 writes the entries of all ranks, in the order of ranks, to ``fname``.bin and .idx."""
+        """Write the entries of all ranks, in rank order, to ``fname``.bin and .idx, on rank 0. Collective."""
         flat = torch.cat([each.reshape(-1) for each in tensor_list]) if tensor_list else torch.empty(0)
         sizes = torch.tensor([each.numel() for each in tensor_list], dtype=torch.int64)
         self._write_rows(fname, numpy_dtype, flat.to(torch.int64), sizes)
 
     def _write_rows(self, fname: str, dtype: Any, flat: Tensor, sizes: Tensor | None) -> None:
-        """``flat`` [n] int64 of all ranks, divided into entries of ``sizes``; None: of one element."""
+        """Write ``flat`` [n] int64 of all ranks as entries of ``sizes``; None: entries of one element. Collective."""
         counts = sizes if sizes is not None else torch.ones(0, dtype=torch.int64)
         builder = create_mmap_dataset_builder(fname, dtype) if self.worker_id == 0 else None
         lengths = in_rank_order(counts.to(self.device), self.comm_group)
         rows = in_rank_order(flat.to(self.device), self.comm_group)
-        # strictly in turn, so that rank 0 holds one rank's data at a time
+        # in lockstep, so that rank 0 holds one rank's data at a time
         for of_one, entries in zip(lengths, rows, strict=True):
             if builder is not None:
                 ones = np.ones(len(entries), np.int32)
@@ -166,8 +166,8 @@ class DistributedDataAnalyzer:
 
 
 def in_rank_order(tensor: Tensor, group: Any) -> Iterator[Tensor]:
-    """On the first rank of ``group`` the tensors of all ranks, one after the other; on the others nothing of use. Every
-    rank has to iterate to the end."""
+    """Yield the tensors of all ranks in rank order on the first rank of ``group``; on other ranks the items are
+    meaningless. Every rank must iterate to the end."""
     if not dist.is_initialized():
         yield tensor
         return
@@ -198,7 +198,7 @@ class Dist:
 
     @staticmethod
     def min_max(tensor: Tensor, comm_group: Any) -> tuple[int, int]:
-        """The smallest and the largest element on any rank. ValueError: no rank has any."""
+        """Return the minimum and maximum over all ranks. ValueError: no rank has elements."""
         limits = torch.iinfo(torch.int64)
         ends = [limits.max, limits.max]
         if tensor.numel():
@@ -212,8 +212,8 @@ class Dist:
 
     @staticmethod
     def sample_sort(tensor: Tensor, comm_group: Any, num_workers: int, n_samples: int = 100) -> Tensor:
-        """Rows [n, columns] of all ranks sorted by their columns: each rank gets an interval of the first column, in
-        the order of ranks (sample sort, Frazer and McKellar 1970). Rows with one first column stay on one rank."""
+        """Sort the rows [n, columns] of all ranks by their columns: each rank gets an interval of the first column,
+        in rank order (sample sort, Frazer and McKellar 1970). Rows of equal first column are on one rank."""
         tensor = _sorted_rows(tensor)
         if num_workers == 1 or not dist.is_initialized():
             return tensor
@@ -236,7 +236,7 @@ class Dist:
 
 
 def _sorted_rows(tensor: Tensor) -> Tensor:
-    """By the first column, then the second, and so on."""
+    """Sort rows by the first column, then the second, and so on."""
     for column in reversed(range(tensor.shape[1])):
         tensor = tensor[torch.sort(tensor[:, column], stable=True).indices]
     return tensor

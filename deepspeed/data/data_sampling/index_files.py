@@ -1,4 +1,4 @@
-"""Metrics of samples, and index files: which samples have which value of a metric."""
+"""Metrics of samples, and index files from metric values to samples."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from deepspeed.data.data_sampling.utils import close_mmap_dataset_builder, creat
 
 PERCENTILES = 100
 _AT_ONCE = 4 << 20
-"""Samples that are sorted at a time."""
+"""Number of samples sorted at a time."""
 
 Chunks = Callable[[], Iterator[tuple[int, np.ndarray]]]
-"""Values of all samples in chunks, each with the number of its first sample; can be read again."""
+"""Returns a new iterator over the values of all samples in chunks, each with the index of its first sample."""
 
 
 Counts = tuple[np.ndarray, np.ndarray]
-"""Ascending values, and the number of samples of each."""
+"""Ascending values, and the number of samples with each."""
 
 
 def joined(counts: Sequence[Counts]) -> Counts:
-    """The sum of several counts."""
+    """Return the sum of several ``Counts``."""
     if not counts:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     values, inverse = np.unique(np.concatenate([each[0] for each in counts]), return_inverse=True)
@@ -46,8 +46,8 @@ def write_groups(
 ) -> None:
     """Write the samples of each of the ascending ``values`` to ``samples_file``, and the values to ``values_file``.
 
-    ``counts``: how many samples have each value, so that not all are sorted at once; None: they are.
-    ``numbers``: what the samples are called; None: by their place.
+    ``counts``: number of samples per value, to bound the samples sorted at once; None: sort all at once. ``numbers``:
+    number of each sample; None: its index.
     """
     samples = create_mmap_dataset_builder(samples_file, sample_dtype)
     keys = create_mmap_dataset_builder(values_file, value_dtype)
@@ -63,7 +63,7 @@ def write_groups(
 
 
 def _at_once(values: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[int, int]]:
-    """Runs of ``values``, [first, last), of so few samples that they can be sorted."""
+    """Yield ranges [first, last) of ``values`` with at most ``_AT_ONCE`` samples, or a single value."""
     if counts is None:
         counts = np.zeros(len(values), np.int64)
     ends = np.cumsum(counts)
@@ -78,7 +78,7 @@ def _at_once(values: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[in
 def _select(
     chunks: Iterator[tuple[int, np.ndarray]], lowest: int, highest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places and values of the samples from ``lowest`` to ``highest``."""
+    """Return indices and values of the samples with values in [``lowest``, ``highest``]."""
     places, found = [np.empty(0, np.int64)], []
     for start, values in chunks:
         here = np.flatnonzero((values >= lowest) & (values <= highest))
@@ -99,7 +99,7 @@ def merged(fname: str, dtype: Any, parts: int) -> None:
 
 
 def merge_entries(source: str, target: str, dtype: Any) -> None:
-    """Join each n // 100 consecutive entries of ``source``, which has n, so that about 100 are left."""
+    """Merge every n // 100 consecutive of the n entries of ``source``, so that about 100 are left."""
     entries = MMapIndexedDataset(source, skip_warmup=True)
     ends = np.cumsum(entries.sizes, dtype=np.int64)
     together = max(1, len(ends) // PERCENTILES)
@@ -112,7 +112,7 @@ def merge_entries(source: str, target: str, dtype: Any) -> None:
     close_mmap_dataset_builder(builder, target)
 
 
-# Arguments of metric functions, and what they may return.
+# Arguments and results of metric functions.
 
 
 SINGLE = "single_value_per_sample"
@@ -122,7 +122,7 @@ ACCUMULATED = "accumulate_value_over_samples"
 def batches_of(
     dataset: Any, first: int, last: int, batch_size: int, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Batches of the samples from ``first`` to ``last``, each with the place of its first sample."""
+    """Yield batches of samples [``first``, ``last``), each with the index of its first sample."""
     whole = getattr(dataset, "__getitems__", None)
     for start in range(first, last, batch_size):
         places = range(start, min(start + batch_size, last))
@@ -131,7 +131,7 @@ def batches_of(
 
 
 def numpy_dtype(dtype: Any, name: str) -> Any:
-    """The numpy dtype of a torch (or numpy) dtype. TypeError: files do not hold it."""
+    """Return the numpy dtype of a torch (or numpy) dtype. TypeError: not an integer dtype."""
     found = torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
     if found.kind not in "iu":
         raise TypeError(
@@ -141,7 +141,8 @@ def numpy_dtype(dtype: Any, name: str) -> Any:
 
 
 def checked_values(values: Any, dtype: Any, name: str) -> np.ndarray:
-    """Return the result of a metric function as an array. TypeError: its dtype is not ``dtype``, if that is given."""
+    """Return the result of a metric function as an array. TypeError: its dtype is not ``dtype`` (if given), or not
+    integer."""
     array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     wanted = np.dtype(numpy_dtype(dtype if dtype is not None else array.dtype, name))
     if array.dtype != wanted:

@@ -1,4 +1,4 @@
-"""Number of tokens of each sequence of a data set: read from the files of an analysis, or counted."""
+"""Token counts of a data set's sequences: read from an analysis, or counted."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def sequence_lengths(
     batch_lengths: Callable[[Any], Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> np.ndarray:
-    """Tokens of each sample, the same on all ranks: the first one reads or counts them.
+    """Return the tokens of each sample, the same on all ranks: rank 0 reads or counts them. Collective.
 
     Args:
-        metrics_path: the folder of an analysis with the metric "seqlen". Without one there, what is counted is written
-            there, and read the next time.
-        batch_lengths: the lengths of all samples of a batch that ``collate_fn`` made; None: `length_of` of each sample.
+        metrics_path: the folder of an analysis with the metric "seqlen". If there is none, the counts are written
+            there for the next run.
+        batch_lengths: returns the lengths of all samples of a batch made by ``collate_fn``; None: `length_of` per
+            sample.
 
     Raises:
-        ValueError: the files are those of a data set of another size, or a sample's length cannot be told.
+        ValueError: the files are of a data set of another size, or a sample has no recognizable length.
     """
     shared = dist.is_initialized() and dist.get_world_size() > 1
     message: list[Any] = [None]
     if not shared or dist.get_rank() == 0:
         try:
             message = [_found(dataset, metrics_path, batch_lengths, collate_fn)]
-        except Exception as error:  # every rank has to hear of it
+        except Exception as error:  # raised on every rank
             message = [error]
     if shared:
         dist.broadcast_object_list(message, src=0)
@@ -95,9 +96,10 @@ def _lengths_of(samples: list[Any]) -> torch.Tensor:
 
 
 def length_of(sample: Any) -> int:
-    """Tokens of a sample: the sum of its attention mask, or the length of its token ids, embeddings or first part.
+    """Return the tokens of a sample: the sum of its attention mask, or the length of its token ids, embeddings or
+    first field.
 
-    ValueError: it has no length.
+    ValueError: it has no recognizable length.
     """
     if isinstance(sample, Mapping):
         mask = sample.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Shuffled orders that need no memory: a permutation of any size as a function of its seed and the position."""
+"""Shuffled orders without memory: a permutation of any size as a function of seed and position."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ROUNDS = 6
 class Shuffle:
     """A permutation of 0 to n - 1 that depends on ``seed`` alone.
 
-    A Feistel network over the next power of four, with cycle walking for what lies beyond n (Black and Rogaway 2002):
-    any part of the order can be computed without the rest.
+    A Feistel network over the next power of four, with cycle walking for values >= n (Black and Rogaway 2002): any
+    part of the order can be computed without the rest.
     """
 
     def __init__(self, n: int, *seed: int) -> None:
@@ -24,7 +24,7 @@ class Shuffle:
         self._keys = np.frombuffer(digest, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The entries of the permutation at ``positions`` [k], int64."""
+        """Return the entries of the permutation at ``positions`` [k], int64."""
         found = np.array(positions, dtype=np.uint64)
         todo = np.arange(len(found))
         while len(todo):
@@ -40,14 +40,14 @@ class Shuffle:
 
 
 def _scrambled(value: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 class ShuffledPasses:
-    """Passes over 0 to n - 1 without end, each in another order; readable from any position."""
+    """Endless passes over 0 to n - 1, each in a different order; readable from any position."""
 
     _BLOCK = 4096
 
@@ -57,12 +57,12 @@ class ShuffledPasses:
         self._block = np.empty(0, np.int64)
 
     def take(self, position: int, count: int) -> np.ndarray:
-        """``count`` entries from ``position`` on, int64."""
+        """Return ``count`` entries from ``position`` on, int64 [count]."""
         found: list[np.ndarray] = []
         while count:
             turn, place = divmod(position, self.n)
             number, start = divmod(place, self._BLOCK)
-            if self._at != (turn, number):  # computed in one go: a batch takes few
+            if self._at != (turn, number):  # computed per block: a batch takes few entries
                 first = number * self._BLOCK
                 order = Shuffle(self.n, *self._seed, turn)
                 self._at, self._block = (
@@ -72,6 +72,6 @@ class ShuffledPasses:
             part = self._block[start : start + count]
             found.append(part)
             position, count = position + len(part), count - len(part)
-        if len(found) == 1:  # nearly always: a batch takes a few from each of many clusters
+        if len(found) == 1:  # the common case: a batch takes a few entries per cluster
             return found[0]
         return np.concatenate(found) if found else np.empty(0, np.int64)

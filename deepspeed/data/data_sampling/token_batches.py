@@ -1,4 +1,4 @@
-"""Batches by tokens: sequences are packed until a pack is full, and a number of packs is one batch of all ranks."""
+"""Batches by token count: sequences fill packs, and a fixed number of packs is one global batch."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _ROWS = (
 
 @dataclass(frozen=True)
 class TokenBatches(Sequence[tuple[int, list[int]]]):
-    """The packs of all batches in order: entry p is (number of its batch, numbers of its sequences).
+    """The packs of all batches in order: item p is (index of its batch, numbers of its sequences).
 
-    Arrays rather than lists, as a data set of ten million sequences would otherwise take a gigabyte on each rank.
+    Stored as arrays: as lists, a data set of ten million sequences would take a gigabyte per rank.
     """
 
     numbers: np.ndarray
-    """The sequences of all packs, end to end."""
+    """Sequence numbers of all packs, concatenated."""
     lengths: np.ndarray
-    """Tokens of each of them."""
+    """Tokens of each sequence in ``numbers``."""
     ends: np.ndarray
-    """Where each pack ends in these; a multiple of ``per_batch`` packs."""
+    """End of each pack in ``numbers``; the number of packs is a multiple of ``per_batch``."""
     per_batch: int
 
     def __len__(self) -> int:
@@ -53,12 +53,13 @@ class TokenBatches(Sequence[tuple[int, list[int]]]):
         return (self[pack] for pack in range(len(self)))
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
-        """Sums of a number per sequence over each pack, int64."""
+        """Return the sums of per-sequence values over each pack, int64 [packs]."""
         total = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
         return np.diff(total[np.concatenate(([0], self.ends))])
 
     def units(self, weighting: str) -> np.ndarray:
-        """Return the weight of each pack: its sequences, its tokens, or its tokens but the first of each sequence."""
+        """Return the weight of each pack: its sequences, its tokens, or its tokens without the first of each
+        sequence."""
         if weighting == "tokens":
             return self._sums(self.lengths)
         if weighting == "predictions":
@@ -94,13 +95,13 @@ def pack(
 
     Args:
         lengths: tokens of each sequence.
-        numbers: what each sequence is called in the packs; None: its place in ``lengths``.
-        smallest, largest: sequences of a pack; a pack that is full before it has ``smallest`` is left out.
-        order: dataloader (as they come), seqlen (short ones first), or random.
-        per_batch: packs of a batch; packs that do not fill a last batch are left out.
-        equal: all packs of a batch have the same number of sequences, dealt out in turn.
+        numbers: number of each sequence in the packs; None: its index in ``lengths``.
+        smallest, largest: limits on sequences per pack; a pack that is full with fewer than ``smallest`` is dropped.
+        order: dataloader (as given), seqlen (short ones first), or random.
+        per_batch: packs of a batch; packs that do not fill a last batch are dropped.
+        equal: all packs of a batch have the same number of sequences, assigned round-robin.
 
-    A sequence longer than ``max_tokens`` is left out as well; what is left out is counted in the log.
+    Sequences longer than ``max_tokens`` are dropped too; the log counts dropped sequences.
 
     Raises:
         ValueError: a number is not positive, an order is unknown, or there are not as many numbers as lengths.
@@ -158,7 +159,7 @@ def _check(
 def _full_packs(
     lengths: np.ndarray, max_tokens: int, smallest: int, largest: int | None, per_batch: int
 ) -> tuple[list[int], np.ndarray]:
-    """Sizes of the packs, and places of the sequences in them: each is as large as it can be."""
+    """Fill each pack as far as possible; return pack sizes, and the indices of packed sequences."""
     total = np.cumsum(lengths)
     sizes: list[int] = []
     taken = np.ones(len(lengths), bool)
@@ -178,7 +179,8 @@ def _full_packs(
 def _equal_packs(
     lengths: np.ndarray, max_tokens: int, smallest: int, largest: int | None, per_batch: int
 ) -> tuple[list[int], np.ndarray]:
-    """The same with ``per_batch`` packs of one size at a time: sequence i of a batch is in pack i % per_batch."""
+    """Return pack sizes and indices with ``per_batch`` packs of equal size at a time: sequence i of a batch is in
+    pack i % per_batch."""
     sizes: list[int] = []
     taken = [np.empty(0, np.int64)]
     start = 0
@@ -192,7 +194,7 @@ def _equal_packs(
 
 
 def _rows_that_fit(lengths: np.ndarray, max_tokens: int, most: int, columns: int) -> int:
-    """Return how many rows of ``columns`` sequences can be dealt before a column is full; at least 1."""
+    """Return the number of rows of ``columns`` sequences that fit before a column is full; at least 1."""
     tried = min(_ROWS, most)
     while True:
         sums = lengths[: tried * columns].reshape(tried, columns).cumsum(0)
@@ -207,10 +209,10 @@ def _rows_that_fit(lengths: np.ndarray, max_tokens: int, most: int, columns: int
 def scale_lr(
     base_batch_size: int, batch_size: int, base_lr: float = 1, method: str | None = "linear"
 ) -> float:
-    """``base_lr``, which suits batches of ``base_batch_size``, for batches of ``batch_size``.
+    """Scale ``base_lr`` from batches of ``base_batch_size`` to batches of ``batch_size``.
 
-    linear: in proportion (Goyal et al. 2017); sqrt: to its root (Krizhevsky 2014); none or None: as it is.
-    ValueError: another method.
+    linear: proportional (Goyal et al. 2017); sqrt: by the square root (Krizhevsky 2014); none or None: unchanged.
+    ValueError: unknown method.
     """
     known = "none" if method is None else str(method).lower()
     if known == "linear":

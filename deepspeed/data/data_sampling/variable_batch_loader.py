@@ -1,4 +1,4 @@
-"""The loader of batches by tokens, and what their sizes mean for the loss."""
+"""Loader of batches by token count, and their loss weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PadSample = Callable[[Any, int], Any]
 
 
 class Packs(Dataset[list[Any]]):
-    """Entry p: the samples of pack p, padded to the length of the longest one in its batch if ``pad`` is given."""
+    """Data set whose item p is the samples of pack p, padded to the longest in its batch if ``pad`` is given."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class JoinedPacks:
 
 
 class VariableBatchLoader(DeepSpeedDataLoader):
-    """Micro-batches of ``packs_per_step`` packs each, those of this rank.
+    """Yields this rank's micro-batches of ``packs_per_step`` packs.
 
-    The order of packs is that of an epoch without shuffling, and the position is the number of packs that all ranks
-    have taken: everything else is as with fixed batches, so a run resumes at any micro-batch, and on another number of
-    ranks with the same packs per batch.
+    Packs are read in order without shuffling, and the position is the number of packs taken by all ranks; everything
+    else is as with fixed batches, so a run resumes at any micro-batch, also on another number of ranks with the same
+    packs per batch.
 
     Args:
         dataset, packs, pad, longest: as in `Packs`.
-        packs_per_step: of one rank and micro-batch.
+        packs_per_step: packs per rank and micro-batch.
         world_size, rank: data-parallel ranks.
-        units: how much each pack counts in the loss of its batch; None: all micro-batches of a batch count the same.
+        units: weight of each pack in the loss of its batch; None: all micro-batches of a batch count equally.
         per_batch: packs of a batch.
     """
 
@@ -98,9 +98,9 @@ class VariableBatchLoader(DeepSpeedDataLoader):
         self.units = units
         self.batch_sizes: list[int] = packs.batch_sizes if isinstance(packs, TokenBatches) else []
         self.loss_weight = 1.0
-        """Of the micro-batch that was given out last."""
+        """Loss weight of the last yielded micro-batch."""
         self.to_train: deque[float] | None = None
-        """Weights of the micro-batches that were given out and not trained yet, if somebody trains them in order."""
+        """Loss weights of the yielded but untrained micro-batches, None unless ``keep_weights`` was called."""
 
     @property
     def micro_batches(self) -> int:
@@ -108,11 +108,11 @@ class VariableBatchLoader(DeepSpeedDataLoader):
         return self.per_batch // self.batch_size
 
     def keep_weights(self) -> None:
-        """From now on somebody trains what is given out."""
+        """Start queueing loss weights in ``to_train``, for a consumer that trains the micro-batches in order."""
         self.to_train = deque()
 
     def __iter__(self) -> VariableBatchLoader:
-        if not self._finished and not self._resuming:  # a pass that is given up
+        if not self._finished and not self._resuming:  # an abandoned pass
             self._forget()
         super().__iter__()
         return self
@@ -134,8 +134,8 @@ class VariableBatchLoader(DeepSpeedDataLoader):
             self.to_train.clear()
 
     def _weight(self, first: int) -> float:
-        """By what the mean loss of this rank's next micro-batch, whose packs begin at ``first``, is multiplied, so that
-        the mean over all micro-batches of the batch is that over all units."""
+        """Return the factor of the mean loss of this rank's micro-batch at pack ``first`` that makes the mean over
+        the batch's micro-batches equal the mean over all units."""
         if self.units is None or not len(self.units):
             return 1.0
         start = first - first % self.per_batch

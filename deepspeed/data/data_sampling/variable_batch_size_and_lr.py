@@ -1,8 +1,7 @@
-"""Batches of about equal length in tokens, of any number of samples, with the learning rate to match.
+"""Batches of about equal token count and varying sample count, with the learning rate scaled to match.
 
-Sequences are packed until ``max_tokens`` are reached; as many packs as the config's ``train_batch_size`` are one batch,
-and the learning rate that suits ``train_batch_size`` samples is scaled to the samples that the batch really has (Goyal
-et al. 2017, Krizhevsky 2014).
+Sequences are packed up to ``max_tokens``; ``train_batch_size`` packs are one batch, and the learning rate, chosen for
+``train_batch_size`` samples, is scaled to the batch's actual number of samples (Goyal et al. 2017, Krizhevsky 2014).
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ def batch_by_seqlens(
 
     Args:
         seqlens: tokens of each sequence.
-        sequence_ids_per_mb: what each of these sequences is called in the packs; None: its place in ``seqlens``.
-        min_batch_size, max_batch_size: sequences of a pack; one that is full before ``min_batch_size`` is left out.
-        sequence_picking_order: dataloader (as they come), random (by ``seed``; None: 0), seqlen (short ones first).
-        effective_batch_size: packs of a batch; packs that do not fill a last batch are left out.
+        sequence_ids_per_mb: number of each sequence in the packs; None: its index in ``seqlens``.
+        min_batch_size, max_batch_size: limits on sequences per pack; a pack full with fewer is dropped.
+        sequence_picking_order: dataloader (as given), random (by ``seed``; None: 0), seqlen (short ones first).
+        effective_batch_size: packs of a batch; packs that do not fill a last batch are dropped.
         required_microbatches_of_same_size: all packs of a batch have the same number of sequences.
         verbose: log every batch.
 
     Returns:
-        (number of the batch, names of its sequences) of each pack; the number of sequences and the longest length of
-        each batch. ValueError: an argument is not as described.
+        (index of the batch, numbers of its sequences) per pack; the number of sequences per batch; the longest length
+        per batch. ValueError: an invalid argument.
     """
     packs = pack(
         seqlens,
@@ -105,7 +104,7 @@ def _io_arguments(loader: VariableBatchLoader, pin_memory: bool) -> dict[str, An
 
 
 class _Constant:
-    """The schedule of an optimizer without one."""
+    """Constant schedule, for an optimizer without one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -115,18 +114,18 @@ class _Constant:
 
 
 class VariableBatchSizeLR(LRScheduler):
-    """The rates of ``lr_scheduler`` scaled to the size of the batch that is trained next.
+    """Scales the rates of ``lr_scheduler`` to the size of the next batch.
 
-    Batch i of an epoch has ``batch_sizes[i]`` samples, and epochs repeat. From the start the rate is that of the first
-    batch; each ``step()`` moves on to the next one. ``step(0)`` returns to the first batch and to the start of the
+    Batch i of an epoch has ``batch_sizes[i]`` samples, and epochs repeat. The initial rate is that of the first
+    batch; each ``step()`` advances to the next batch. ``step(0)`` returns to the first batch and to the start of the
     schedule.
 
     Args:
         lr_scheduler: any object with ``optimizer`` and ``step()`` that writes rates into the optimizer's groups.
-        base_batch_size: the number of samples that its rates are meant for.
+        base_batch_size: the batch size for which its rates are chosen.
         dataloader: kept, for clients.
         lr_scaling_method: as in `scale_lr`.
-        last_epoch: the last batch that was trained, in a run that goes on.
+        last_epoch: the last trained batch, in a resumed run.
         verbose: log every rate.
     """
 
@@ -144,14 +143,14 @@ class VariableBatchSizeLR(LRScheduler):
             raise ValueError(
                 "no batch can be filled: there are too few sequences, or max_tokens is too small"
             )
-        # An unknown method is told at once.
+        # Raise for an unknown method now.
         scale_lr(base_batch_size, base_batch_size, method=lr_scaling_method)
         self.base_lr_scheduler = lr_scheduler
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.dataloader, self.lr_scaling_method, self.verbose = dataloader, lr_scaling_method, verbose
         self.base_lrs: list[Any] = self._rates()
         self.unscaled_lrs = self._rates()
-        """What the schedule asks for at this batch, one rate per group."""
+        """Unscaled rates of the schedule at this batch, one per group."""
         self.last_epoch = last_epoch + 1
         self._step_count = 1  # torch's schedulers count their first rate
         self._scale()
@@ -176,7 +175,7 @@ class VariableBatchSizeLR(LRScheduler):
             )
 
     def step(self, epoch: int | None = None) -> None:
-        """Move on to the next batch, or to batch ``epoch``."""
+        """Advance to the next batch, or to batch ``epoch``."""
         update_lr(self.optimizer.param_groups, self.base_lrs if epoch == 0 else self.unscaled_lrs)
         if epoch is None:
             self.base_lr_scheduler.step()
@@ -190,12 +189,12 @@ class VariableBatchSizeLR(LRScheduler):
         self._scale()
 
     def skip(self) -> None:
-        """The batch was read, but no update came of it (fp16): the next batch, at the same point of the schedule."""
+        """Advance to the next batch without advancing the schedule, after a skipped update (fp16)."""
         self.last_epoch += 1
         self._scale()
 
     def get_lr(self) -> list[float]:
-        """The rates in use, one per group."""
+        """Return the current rates, one per group."""
         return self._rates()
 
     def get_last_lr(self) -> list[float]:
@@ -213,7 +212,7 @@ class VariableBatchSizeLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the state was taken. The batches stay those of this run, as the loader's do."""
+        """Resume from a state. ``batch_sizes`` stay those of this run, like the loader's batches."""
         if state_dict["batch_sizes"] != self.batch_sizes:
             logger.warning(
                 f"the learning rate was saved with other batches ({len(state_dict['batch_sizes'])} of them, now "
@@ -234,7 +233,7 @@ def lr_scheduler_for_variable_batch_size(
     lr_scaling_method: str | None = "linear",
     verbose: bool = False,
 ) -> VariableBatchSizeLR:
-    """Scale the rates of a schedule, or the constant ones of an optimizer, to the sizes of batches. TypeError: it is
+    """Make a schedule that scales the rates of a schedule, or of an optimizer, to batch sizes. TypeError: it is
     neither."""
     found = lr_scheduler_or_optimizer
     if not hasattr(found, "step") or not (hasattr(found, "optimizer") or hasattr(found, "param_groups")):
@@ -271,20 +270,21 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[VariableBatchLoader, VariableBatchSizeLR | None, dict[str, Any]]:
-    """The loader, the schedule (None without ``lr_scheduler_or_optimizer``), and arguments of ``engine.deepspeed_io``.
+    """Return the loader, the schedule (None without ``lr_scheduler_or_optimizer``), and arguments for
+    ``engine.deepspeed_io``.
 
     Args:
         dataset_seqlens: tokens of each sample of ``dataset``, or of each one in ``dataset_filter_ids``.
-        effective_batch_size: packs of a batch on all ranks, and the number of samples that the rates are meant for.
+        effective_batch_size: packs of a batch on all ranks, and the batch size for which rates are chosen.
         dataset_filter_ids: the samples to use; None: all.
         dataloader_batch_size: packs of a micro-batch; ranks take them in turn.
-        sample_padding_fn: pads a sample to a length, for micro-batches with sequences of one length.
+        sample_padding_fn: pads a sample to a length, for micro-batches of equal sequence length.
 
-    Others: those of `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`. The mean loss of the micro-batch
-    given out last, times ``loader.loss_weight``, makes each sample of a batch count the same.
+    Others: as in `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`. Multiply the mean loss of the last
+    micro-batch by ``loader.loss_weight`` to weight all samples of a batch equally.
 
     Raises:
-        ValueError: an argument is not as described, or no batch can be filled.
+        ValueError: an invalid argument, or no batch can be filled.
     """
     packs = _packs(
         dataset_seqlens,
@@ -324,7 +324,7 @@ def _packs(lengths: Any, chosen: Sequence[int] | None, *, verbose: bool, **optio
     lengths = np.asarray(lengths).reshape(-1)
     if chosen is not None:
         numbers = np.asarray(chosen, dtype=np.int64)
-        if len(numbers) and len(lengths) > numbers.max():  # of the whole data set
+        if len(numbers) and len(lengths) > numbers.max():  # lengths of the whole data set
             lengths = lengths[numbers]
         options["numbers"] = numbers
     packs = pack(lengths, **options)
@@ -350,15 +350,15 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: PadSample | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[VariableBatchLoader, VariableBatchSizeLR | None, dict[str, Any]]:
-    """Give ``engine`` the loader and the schedule that its section ``dynamic_batching`` describes; returns both, and
-    arguments of ``engine.deepspeed_io``.
+    """Set the loader and the schedule of ``engine`` by its section ``dynamic_batching``; return both, and arguments
+    for ``engine.deepspeed_io``.
 
     Args:
-        dataset_seqlens: tokens of each sample; None: those in ``metrics_path``, which are counted if they are not
-            there: by ``batch_seqlens_fn`` from a batch of ``dataloader_collate_fn``, or from the samples.
+        dataset_seqlens: tokens of each sample; None: read from ``metrics_path``, or counted if absent: by
+            ``batch_seqlens_fn`` on batches of ``dataloader_collate_fn``, or from the samples.
         dataset_filter_ids: the samples to use; None: all.
-        sample_padding_fn: (sample, length) -> padded sample. With a pipeline all samples of a batch are padded to the
-            longest one in it.
+        sample_padding_fn: (sample, length) -> padded sample. In a pipeline all samples of a batch are padded to the
+            longest in it.
     """
     loader = engine_loader(
         engine,
@@ -385,7 +385,7 @@ def engine_loader(
     pad: PadSample | None = None,
     batch_lengths: Callable[[Any], Any] | None = None,
 ) -> VariableBatchLoader:
-    """The loader that the config of ``engine`` describes. ValueError: it cannot be made of this data set."""
+    """Return the loader configured for ``engine``. ValueError: the config does not fit the data set."""
     sampling = engine._config.data_efficiency_config["data_sampling"]
     section = sampling["dynamic_batching"]
     pipelined = reads_batches(engine)
@@ -438,10 +438,10 @@ def _check_section(section: Mapping[str, Any], dataset: Any, *, pipelined: bool)
 
 
 def attach(engine: Any, loader: VariableBatchLoader) -> None:
-    """Let the learning rate of ``engine`` and the weight of each loss follow what ``loader`` gives out."""
+    """Make the learning rate and the loss weights of ``engine`` follow the batches of ``loader``."""
     section = engine._config.data_efficiency_config["data_sampling"]["dynamic_batching"]
     base = engine.lr_scheduler
-    if isinstance(base, VariableBatchSizeLR):  # of another loader
+    if isinstance(base, VariableBatchSizeLR):  # attached for another loader
         update_lr(base.optimizer.param_groups, base.unscaled_lrs)
         base = base.base_lr_scheduler
     scheduler = None
@@ -458,19 +458,19 @@ def attach(engine: Any, loader: VariableBatchLoader) -> None:
     BatchFollower(engine, loader, scheduler)
 
 
-# Variable batches as the engine sees them while it trains: how much each micro-batch counts.
+# Weights of micro-batches during training.
 
 
 def reads_batches(engine: Any) -> bool:
-    """Return whether the engine is a pipeline's, which reads whole batches itself."""
+    """Return whether the engine is a pipeline engine, which reads whole batches itself."""
     return hasattr(type(engine), "train_batch")
 
 
 class BatchFollower:
-    """The weight of each loss of ``engine``, in the order in which ``loader`` gave the micro-batches out.
+    """Loss weights of ``engine``, in the order in which ``loader`` yielded the micro-batches.
 
-    They may be read ahead. A micro-batch ends with ``engine.step()``; after an exception those that were given out
-    count as lost, as the engine drops their gradients.
+    Micro-batches may be read ahead. One ends with ``engine.step()``; after an exception all yielded ones are dropped,
+    as the engine drops their gradients.
     """
 
     def __init__(self, engine: Any, loader: VariableBatchLoader, scheduler: Any) -> None:
@@ -479,7 +479,7 @@ class BatchFollower:
         if isinstance(engine.loss_weight, BatchFollower):
             engine.loss_weight.leave()
         engine.loss_weight = self
-        if not reads_batches(engine):  # its micro-batches all count the same
+        if not reads_batches(engine):  # in a pipeline all micro-batches count equally
             loader.keep_weights()
         self._subscribed = (("after_step", self._end), ("on_error", self._drop), ("on_load", self._resume))
         for event, subscriber in self._subscribed:
@@ -490,7 +490,7 @@ class BatchFollower:
             self.engine.events.off(event, subscriber)
 
     def __call__(self) -> float:
-        """The weight of the micro-batch that is trained now; 1 for data of another source."""
+        """Return the weight of the current micro-batch; 1 for data from another source."""
         if not self.loader.to_train:
             return 1.0
         if self.engine.train_batch_size() != self.loader.per_batch:

@@ -1,1 +1,1 @@
-"""Observers of a run: progress, curves, timers, the lines at the start."""
+"""Observers of a run: progress, curves, timers, the start report."""

@@ -1,5 +1,5 @@
-"""Advice in the log after an error: what lowers the peak of a run that is out of memory, and which config key casts the
-buffers of a 16-bit model."""
+"""Advice in the log after an error: how to lower peak memory after an out-of-memory error, and which config key casts
+the buffers of a 16-bit model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
-"""Parts of the messages of allocators that raise a plain RuntimeError: torch's for the host, and drivers'."""
+"""Substrings of messages of allocators that raise a plain RuntimeError: torch's for the host, and drivers'."""
 OTHER_DTYPE = ("same dtype", "expected scalar type", "should be the same", "same data type")
-"""Parts of torch's messages when the operands of an operation differ in dtype."""
+"""Substrings of torch's messages about operands of different dtypes."""
 SHOWN = 3
 
 
 def advise(engine: Engine, given: set[str], error: BaseException | None) -> None:
-    """Log what may help after ``error``, on the rank that has it. ``given``: advice that the engine gave before; it is
-    not repeated."""
+    """Log advice after ``error``, on the failing rank. ``given``: kinds of advice already given, which are not
+    repeated."""
     for kind, text in (("memory", _memory_advice), ("buffers", _buffer_advice)):
         if kind not in given and (advice := text(engine, error)) is not None:
             given.add(kind)
@@ -32,17 +32,17 @@ def advise(engine: Engine, given: set[str], error: BaseException | None) -> None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether ``error`` is that of a failed allocation, on a device or on the host."""
+    """Return whether ``error`` is a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
 
 
 def _memory_advice(engine: Engine, error: BaseException | None) -> str | None:
-    """Return what the plan says about the run, and the cheapest change that lowers its peak."""
+    """Return the planned memory, and the cheapest change that lowers its peak; None for other errors."""
     if not is_out_of_memory(error):
         return None
-    # The planner, for runs that need its advice.
+    # The planner is imported on demand.
     from deepspeed.engine.observers.planned_memory import remedy
 
     try:
@@ -53,7 +53,7 @@ def _memory_advice(engine: Engine, error: BaseException | None) -> str | None:
 
 
 def _buffer_advice(engine: Engine, error: BaseException | None) -> str | None:
-    """Return which key casts the buffers, if the error is one about dtypes and they have kept theirs."""
+    """Return the config key that casts buffers, if the error is a dtype mismatch and buffers were not cast."""
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in OTHER_DTYPE):
         return None
     precision = engine.plan.precision
@@ -73,7 +73,7 @@ def _buffer_advice(engine: Engine, error: BaseException | None) -> str | None:
 
 
 def wide_buffers(module: nn.Module) -> Iterator[str]:
-    """Names of floating buffers of more than 16 bits, except the running statistics of norms."""
+    """Yield the names of floating buffers of more than 16 bits, except the running statistics of norms."""
     for name, buffer in module.named_buffers():
         if not buffer.is_floating_point() or buffer.itemsize < 4:
             continue

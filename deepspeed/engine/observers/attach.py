@@ -1,5 +1,5 @@
-"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump, and
-the names in reports of hangs.
+"""Observers of any engine: progress, curves, wall-clock breakdown, throughput, memory, state dump, and names for hang
+reports.
 
 They subscribe to the engine's events; the engine does not know them by name.
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Observed:
-    """Attributes of an engine that observers set, where the config asks for them. What most runs never read is made,
-    and imported, by the first reader."""
+    """Attributes of an engine that observers set if configured. Rarely used ones are imported and made on first
+    access."""
 
     live_page: Any = None
     flops_profiler: Any = None
@@ -40,20 +40,20 @@ class Observed:
     random_ltd: Any = None
     random_ltd_scheduler: Any
     loss_weight: Callable[[], float] | None = None
-    """Weight of the present micro-batch in its batch, if they vary; 1: that of one of equal ones."""
+    """Weight of the current micro-batch in its batch, if micro-batches vary; 1 if they are equal."""
     agreed_loss: Tensor | None = None
-    """Loss of the batch that ends, in an engine whose ranks agree on it before the update."""
+    """Loss of the batch, in an engine whose ranks agree on it before the update."""
 
     @cached_property
     def timers(self: Any) -> SynchronizedWallClockTimer:
-        """Stopwatches by name, of the wall-clock breakdown and of scripts."""
+        """Timers by name, for the wall-clock breakdown and for scripts."""
         from deepspeed.observe.timer import SynchronizedWallClockTimer
 
         return SynchronizedWallClockTimer()
 
     @cached_property
     def tput_timer(self: Any) -> ThroughputTimer:
-        """Stopwatch of samples per second."""
+        """Timer of samples per second."""
         from deepspeed.observe.timer import ThroughputTimer
 
         return ThroughputTimer(
@@ -65,7 +65,7 @@ class Observed:
 
     @cached_property
     def monitor(self: Any) -> MonitorMaster:
-        """Return the monitors that the config enables, which write curves."""
+        """The monitors that the config enables."""
         from deepspeed.observe.monitor.monitor import MonitorMaster
 
         made = MonitorMaster(self._config.monitor_config)
@@ -81,7 +81,7 @@ class Observed:
 
 
 def attach_observers(engine: Engine) -> None:
-    """Subscribe what the config asks for."""
+    """Subscribe the observers that the config enables."""
     config = engine._config
     clock = _attach_clocks(engine)
     _attach_monitors(engine, clock)
@@ -99,7 +99,7 @@ def attach_observers(engine: Engine) -> None:
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     _attach_between_ranks(engine)
     engine.compression_scheduler = None
-    # A module can be prepared only after what prepares it was imported.
+    # A module can be prepared only if this package was imported.
     if "compression_training" in config._param_dict or "deepspeed.compression.techniques" in sys.modules:
         from deepspeed.engine.observers.compression import attach_compression
 
@@ -118,7 +118,7 @@ def attach_observers(engine: Engine) -> None:
 
         attach_quantization(engine)
     if engine.live_page is not None:
-        engine.live_page.listen()  # after all that writes events at the end of a step
+        engine.live_page.listen()  # last: after all observers that write events at the end of a step
     engine.events.on("on_error", partial(_advise, engine, set()))
     engine._network.names = NamesOfEngine(engine)
     _attach_live_line(
@@ -127,8 +127,8 @@ def attach_observers(engine: Engine) -> None:
 
 
 def _advise(engine: Engine, given: set[str], *, error: BaseException | None) -> None:
-    """Log what may help after an error, each advice once; ``given``: those that were."""
-    from deepspeed.engine.observers.advice import advise  # for runs that fail
+    """Log advice after an error, each kind once; ``given``: the kinds already given."""
+    from deepspeed.engine.observers.advice import advise  # only for failing runs
 
     advise(engine, given, error)
 
@@ -142,8 +142,8 @@ def _attach_live_line(engine: Engine, display: Display) -> None:
 
 
 def _attach_clocks(engine: Engine) -> WallClock | None:
-    """Attach what measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is
-    one."""
+    """Attach time measurement: timers, throughput, the profiler. Return the clock of the breakdown, None if
+    disabled."""
     config = engine._config
     clock = None
     if config.wall_clock_breakdown:
@@ -153,7 +153,7 @@ def _attach_clocks(engine: Engine) -> WallClock | None:
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
-        # A profiler's imports, for those who profile.
+        # The profiler is imported on demand.
         from deepspeed.engine.observers.progress.flops import FlopsOfOneStep
 
         engine.flops_profiler = FlopsOfOneStep(engine).profiler
@@ -161,7 +161,7 @@ def _attach_clocks(engine: Engine) -> WallClock | None:
 
 
 def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
-    """Attach monitors and the live page, which show a run as curves."""
+    """Attach monitors and the live page, which show curves."""
     config = engine._config
     live = config.schema.monitor.live.enabled and engine.core is not None
     watched = live or config.monitor_config.enabled
@@ -169,7 +169,7 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
         _ = (
             engine.monitor,
             engine.curve_axis,
-        )  # made here: writers open their files, and tokens go into checkpoints
+        )  # made now: writers open their files, and token counts go into checkpoints
     reader = None
     if watched and is_rank_zero():
         from deepspeed.engine.observers.progress.readings import StepReader
@@ -190,7 +190,7 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
 
 
 def _attach_records(engine: Engine, clock: WallClock | None) -> None:
-    """Attach what writes files about a run: trials, audits, timelines."""
+    """Attach observers that write files: trials, audits, timelines."""
     config = engine._config
     if config.autotuning_config.enabled and config.autotuning_config.metric_path:
         from deepspeed.engine.observers.trial import Trial
@@ -207,7 +207,7 @@ def _attach_records(engine: Engine, clock: WallClock | None) -> None:
 
 
 def _attach_between_ranks(engine: Engine) -> None:
-    """Attach what compares ranks, and counts what they send."""
+    """Attach observers that compare ranks or count bytes sent."""
     if engine.mesh.size("tp") > 1:
         from deepspeed.engine.observers.same_inputs import SameInputs
 
@@ -221,18 +221,18 @@ def _attach_between_ranks(engine: Engine) -> None:
 
 
 def _enabled_monitor(engine: Engine) -> MonitorMaster | None:
-    """Return the monitor if anything is written to it; one that nobody has made is not."""
+    """Return the monitor if it was made and is enabled, else None."""
     return engine.monitor if "monitor" in vars(engine) and engine.monitor.enabled else None
 
 
 def _print_interval(engine: Engine) -> int | None:
-    """Steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
+    """Return the steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
     every = engine._config.steps_per_print
     return None if every is None or math.isinf(every) else max(1, int(every))
 
 
 class Throughput:
-    """Runs ``engine.tput_timer`` from each training forward pass to the end of the step."""
+    """Runs ``engine.tput_timer`` from each training forward to the end of the step."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -251,13 +251,14 @@ class Throughput:
 
 
 class NamesOfEngine:
-    """Read by another thread, while a rank stands still; does not keep the engine alive."""
+    """Names and position for hang reports, read by another thread while a rank hangs; holds a weak reference to the
+    engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
     def of_module(self, module: nn.Module) -> str | None:
-        """None: it is no part of this engine's. The whole module has the name of its class."""
+        """Return the module's name; that of its class for the root, None if it is not part of this engine."""
         engine = self._engine()
         if engine is None:
             return None
@@ -266,7 +267,7 @@ class NamesOfEngine:
         return next((name for name, each in engine.module.named_modules() if each is module), None)
 
     def of_parameters(self, holder: Any) -> list[str]:
-        """Return the parameters of ``holder``: a bucket of weights or gradients, or whatever has a layout."""
+        """Return the parameter names of ``holder``: a bucket of weights or gradients, or any object with a layout."""
         engine = self._engine()
         if engine is None:
             return []

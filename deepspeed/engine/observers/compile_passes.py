@@ -1,4 +1,4 @@
-"""Follows a schedule of passes (``compile.deepcompile``): what holds from which step on."""
+"""Schedule of compile passes (``compile.deepcompile``): which passes are active from which step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 _MARGIN = 0.1
-"""Share of the free memory that stays free when parameters are kept gathered."""
+"""Fraction of free memory to leave free when parameters are kept gathered."""
 
 _MOVING = {offload_adam_states.NAME, offload_adam_states.NAME_SYNC, offload_adam_states.NAME_INIT}
 _STATES = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 
 
 class PassSchedule:
-    """Makes the settings of each period when its step has come, on all ranks between two steps."""
+    """Applies the settings of each period at its step, on all ranks between two steps."""
 
     def __init__(self, engine: Engine, periods: Sequence[Period], work: CompileWork) -> None:
         self.engine = engine
@@ -43,7 +43,7 @@ class PassSchedule:
         engine.events.on("on_destroy", self.bring_back)
 
     def follow(self, **_: Any) -> None:
-        """The period of the engine's step begins, unless it has begun already."""
+        """Begin the period of the engine's current step, if it has not begun."""
         due = [period for period in self.periods if period.step <= self.engine.global_steps]
         if due and due[-1] is not self.current:
             self._begin(due[-1])
@@ -65,7 +65,7 @@ class PassSchedule:
         if sharded is not None:
             ahead = self.engine._config.zero_config.prefetch_bucket_size
             sharded.gather_ahead(int(ahead) if prefetch.NAME in period.settings else 0)
-            if self.engine.plan.param_offload is None:  # shards are in host memory to save the device's
+            if self.engine.plan.param_offload is None:  # else shards stay on the host
                 keep = selective_gather.NAME in period.settings
                 sharded.keep_gathered(self._room(sharded) if keep else 0)
         self._wants_away = bool(_MOVING & period.settings)
@@ -78,10 +78,11 @@ class PassSchedule:
         return ", ".join([*sorted(period.settings), *functions]) or "no passes"
 
     def _room(self, sharded: ShardedModel) -> int:
-        """Bytes for parameters that stay gathered: what every rank has free, with a margin. Collective."""
+        """Return the bytes available for parameters that stay gathered: the minimum over ranks of free memory, minus
+        a margin. Collective."""
         accelerator: DeepSpeedAccelerator = self.engine.accelerator
         all_ranks = sharded.replica_groups.all_ranks
-        # Host memory belongs to all of them.
+        # Host memory is shared by all ranks.
         shared_by = all_ranks.size if accelerator.device_name() == "cpu" else 1
         free = int(accelerator.available_memory() * (1 - _MARGIN)) // shared_by
         return _least(all_ranks, free, self.engine.device)

@@ -1,4 +1,4 @@
-"""The schedule of compression in an engine: which techniques are on at which step, and when weights are pruned."""
+"""Compression schedule of an engine: which techniques are active at which step, and when weights are pruned."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def attach_compression(engine: Engine) -> None:
-    """Give the engine its ``compression_scheduler``, if its config has techniques and its module is prepared."""
+    """Set the engine's ``compression_scheduler``, if its config enables techniques and its module is prepared."""
     section = get_compression_config(engine._config._param_dict)
     asked = [
         each for each in keys.TECHNIQUES if section[each][keys.SHARED_PARAMETERS][keys.TECHNIQUE_ENABLED]
     ]
     prepared = any(isinstance(module, Compressible) for module in engine.module.modules())
     stages = engine.replica_groups.across.get("pp")
-    if asked and stages is not None:  # a stage may have nothing to compress, and takes part
+    if asked and stages is not None:  # a stage without compressed layers still takes part
         votes = torch.tensor([float(prepared)], device=engine.device)
         stages.all_reduce_max(votes).wait()
         prepared = bool(votes)
@@ -54,13 +54,13 @@ def attach_compression(engine: Engine) -> None:
 def _find_pruners(
     engine: Engine, shared: Mapping[str, Any], stages: Communicator | None
 ) -> list[SnipMomentum]:
-    """Those that `init_compression` has made; new ones where the prepared modules have been put into another model,
-    such as a pipeline. All stages have them, as they choose together."""
+    """Return the pruners made by `init_compression`; new ones if the prepared modules were moved into another model,
+    such as a pipeline. All stages have them, as they choose weights collectively."""
     module: Any = engine.module
     pruners: list[SnipMomentum] = vars(module).get("pruners", [])
     if not shared[keys.TECHNIQUE_ENABLED] or shared["method"] != SNIP:
         return pruners
-    # all compressed layers, for those who prune
+    # imports all compressed layers, needed for pruning only
     from deepspeed.compression.helper import make_pruner
     from deepspeed.compression.stages import ChoiceOfStages
 
@@ -75,14 +75,14 @@ def _find_pruners(
 
 
 class CompressionSchedule:
-    """Keeps ``scheduler`` at the engine's step, the pruners of its module, and the weights that are to be quantized
-    after an update instead of in forward (``quantize_weight_in_forward: false``)."""
+    """Keeps ``scheduler`` and the module's pruners at the engine's step, and quantizes weights after an update where
+    this is not done in forward (``quantize_weight_in_forward: false``)."""
 
     def __init__(self, engine: Engine, scheduler: compression_scheduler, pruners: list[SnipMomentum]) -> None:
         self.engine = engine
         self.scheduler = engine.compression_scheduler = scheduler
         self.pruners = pruners
-        for pruner in self.pruners:  # layers that are split have others in their places
+        for pruner in self.pruners:  # tensor parallelism may have replaced layers
             pruner.modules = {name: engine.module.get_submodule(name) for name in pruner.modules}  # type: ignore[misc]
         self.written = self._find_written()
         self.follow()
@@ -92,8 +92,8 @@ class CompressionSchedule:
             engine.events.on("at_boundary", self.score)
 
     def _find_written(self) -> list[Compressible]:
-        """Modules whose 16-bit weights are quantized after each update. At stage 3 no rank has them whole then: there
-        it is done in forward, with the same result."""
+        """Return the modules whose 16-bit weights are quantized after each update. At stage 3 no rank has whole
+        weights then, so it is done in forward, with the same result."""
         found = {
             id(module.weight): module
             for module in self.scheduler.modules
@@ -112,7 +112,7 @@ class CompressionSchedule:
         return list(found.values())
 
     def follow(self, *, written: bool = True, **_: Any) -> None:
-        """Be at the engine's step. ``written``: the weights are new."""
+        """Advance to the engine's step. ``written``: the weights have changed."""
         self.scheduler.training_steps = self.engine.global_steps
         self.scheduler.check_all_modules()
         for pruner in self.pruners:
@@ -134,7 +134,7 @@ class CompressionSchedule:
 
     def after_step(self) -> None:
         if self.scheduler.training_steps == self.engine.global_steps:
-            return  # a micro-batch
+            return  # not a boundary
         for pruner in self.pruners:
             pruner.on_after_optimizer_step()
         self.follow(written=self.engine.was_step_applied())

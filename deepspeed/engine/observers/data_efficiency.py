@@ -1,4 +1,4 @@
-"""Data efficiency: what an engine does about the sections ``curriculum_learning`` and ``data_efficiency``."""
+"""Data efficiency: the sections ``curriculum_learning`` and ``data_efficiency``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ReadsBatches(Protocol):
-    """An engine that reads its batches itself: a pipeline's."""
+    """An engine that reads its own batches (pipelines)."""
 
     change_batch: Callable[[Any], Any] | None
 
 
 def attach_data_efficiency(engine: Engine) -> None:
-    """Create the documented attributes, and change inputs and observe steps as the config asks."""
+    """Set the documented attributes, and attach input transforms and observers as configured."""
     if engine._config.curriculum_enabled_legacy:
         from deepspeed.data.curriculum_scheduler import CurriculumScheduler
 
@@ -28,7 +28,7 @@ def attach_data_efficiency(engine: Engine) -> None:
     section = engine._config.data_efficiency_config
     routing = section["data_routing"]
     if section["enabled"] and routing["enabled"] and routing["random_ltd"]["enabled"]:
-        from deepspeed.engine.observers.random_ltd import RandomLTD  # for those who use it
+        from deepspeed.engine.observers.random_ltd import RandomLTD  # imported on demand
 
         RandomLTD(engine, routing["random_ltd"], section["seed"])
     if engine.training_dataloader is not None and varies_batches(engine._config):
@@ -38,8 +38,8 @@ def attach_data_efficiency(engine: Engine) -> None:
 
 
 def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
-    """Sequences of at most the difficulty. The stages of a pipeline cut the batch as they read it: inputs and labels
-    are on different stages."""
+    """Truncate sequences to the current difficulty. Pipeline stages truncate the batch as they read it, since inputs
+    and labels are on different stages."""
     from deepspeed.transforms.truncation import CurriculumLength, cut
 
     engine.curriculum_scheduler_legacy = scheduler

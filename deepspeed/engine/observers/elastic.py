@@ -1,4 +1,5 @@
-"""A run under an elastic launcher: keeps its state in memory after each step, and tells the launcher of each step."""
+"""A run under an elastic launcher: replicates its state in memory after each step, and reports steps to the
+launcher."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ _STEPS = struct.Struct("<q")
 
 
 class ElasticRun:
-    """``memory``: the launcher's folder on this machine; its file of finished steps is written by the first rank
-    there, after the step's state is kept: a change of the ranks then loses nothing. ``replicas``: None where no
-    state is kept.
+    """Keeps replicas and reports progress. ``memory``: the launcher's folder on this machine; the first rank there
+    writes the number of finished steps into its progress file, after the step's state is kept, so that a change of
+    ranks loses no step. ``replicas``: None to keep no state.
     """
 
     def __init__(self, engine: Engine, memory: Path, replicas: Replicas | None) -> None:

@@ -1,4 +1,4 @@
-"""Loads of experts: the tokens that each got, for the monitors and the breakdown of times."""
+"""Expert load: tokens per expert, for the monitors and the wall-clock breakdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIX = "Train/Experts/"
 
 
 def watch_experts(engine: Engine, monitor: MonitorMaster | None) -> None:
-    """Attach ``ExpertLoads`` if the module, or another stage of the pipeline, has any mixture of experts."""
+    """Attach ``ExpertLoads`` if the module, or another pipeline stage, has mixture-of-experts layers."""
     layers = dict(watched_layers(engine.module))
     numbers = numbers_in_model(list(layers), engine.mesh)
     if any(_of_all_stages(engine, bool(layers))):
@@ -29,15 +29,15 @@ def watch_experts(engine: Engine, monitor: MonitorMaster | None) -> None:
 
 
 class ExpertLoads:
-    """Writes after every step, for each layer, over all ranks and all micro-batches of the step:
+    """Writes after every step, per layer, over all ranks and micro-batches of the step:
 
-        layer_0/dropped_share      of the choices, those for which a full expert had no room
-        layer_0/imbalance          tokens of the busiest expert by the mean: 1 is even
-        layer_0/expert_3           share of the choices that fell on expert 3
-        exchange_ms                time of rank 0 in the exchange of all layers that it has
+        layer_0/dropped_share      fraction of choices dropped because the expert was full
+        layer_0/imbalance          tokens of the busiest expert / mean: 1 is balanced
+        layer_0/expert_3           fraction of choices routed to expert 3
+        exchange_ms                rank 0's time in dispatch and combine, over all its layers
 
-    ``layers``: of this stage, by number in the whole model. ``monitor``: None only prints the last line, for
-    ``wall_clock_breakdown``. On every rank: the sums are collective.
+    ``layers``: layers of this pipeline stage, by number in the whole model. ``monitor``: None: only log the exchange
+    time, for ``wall_clock_breakdown``. Made on every rank: the sums are collective.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ExpertLoads:
 
 
 def _of_all_stages(engine: Engine, value: Any) -> list[Any]:
-    """Collective over the stages of a pipeline."""
+    """Return ``value`` of every pipeline stage. Collective over the stages."""
     found = [value] * engine.mesh.size("pp")
     if len(found) > 1:
         dist.all_gather_object(found, value, group=engine.mesh.group("pp"))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def make_folder(key: str, path: str) -> Path:
-    """The folder ``path``, made if it is not there. ValueError: it cannot be; ``key`` of the config names it."""
+    """Return the folder ``path``, created if needed. ValueError: it cannot be created; the message names the config
+    ``key``."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """``checkpoint.save_at_sigterm`` and ``save_before``: a last checkpoint when the job is about to be stopped.
 
-Ranks learn of a signal, or that the time is up, at different moments, but have to save after the same step. So
-after each step every rank starts to sum, in the background, what it knows, and looks at the sum of the step before,
-which is the same everywhere and has long been there: no rank waits for it.
+Ranks see a signal, or the time limit, at different moments, but must save after the same step. So after each step
+every rank starts an asynchronous max-reduction of its reason to save, and reads the result of the step before, which
+is the same on all ranks and already complete: no rank waits for it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from deepspeed.config.sections.checkpoint import OF_SLURM
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
-GRACE_S = 30.0  # what Slurm and Kubernetes give by default
-BYTES_PER_S = 100e6  # of a slow disk that all ranks of a machine share
-STEPS_AHEAD = 3  # the one that runs, the one after which ranks agree, and the save
+GRACE_S = 30.0  # default of Slurm and Kubernetes
+BYTES_PER_S = 100e6  # a slow disk shared by all ranks of a machine
+STEPS_AHEAD = 3  # the current step, the step of the agreement, and the save
 TIME, SIGTERM = 1, 2
 END_OF_ALLOCATION = "SLURM_JOB_END_TIME"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in a folder of this rank, in the folder of its launcher
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in this rank's folder inside its launcher's folder
 OF_LAUNCHER = "deepspeed_launch_"
 
 
 class LastSave:
-    """Saves and ends the program, on all ranks after the same step."""
+    """Saves a last checkpoint and exits, on all ranks after the same step."""
 
     def __init__(self, engine: Engine) -> None:
         settings = engine._config.checkpoint_config
@@ -70,14 +70,14 @@ class LastSave:
             self._save_and_end(reason)
 
     def _wish(self) -> int:
-        """Return this rank's reason to save now."""
+        """Return this rank's reason to save now; 0 for none."""
         if self._signalled:
             return SIGTERM
         ahead = STEPS_AHEAD * self._longest + 2 * self._size / BYTES_PER_S
         return TIME if self.ends_at is not None and time.time() + ahead > self.ends_at else 0
 
     def _agreed(self, wish: int) -> int:
-        """The largest of what the ranks knew a step ago; of one rank, what it knows now."""
+        """Return the maximum of the ranks' reasons a step ago; with one rank, the current reason."""
         if self.engine.world_size == 1:
             return wish
         before = self._sum
@@ -94,7 +94,7 @@ class LastSave:
         self.close()
         writer = self.engine.background_writer
         if writer is not None:
-            with suppress(CheckpointError):  # of the save before, which has been told; this one may succeed
+            with suppress(CheckpointError):  # the previous save's error was reported; this one may succeed
                 writer.wait()
         self.engine.save_checkpoint(self.folder)
         if writer is not None:
@@ -118,7 +118,7 @@ class LastSave:
         logger.warning(f"SIGTERM: the state will be saved to {self.folder}")
 
     def close(self, **_: Any) -> None:
-        """Signals are the script's again."""
+        """Restore the script's signal handler."""
         if self._sum is not None:
             pending, self._sum = self._sum[1], None
             if pending is not None:
@@ -130,7 +130,7 @@ class LastSave:
 
 
 def _deadline(limit: float | str | None) -> float | None:
-    """Seconds since the epoch."""
+    """Return the deadline in seconds since the epoch, None without a limit."""
     if limit is None:
         return None
     if limit == OF_SLURM:
@@ -146,7 +146,7 @@ def _deadline(limit: float | str | None) -> float | None:
 
 
 def _bytes_of(engine: Engine) -> int:
-    """About what this rank writes."""
+    """Estimate the bytes that this rank writes."""
     state = engine.state_access
     own = sum(t.nbytes for _, tensors in state.shards() for t in tensors.values()) if state else 0
     weights = sum(param.nbytes for param in engine.module.parameters())
@@ -158,7 +158,7 @@ def _ranks_here() -> int:
 
 
 def _ask_for_time() -> None:
-    """Tell our launcher, if there is one, that ranks end later than usual after a SIGTERM."""
+    """Ask our launcher, if there is one, for a longer grace period after SIGTERM."""
     report = os.environ.get(ERROR_FILE)
     if report is None:
         return

@@ -1,4 +1,4 @@
-"""The memory that a run plans: now, at its peak, and the cheapest change that lowers this."""
+"""Planned memory of a run: now, at its peak, and the cheapest change that lowers the peak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def request_of(engine: Engine) -> PlanRequest:
-    """The planner request that corresponds to this run, with its batch sizes as they are by now."""
+    """Return the planner request for this run, with its current batch sizes."""
     batch = {
         "train_batch_size": engine._config.train_batch_size,
         "train_micro_batch_size_per_gpu": engine._config.train_micro_batch_size_per_gpu,
@@ -35,21 +35,21 @@ def request_of(engine: Engine) -> PlanRequest:
 
 
 def ledger_of(engine: Engine) -> Ledger:
-    """The plan of this rank. Any error that a plan can have."""
+    """Return the memory ledger of this rank. Raises any error of the planner."""
     return answer(request_of(engine)).ledger
 
 
 def now_and_most(
     ledger: Ledger, places: tuple[MemoryPlace, ...] = (MemoryPlace.DEVICE, MemoryPlace.HOST)
 ) -> tuple[int, int]:
-    """Return the bytes that a plan takes in ``places`` now, and at its peak in training without activations."""
+    """Return the planned bytes in ``places`` before training, and at the peak of training, without activations."""
     now = sum(ledger.total(MemoryPhase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
     return now, most
 
 
 def remedy(engine: Engine) -> str:
-    """Say in a sentence or two what to change. Computes a plan for each change tried; uses hardly any memory."""
+    """Return advice in a sentence or two. Computes a plan per candidate change; needs little memory."""
     planned = answer(request_of(engine))
     place = planned.setting.near
     need, phase = planned.ledger.peak(place)

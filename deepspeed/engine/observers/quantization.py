@@ -1,5 +1,5 @@
-"""MoQ in an engine (``quantize_training``): 16-bit weights are quantized after each update, by a schedule that the
-curvature of each block may stretch."""
+"""MoQ in an engine (``quantize_training``): 16-bit weights are quantized after each update, on a schedule that may be
+stretched by the curvature of each block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "Train/Eigenvalues/ModelBlockParam_"
 
 
 def attach_quantization(engine: Engine) -> None:
-    """Give the engine its ``quantizer`` and the measurement of eigenvalues, if its config asks for them."""
+    """Attach the engine's ``quantizer`` and the measurement of eigenvalues, if configured."""
     section = engine._config.schema.quantize_training
     if section is None or engine.core is None:
         return
@@ -37,8 +37,8 @@ def attach_quantization(engine: Engine) -> None:
 
 
 class Curvature:
-    """Measures the eigenvalues of the blocks at every ``gas_boundary_resolution``-th step, in the backward of its last
-    micro-batch, of the mean loss over ranks.
+    """Measures each block's eigenvalue at every ``gas_boundary_resolution``-th step, in the backward of its last
+    micro-batch, for the loss averaged over ranks.
 
     ``values``: ``{id(parameter): (eigenvalue relative to the largest, block)}`` of the last measurement.
     """
@@ -67,13 +67,13 @@ class Curvature:
         return wanted and engine.is_gradient_accumulation_boundary() and engine.module.training
 
     def before_forward(self, **_: Any) -> None:
-        """Fused kernels of attention have no second derivative. At stage 3 all weights are gathered until the
-        eigenvalues are known, as each of them needs the derivatives of all layers behind it many times."""
+        """Disable fused attention, which has no second derivative. At stage 3 gather all weights until the
+        eigenvalues are computed, as each needs many derivatives of all later layers."""
         if not torch.is_grad_enabled() or not self._due():
             return
         self._forward.enter_context(sdpa_kernel(SDPBackend.MATH))
         if self.engine.plan.zero.shard_params:
-            self._whole.close()  # of a forward without a backward
+            self._whole.close()  # left by a forward without a backward
             self._whole.enter_context(GatheredParameters(list(self.engine.module.parameters())))
 
     def after_forward(self, **_: Any) -> None:
@@ -116,7 +116,8 @@ class Curvature:
 
 
 class QuantizedUpdates:
-    """Quantizes all matrices that the optimizer updates, from ``schedule_offset`` on. Part of checkpoints."""
+    """Quantizes all matrices that the optimizer updates, from step ``schedule_offset`` on. Its state is
+    checkpointed."""
 
     def __init__(self, engine: Engine, section: QuantizeTrainingConfig, curvature: Curvature | None) -> None:
         if engine.plan.precision.master is None:
@@ -180,7 +181,7 @@ class QuantizedUpdates:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also quantizes the weights, which were loaded exactly."""
+        """Load the state, and quantize the weights, which were loaded exactly."""
         quantizer = self.quantizer
         quantizer.qsteps = state_dict["qsteps"]
         quantizer.quantize_real_ratio = state_dict["quantize_real_ratio"]
@@ -195,14 +196,14 @@ class QuantizedUpdates:
 
 
 def _shape(param: Any) -> torch.Size:
-    """Also of a parameter of which a rank has a shard."""
+    """Return the unsharded shape, also of a partitioned parameter."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 @contextlib.contextmanager
 def _whole(param: Any) -> Iterator[None]:
-    """A partitioned parameter as a whole; what it is set to goes to the 16-bit shards, and not to the fp32 ones. One
-    at a time, so that no rank holds the model. Collective."""
+    """Gather a partitioned parameter, and write its new value to the 16-bit shards, not to the fp32 masters. One at a
+    time, so that no rank holds the whole model. Collective."""
     with GatheredParameters([param]):
         yield
         param.ds_owner.write_param(param.ds_position, param.data)

@@ -1,4 +1,4 @@
-"""Random-LTD in an engine: the layers that drop tokens, how many they keep at each step, and what is told of it."""
+"""Random-LTD in an engine: which layers drop tokens, how many they keep at each step, and the reports."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SECTION = "data_efficiency.data_routing.random_ltd"
 
 
 class RandomLTD:
-    """Keeps the schedule at the engine's step, before each forward in training.
+    """Updates the schedule to the engine's step before each training forward.
 
     Args:
-        section: of the config, with defaults; gets the sizes of the batch, as documented.
-        seed: of the tokens that are kept.
+        section: config section with defaults; the batch sizes are added, as documented.
+        seed: seed of the choice of tokens.
 
-    DeepSpeedConfigError: the section does not fit itself, the module or the way in which ranks share work.
+    DeepSpeedConfigError: the section is inconsistent, or does not fit the module or the parallelism.
     """
 
     def __init__(self, engine: Engine, section: dict[str, Any], seed: int) -> None:
@@ -47,14 +47,14 @@ class RandomLTD:
         engine.events.on("after_step", self.write)
 
     def place(self) -> TokenPositions:
-        """Return where a forward, or its recomputation in backward, stands in the run."""
+        """Return the position of a forward, or of its recomputation, in the run."""
         mesh, position = self.engine.mesh, self.engine.clock.position
         return TokenPositions(self.engine.global_steps, position * mesh.size("dp") + mesh.rank("dp"))
 
     def initialize(self) -> None:
-        """Have the layers that the config names drop tokens.
+        """Make the configured layers drop tokens.
 
-        DeepSpeedConfigError: the module has other layers than the config says.
+        DeepSpeedConfigError: a configured layer does not exist.
         """
         layers = _numbered(self.engine.module, self.section["total_layer_num"])
         for count, number in enumerate(sorted(self.section["random_ltd_layer_id"])):
@@ -79,9 +79,9 @@ class RandomLTD:
         if not self.engine.module.training:
             return
         step = self.engine.global_steps
-        curriculum = getattr(self.engine, "curriculum_scheduler_legacy", None)  # which cuts sequences
+        curriculum = getattr(self.engine, "curriculum_scheduler_legacy", None)  # it truncates sequences
         self.scheduler.update_seq(step, curriculum and curriculum.update_difficulty(step + 1))
-        if not self.initialized and _is_converted(self.engine.module):  # the module, after initialize
+        if not self.initialized and _is_converted(self.engine.module):  # converted after initialize
             self.initialize()
         if not (self.initialized or self.told):
             self.told = True
@@ -90,7 +90,7 @@ class RandomLTD:
             )
 
     def write(self, **_: Any) -> None:
-        """The curves of each step."""
+        """Write the curves of each step."""
         engine = self.engine
         if engine.global_steps == self.step or not (engine.monitor.enabled and is_rank_zero()):
             return
@@ -143,8 +143,8 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 def _numbered(module: torch.nn.Module, total: int) -> dict[int, RandomLayerTokenDrop]:
-    """The converted layers by number: their place, if these are all layers of the model, else the last number in their
-    names."""
+    """Return the converted layers by number: their position, if all layers of the model are converted, else the last
+    number in their names."""
     found = [(name, each) for name, each in module.named_modules() if isinstance(each, RandomLayerTokenDrop)]
     if len(found) == total:
         return {number: each for number, (_, each) in enumerate(found)}

@@ -1,4 +1,4 @@
-"""A run of the autotuner: some steps are timed, the result is written, and the script ends."""
+"""An autotuner trial: time some steps, write the result, and end the script."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Trial:
     - ``throughput``: samples per second over all ranks;
     - ``flops``: floating-point operations per second and rank, of forward and backward, counted in the first step
       (only if that is the ``metric``);
-    - ``samples``: samples of a micro-batch as the model was really given them;
-    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if that is on, and ``step_waits``:
-      what of ``exposed_comm`` was within ``step``, where that is known.
+    - ``samples``: samples per micro-batch that the model actually received;
+    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if enabled, and ``step_waits``:
+      the part of ``exposed_comm`` within ``step``, if known.
 
-    In a run that profiles the model, ``activation_mem_per_gpu`` is added to ``model_info_path``: bytes that the first
-    forward keeps for the backward; ``samples_per_rank`` of the data set, None if it is not the engine's or has no
+    In a run that profiles the model, ``model_info_path`` also gets ``activation_mem_per_gpu``: bytes that the first
+    forward saves for backward; and ``samples_per_rank`` of the data set, None if it is not the engine's or has no
     length.
     """
 

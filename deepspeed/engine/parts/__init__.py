@@ -1,4 +1,4 @@
-"""The parts that an engine owns: one for each thing that clients do with it beside training.
+"""The parts of an engine: one for each use besides training.
 
 ``engine/surface.py`` lists their methods.
 """

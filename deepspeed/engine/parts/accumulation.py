@@ -1,5 +1,5 @@
-"""The part of an engine that says which backward is the last of an update, and when gradients are summed over ranks:
-``engine.accumulation``; and the part that clears gradients for scripts: ``engine.zero_grads``."""
+"""Accumulation boundaries and gradient sums over ranks: ``engine.accumulation``; clearing gradients:
+``engine.zero_grads``; sums of sparse tensors: ``engine.sparse_sums``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from deepspeed.comm.sparse_tensor import SparseTensor
     from deepspeed.engine.interface import Engine
 
-# Methods of a module or an optimizer that its engine answers, for scripts that call them beside the engine.
+# Methods of a module or an optimizer that scripts call directly, redirected to the engine.
 
 
 class PatchedMethod:
-    """Replaces ``owner.name``: ``answer``, a method of the engine, is called instead. The engine is not kept
-    alive; once it is gone, the owner's own method is called.
+    """Replaces ``owner.name`` by the engine's method ``answer``. Holds a weak reference: once the engine is gone, the
+    owner's own method is called.
 
-    [Note: copies] The patch is an attribute of this one object. Copies and pickles of it have the method of their
-    class in its place: it reduces to that.
+    [Note: copies] The patch is an instance attribute. In copies and pickles of the owner it is replaced by the method
+    of the class, to which it reduces.
     """
 
     def __init__(self, owner: Any, name: str, answer: Callable[..., Any]) -> None:
@@ -40,25 +40,26 @@ class PatchedMethod:
         return getattr(type(owner), self._name)(owner, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the owner its own method back, unless an engine made since has replaced it."""
+        """Restore the owner's own method, unless a newer engine has replaced it."""
         owner = self._owner()
         if owner is not None and vars(owner).get(self._name) is self:
             del vars(owner)[self._name]
 
     def __reduce__(self) -> Any:
-        return getattr, (self._owner(), self._name)  # of a copy in the making, which has only its class's
+        return getattr, (self._owner(), self._name)  # a copy in the making has only its class's method
 
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
 class Accumulation:
-    """Control of boundaries, sums and the size of a batch, over the engine's clock and reducer."""
+    """Controls boundaries, sums and batch sizes, through the engine's clock and reducer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.inside_no_sync = False
-        """The script pauses sums. A pipeline does too, but counts its micro-batches with ``step`` meanwhile."""
+        """True while the script pauses sums. A pipeline also pauses them, but counts its micro-batches with
+        ``step``."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._engine.clock.at_boundary
@@ -69,8 +70,8 @@ class Accumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
-        with sharded gradients it costs a full gradient buffer."""
+        """Only accumulate on this rank in backwards inside the block; the next backward outside sums over ranks.
+        Allowed at any stage; with sharded gradients it needs a full gradient buffer."""
         reducer = self._engine._require_core("no_sync").reducer
         if self.inside_no_sync:
             raise AssertionError(
@@ -92,26 +93,26 @@ class Accumulation:
         self._engine.allreduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Sum over ranks what has so far only been accumulated locally."""
+        """Sum locally accumulated gradients over ranks."""
         self._engine._require_core("allreduce_gradients").reducer.finish()
 
     def clip_fp32_gradients(self) -> None:
-        """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
+        """Clip the current ``param.grad`` (stage 0). ``step`` itself clips at every stage."""
         engine = self._engine
         if engine._config.gradient_clipping > 0:
-            from deepspeed.zero.tensor_norms import clip_grad_norm_  # for scripts that clip by themselves
+            from deepspeed.zero.tensor_norms import clip_grad_norm_  # only for scripts that clip themselves
 
             clip_grad_norm_(engine.module.parameters(), engine._config.gradient_clipping, mpu=engine.mpu)
 
     def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
-        """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
-        for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
+        """Call ``all_reduce_hook`` with every tensor of summed gradients that this rank keeps, to change it in place:
+        for instance to average it with replicas outside the data-parallel group (``mpu``)."""
         self._engine._require_core("set_all_reduce_hook").reducer.call_after_sums(all_reduce_hook)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
+        """Change the global batch size through the accumulation steps; ValueError if it is not a multiple.
 
-        Best called between updates: gradients already accumulated keep the weight they had.
+        Best called between updates: accumulated gradients keep their weight.
         """
         engine = self._engine
         per_step = engine._config.train_micro_batch_size_per_gpu * engine.dp_world_size
@@ -131,23 +132,23 @@ class Accumulation:
 
 
 class ZeroGrads:
-    """Clears gradients outside of an update. Between the micro-batches of one every ``zero_grad`` does nothing: there
-    it is a leftover of a loop that updated after each of them, and ``abandon_update`` drops them."""
+    """Clears gradients between updates. Between the micro-batches of an update ``zero_grad`` does nothing: there it
+    is a leftover of a loop without accumulation; ``abandon_update`` drops gradients in that case."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._patches: list[PatchedMethod] = []
 
     def patch_module(self) -> None:
-        """Let the engine answer ``module.zero_grad()`` from now on."""
+        """Redirect ``module.zero_grad()`` to the engine."""
         self._patches.append(PatchedMethod(self._engine.module, "zero_grad", self._zero_module))
 
     def patch_optimizer(self) -> None:
-        """Let the engine answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps from now on."""
+        """Redirect ``zero_grad()`` of the base optimizer to the engine."""
         self._patches.append(PatchedMethod(self._engine.basic_optimizer, "zero_grad", self._zero_optimizer))
 
     def remove(self) -> None:
-        """Give module and optimizer their own methods back."""
+        """Restore the methods of module and optimizer."""
         for patch in self._patches:
             patch.remove()
 
@@ -163,7 +164,7 @@ class ZeroGrads:
             param.grad = None
 
     def _zero_module(self, *args: Any, **kwargs: Any) -> None:
-        """Also drop what is kept elsewhere than in ``param.grad``: from stage 1 on, all of it."""
+        """Clear the module, and gradients kept outside ``param.grad``: from stage 1 on, all of them."""
         engine = self._engine
         engine._recover()
         if not engine.clock.mid_update:
@@ -171,7 +172,7 @@ class ZeroGrads:
             engine.zero_grad()
 
     def _zero_optimizer(self, *args: Any, **kwargs: Any) -> None:
-        """Let the optimizer clear: what it does to ``param.grad`` at stage 0 counts as if assigned
+        """Clear through the optimizer: at stage 0 its changes to ``param.grad`` count as assignments
         (``GradReducer``)."""
         engine, optimizer = self._engine, self._engine.basic_optimizer
         engine._recover()
@@ -182,29 +183,29 @@ class ZeroGrads:
             engine.core.reducer.clear()
 
 
-# The part of an engine that sums gradients of rows over ranks for a script: ``engine.sparse_sums``.
+# Sums of sparse gradients over ranks for scripts: ``engine.sparse_sums``.
 
 
 class SparseSums:
-    """Sums of ``SparseTensor`` that a script keeps apart; the gradients of the module's parameters are summed by
+    """Sums ``SparseTensor``s that a script keeps itself; gradients of the module's parameters are summed by
     ``backward``. Every method is collective over ``dp_group``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """``value`` of every rank of the group."""
+        """Return ``value`` of every rank of the group."""
         return _gathered(value, dp_group) if value.dim() else _gathered(value.unsqueeze(0), dp_group)
 
     def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """The rows of every rank of the group, of which each may have another number."""
+        """Return the rows of every rank of the group; numbers of rows may differ."""
         return _gathered(value, dp_group)
 
     def sparse_allreduce(
         self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
     ) -> SparseTensor:
-        """Make ``sparse`` the mean over the group (the sum, without ``gradient_average``): the rows of all ranks, sent
-        as ``communication_data_type``."""
+        """Set ``sparse`` to the mean over the group (the sum, without ``gradient_average``): the concatenated rows of
+        all ranks, sent as ``communication_data_type``."""
         indices, values, _ = sparse.parts()
         ranks = dp_world_size or torch.distributed.get_world_size(group=dp_group)
         sent = values.to(self._engine.facts.communication_data_type) / (
@@ -222,7 +223,8 @@ class SparseSums:
     def sparse_allreduce_no_retain(
         self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
     ) -> None:
-        """The same, written to the tensors, sparse or dense, that the ``SparseTensor`` were made of."""
+        """Do the same, and write the results to the sparse or dense tensors that the ``SparseTensor``s were made
+        from."""
         for sparse in self._engine.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
             original = sparse.orig_dense_tensor
             if original is not None and original.is_sparse:
@@ -232,6 +234,6 @@ class SparseSums:
 
 
 def _gathered(rows: Tensor, group: Any) -> list[Tensor]:
-    from deepspeed.comm.sparse_tensor import gather_rows  # for scripts that sum rows by themselves
+    from deepspeed.comm.sparse_tensor import gather_rows  # only for scripts that sum rows themselves
 
     return gather_rows(rows, group)

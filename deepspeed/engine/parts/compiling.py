@@ -1,4 +1,4 @@
-"""The part of an engine that compiles its module (docs/compile.md): ``engine.compilation``."""
+"""Compilation of an engine's module (docs/compile.md): ``engine.compilation``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Compilation:
-    """``compile`` and what is asked about it."""
+    """``compile`` and its state."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,12 +30,12 @@ class Compilation:
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` the wrapped module in place; at stage 3 block by block.
+        """Apply ``torch.compile`` to the wrapped module in place; at stage 3 block by block.
 
         Args:
             backend: default: the accelerator's.
             compile_kwargs: more arguments of ``torch.compile``.
-            schedule: with ``compile.deepcompile``, which passes hold from which step on:
+            schedule: with ``compile.deepcompile``, which passes are active from which step on:
                 ``[(step, [pass, ...]), ...]``, each pass a name or a function; default: by the ZeRO stage.
 
         Raises:
@@ -56,7 +56,7 @@ class Compilation:
         if self.is_deepcompile_enabled():
             config = self._engine._config.compile_config
             options["backend"] = self.follow_passes(options["backend"], config, options, schedule)
-            for of_inductor in ("mode", "options"):  # the backend has taken them
+            for of_inductor in ("mode", "options"):  # consumed by the backend
                 options.pop(of_inductor, None)
         elif schedule is not None:
             logger.warning("engine.compile(schedule=) has no effect without compile.deepcompile: true")
@@ -70,7 +70,7 @@ class Compilation:
     def follow_passes(
         self, backend: str, config: CompileConfig, compile_kwargs: Mapping[str, Any], schedule: Any = None
     ) -> Any:
-        """Follow a schedule of passes from now on; returns a backend for ``torch.compile`` that runs them."""
+        """Start following a schedule of passes; return a backend for ``torch.compile`` that runs them."""
         from deepspeed.engine.observers.compile_passes import PassSchedule
         from deepspeed.transforms.compile.backend import CompileWork, make_backend
         from deepspeed.transforms.compile.schedule import default_schedule, read_schedule
@@ -86,20 +86,20 @@ class Compilation:
     def register_compile_pass(
         self, pass_name: str, pass_fn: Callable[..., Any], contract: PassContract | None = None
     ) -> None:
-        """Make a pass known to the schedules of ``compile``
+        """Register a pass for the schedules of ``compile``
         (``deepspeed.transforms.compile.backend.register_compile_pass``)."""
         from deepspeed.transforms.compile.backend import register_compile_pass
 
         register_compile_pass(pass_name, pass_fn, contract)
 
     def get_compile_time(self) -> list[tuple[str, int, int, float]]:
-        """``("fwd" or "bwd", index, graph_id, seconds)`` of each graph compiled with ``compile.deepcompile``."""
+        """Return ``("fwd" or "bwd", index, graph_id, seconds)`` per graph compiled with ``compile.deepcompile``."""
         return list(self.work.times) if self.work is not None else []
 
     def is_deepcompile_enabled(self) -> bool:
-        """Return whether the config asks for ``compile.deepcompile``."""
+        """Return whether the config enables ``compile.deepcompile``."""
         return self._engine._config.compile_config.deepcompile
 
     def is_deepcompile_active(self) -> bool:
-        """Return whether the module has been compiled with it."""
+        """Return whether the module was compiled with ``compile.deepcompile``."""
         return self.work is not None

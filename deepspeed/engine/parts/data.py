@@ -1,4 +1,4 @@
-"""The part of an engine that makes loaders of its data and changes what its forward gets: ``engine.data``."""
+"""Data loaders and input transforms of an engine: ``engine.data``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class EngineData:
-    """``deepspeed_io`` with its samplers, and transforms of inputs.
+    """``deepspeed_io`` with its samplers, and input transforms.
 
     Args:
-        engine: the loaders' sizes and ranks are its.
-        transforms: of inputs, from the start.
+        engine: source of batch sizes and ranks for loaders.
+        transforms: initial input transforms.
     """
 
     def __init__(self, engine: Engine, transforms: Sequence[InputTransform]) -> None:
@@ -33,7 +33,7 @@ class EngineData:
     def transform(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Change the arguments of a forward that begins now. An error in a transform drops the unfinished update."""
+        """Transform the arguments of a forward. An error in a transform drops the unfinished update."""
         if self.inputs is None:
             return inputs, kwargs
         engine = self._engine
@@ -60,7 +60,7 @@ class EngineData:
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is none."""
+        """Return a loader that gives each data-parallel rank its part of ``dataset``. TypeError: not a data set."""
         from deepspeed.data.loader import DeepSpeedDataLoader  # many scripts bring their own loader
         from deepspeed.data.requests import has_curriculum, varies_batches
 
@@ -110,7 +110,7 @@ class EngineData:
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: dict[str, Callable[[int], int]]
     ) -> None:
-        """The functions, step -> difficulty, of the metrics with ``schedule_type`` custom; before the first batch.
+        """Set the functions step -> difficulty of metrics with ``schedule_type`` custom; call before the first batch.
         RuntimeError: the engine's own loader has no curriculum."""
         from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
 
@@ -123,9 +123,9 @@ class EngineData:
         sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
 
     def random_ltd_initialize(self) -> None:
-        """Have the converted layers drop tokens; ``convert_to_random_ltd(engine, ...)`` calls it.
+        """Make the converted layers drop tokens; called by ``convert_to_random_ltd(engine, ...)``.
 
-        DeepSpeedConfigError: the config does not ask for it, or for other layers than there are.
+        DeepSpeedConfigError: not enabled in the config, or a configured layer does not exist.
         """
         if self._engine.random_ltd is None:
             raise DeepSpeedConfigError(
@@ -135,13 +135,13 @@ class EngineData:
         self._engine.random_ltd.initialize()
 
     def add_input_transform(self, transform: InputTransform) -> None:
-        """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
-        or no order fits it and those that are there."""
+        """Apply ``transform`` to the inputs of every forward, in training and evaluation. ValueError: its name is
+        taken, or its order constraints conflict with those of others."""
         present = self.inputs.transforms if self.inputs is not None else []
         self.inputs = _chain([*present, transform])
 
     def remove_input_transform(self, name: str) -> None:
-        """The opposite. KeyError: there is none of this name."""
+        """Remove an input transform. KeyError: there is none of this name."""
         present = self.inputs.transforms if self.inputs is not None else []
         left = [transform for transform in present if transform.name != name]
         if len(left) == len(present):
@@ -150,7 +150,7 @@ class EngineData:
 
 
 def _chain(transforms: Sequence[InputTransform]) -> InputChain | None:
-    """Put transforms of inputs in their order; None if there are none. ValueError: no order fits them."""
+    """Order input transforms into a chain; None if there are none. ValueError: their order constraints conflict."""
     if not transforms:
         return None
     from deepspeed.transforms.inputs import InputChain
@@ -159,7 +159,7 @@ def _chain(transforms: Sequence[InputTransform]) -> InputChain | None:
 
 
 def _workers_of(sampler: Any) -> int | None:
-    """Return the number of workers that a sampler of ours asks for."""
+    """Return the number of workers of our own sampler, None for others."""
     from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
 
     return sampler.num_workers if isinstance(sampler, DeepSpeedDataSampler) else None

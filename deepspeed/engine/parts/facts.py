@@ -1,4 +1,4 @@
-"""The part of an engine that answers questions about it: ``engine.facts``."""
+"""Queries about an engine: ``engine.facts``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Facts:
-    """The last step, the optimizer's groups, dtypes, and the groups of ranks."""
+    """Answers queries about the last step, the optimizer's groups, dtypes, and groups of ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.norm: float | None = None
         """Gradient norm of the last step."""
         self.applied = False
-        """True: the last step updated the weights."""
+        """True if the last step updated the weights."""
         self._averages: bool | None = None
 
     # The last step and the optimizer --------------------------------------------------------------------------
@@ -56,21 +56,21 @@ class Facts:
         return {name: timer.mean() for name, timer in self._engine.timers.get_timers().items()}
 
     def position_in_batch(self) -> str:
-        """Describe, for a report about a hang, where in a batch an engine is that runs whole batches."""
+        """Describe the action in progress, for hang reports; empty except in pipelines."""
         return ""
 
     # The module -----------------------------------------------------------------------------------------------
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
-        """Schedule of progressive layer dropping, if the config asks for it."""
+        """Schedule of progressive layer dropping, None if not configured."""
         found = [
             each for each in self._engine.module_transforms.inputs if each.name == "progressive_layer_drop"
         ]
         return found[0].schedule if found else None  # type: ignore[attr-defined]
 
     def get_pld_theta(self) -> float | None:
-        """Return the share of layers that progressive layer dropping keeps now; None without it."""
+        """Return the current fraction of layers kept by progressive layer dropping; None without it."""
         schedule = self.progressive_layer_drop
         return schedule.get_theta() if schedule is not None else None
 
@@ -82,7 +82,7 @@ class Facts:
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Names, as ``emb.weight``, of embeddings of whose gradients only the used rows are sent
+        """Names, such as ``emb.weight``, of embeddings whose gradients are sent as used rows only
         (``sparse_gradients``)."""
         engine = self._engine
         if not engine._config.sparse_gradients_enabled:
@@ -96,7 +96,7 @@ class Facts:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Dtype of gradients on the wire. ValueError: set to another one."""
+        """Dtype of gradients on the wire. ValueError on setting another dtype."""
         precision = self._engine.plan.precision
         return precision.reduce or precision.param or torch.float32
 
@@ -110,8 +110,8 @@ class Facts:
 
     @property
     def gradient_average(self) -> bool:
-        """True: the gradients of a step are averaged over the ranks; False: summed. The config says it first
-        (``gradient_allreduce_op``); it can be set at the stages and with the sections with which that can be "sum"."""
+        """True: gradients are averaged over the ranks; False: summed. Initialized from ``gradient_allreduce_op``; it
+        can be set wherever that key can be "sum"."""
         return self._engine.plan.gradients.mean if self._averages is None else self._averages
 
     @gradient_average.setter
@@ -132,19 +132,19 @@ class Facts:
             )
 
     def gradient_rule(self) -> GradientPlan:
-        """Return the rule by which gradients are summed: as planned, or as ``gradient_average`` has been set."""
+        """Return the plan of gradient sums, with the current ``gradient_average``."""
         return replace(self._engine.plan.gradients, mean=self.gradient_average)
 
     # Groups of ranks ------------------------------------------------------------------------------------------
 
     @property
     def expert_parallel_group(self) -> dict[str, Any]:
-        """Name of a group of experts -> the ranks that share one set of them; empty without experts."""
+        """Name of a group of experts -> the ranks that share one set of experts; empty without experts."""
         return self._expert_groups(same=False)
 
     @property
     def expert_data_parallel_group(self) -> dict[str, Any]:
-        """Name of a group of experts -> the ranks that hold the same ones; empty without experts."""
+        """Name of a group of experts -> the ranks that hold the same experts; empty without experts."""
         return self._expert_groups(same=True)
 
     def _expert_groups(self, *, same: bool) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The parts of an engine that handle its state between steps: ``engine.checkpoints`` saves, loads and exports it,
-``engine.moves`` lends its memory."""
+"""The state of an engine between steps: ``engine.checkpoints`` saves, loads and exports it, ``engine.moves`` offloads
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.remote.mirror import Mirror
     from deepspeed.engine.interface import Engine
 
-# Formats and files are imported by the first call that needs them: many runs save at the end, or never.
+# Imports are made by the first call that needs them: many runs save at the end, or never.
 
 
 def _saving() -> ModuleType:
@@ -40,14 +40,14 @@ def _weights() -> ModuleType:
 
 
 class Checkpoints:
-    """Saving, loading and exporting, over the functions of ``saving.py``, ``loading.py`` and ``weights.py``."""
+    """Saves, loads and exports, through ``saving.py``, ``loading.py`` and ``weights.py``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mirrors: dict[str, Mirror] = {}
 
     def mirror(self, folder: str | os.PathLike[str]) -> Mirror | None:
-        """Return the local copies of checkpoints that lie at a URL; None if ``folder`` is one."""
+        """Return the mirror of a URL's checkpoints; None if ``folder`` is a local folder."""
         from deepspeed.checkpoint.names import is_url
 
         if not is_url(url := os.fspath(folder)):
@@ -59,7 +59,7 @@ class Checkpoints:
         return self._mirrors[url]
 
     def new_writer(self) -> BackgroundWriter | None:
-        """Make the writer of checkpoints while training continues; None: the config does not ask for one."""
+        """Make the background writer of checkpoints; None if not configured."""
         config = self._engine._config
         writer = config.checkpoint_config.writer
         if (writer is None or not writer.decoupled) and config.datastates_config is False:
@@ -67,7 +67,7 @@ class Checkpoints:
         return _saving().new_background_writer(self._engine)
 
     def wait_until_stored(self) -> None:
-        """Return when all that was saved is on disk, or where its URL says. CheckpointError: something could not be
+        """Return when all saves are on disk and uploaded to their URLs. CheckpointError: something could not be
         stored."""
         from deepspeed.checkpoint.files.flush import wait_for_flushes
 
@@ -98,7 +98,7 @@ class Checkpoints:
         return done
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
-        """Let a shell run the script at ``dst``, if the file system has permissions."""
+        """Make the script at ``dst`` executable, if the file system has permissions."""
         from deepspeed.checkpoint.files.writers import set_mode
 
         set_mode(Path(dst), 0o744)
@@ -113,8 +113,8 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
-        from deepspeed.engine.loading import load_checkpoint  # readers of every format, for those who load
+        """Load a checkpoint; return ``(path, client_state)``, or ``(None, None)`` if there is none. Collective."""
+        from deepspeed.engine.loading import load_checkpoint  # imports the readers of all formats
 
         folder = load_dir
         if (mirror := self.mirror(load_dir)) is not None:
@@ -136,7 +136,7 @@ class Checkpoints:
         return result
 
     def _fetch(self, mirror: Mirror, tag: str | None) -> None:
-        """Copy a checkpoint to each machine, when nothing of it is on its way there any more. Collective."""
+        """Download a checkpoint to each machine, after pending saves and uploads have finished. Collective."""
         from deepspeed.checkpoint.ranks import Ranks
 
         if self._engine.background_writer is not None:
@@ -149,24 +149,24 @@ class Checkpoints:
 
     @cached_property
     def save_non_zero_checkpoint(self) -> bool:
-        """True: this rank writes a file with model states. Scripts that write files themselves set it."""
+        """Return whether this rank writes a file of model states. Scripts that write files themselves set it."""
         return _saving().writes_model_file(self._engine)
 
     @cached_property
     def save_zero_checkpoint(self) -> bool:
-        """True: this rank writes a file with its part of what the optimizer keeps."""
+        """Return whether this rank writes a file with its part of the optimizer state."""
         return bool(self._engine._config.zero_enabled) and self._engine.core is not None
 
     def _get_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
     ) -> str:
-        """The file with this rank's model states; ``mp_placeholder`` stands for the number of its model-parallel rank
-        (``"*"``: a pattern for those of all)."""
+        """Return the path of this rank's model states; ``mp_placeholder`` replaces its model-parallel rank (``"*"``:
+        a pattern for all)."""
         place = None if mp_placeholder is None else str(mp_placeholder)
         return _saving().model_path(self._engine, checkpoints_path, tag, place)
 
     def _get_all_ckpt_names(self, checkpoints_path: str | os.PathLike[str], tag: str) -> list[str]:
-        """The files with the model states of all model-parallel ranks, in the order of the ranks."""
+        """Return the paths of the model states of all model-parallel ranks, in rank order."""
         from deepspeed.checkpoint import names
 
         return names.by_rank(
@@ -174,13 +174,13 @@ class Checkpoints:
         )
 
     def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
-        """The file with this rank's part of what the optimizer keeps."""
+        """Return the path of this rank's optimizer states."""
         return _saving().optimizer_path(self._engine, checkpoints_path, tag)
 
     def _get_optimizer_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int
     ) -> str:
-        """The same: experts' states lie with all others, whatever ``expp_rank`` is."""
+        """Return the same path for any ``expp_rank``: experts' states are in the same file."""
         return _saving().optimizer_path(self._engine, checkpoints_path, tag)
 
     def save_16bit_model(
@@ -191,30 +191,30 @@ class Checkpoints:
         return _weights().save_16bit_model(self._engine, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self._engine.save_16bit_model(save_dir, save_filename)  # which a trainer may have replaced
+        return self._engine.save_16bit_model(save_dir, save_filename)  # a trainer may have replaced it
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """Stage 3: the whole model on rank 0, None on the others. Collective."""
+        """Return the whole model on rank 0, None on the others (stage 3). Collective."""
         return _weights().zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
-        """The same at any stage."""
+        """Return the whole model on rank 0, None on the others, at any stage. Collective."""
         return _weights().consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None] | None:
-        """Return what also writes the files of single layers into the folder of a save: here those of experts, where
-        weights are whole (stages 0 to 2); None: there are none."""
+        """Return the function that writes per-layer files of a save: here those of experts, if weights are whole
+        (stages 0 to 2); None if there are none."""
         engine = self._engine
         if not engine.num_experts or engine.plan.zero.shard_params:
             return None
         return partial(self.write_experts, exclude_frozen=exclude_frozen)
 
     def write_experts(self, folder: Path, save: Mapping[str, Any], *, exclude_frozen: bool) -> None:
-        """Write the file of each expert whose first holder is this rank. ``save``: the id of the save."""
+        """Write the file of each expert of which this rank is the first holder. ``save``: the id of the save."""
         from deepspeed.checkpoint.save_ids import marked
         from deepspeed.parallel.expert.placement import write_experts
 
@@ -226,16 +226,16 @@ class Checkpoints:
             exclude_frozen,
         )
         if info := files.get_commit_info():
-            files.commit(info)  # all of them are in the folder before it gets its name
+            files.commit(info)  # all files are in the folder before it is committed
 
     def of_all_stages(self, weights: Any) -> Any:
-        """Return ``weights`` of this rank's module, with those of the other stages of a pipeline, for an export."""
+        """Return ``weights`` of this rank's module, in a pipeline with those of the other stages, for an export."""
         return weights
 
     def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
-        """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
-        number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
-        does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
+        """Return the global tensor of ``param`` [shape before tensor parallelism; experts are stacked along a new
+        first dim], on every rank, detached. ``value``: a tensor with the placement of ``param``, such as
+        ``safe_get_full_grad(param)``, to use instead of the weights. Collective."""
         return _weights().whole(self._engine, param, value)
 
     def module_state_dict(
@@ -258,7 +258,7 @@ class Checkpoints:
         z3_params_to_fetch: Any = None,
         allowed_missing_keys: Any = None,
     ) -> None:
-        """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
+        """Load ``checkpoint["module"]``, and refresh the master weights."""
         _weights().load_module_state_dict(
             self._engine,
             checkpoint,
@@ -271,7 +271,7 @@ class Checkpoints:
 
 
 class StateMoves:
-    """Lends memory to something else between steps."""
+    """Offloads state between steps to free device memory for other uses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -284,12 +284,12 @@ class StateMoves:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state to host memory until ``reload_states``, so that something else can use the device.
+        """Move training state to host memory until ``reload_states``, to free device memory.
 
         Args:
             include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
             device: "cpu".
-            pin_memory: use page-locked memory, from which reloading is faster.
+            pin_memory: use pinned memory, from which reloading is faster.
             non_blocking: return before the copies are done; synchronize the device before relying on its memory.
 
         Raises:
@@ -299,16 +299,16 @@ class StateMoves:
         optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` moved."""
+        """Move the state of ``offload_states`` back."""
         self._movable_states().reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Release every parameter that is gathered and not in use (stage 3)."""
+        """Reshard every gathered parameter that is not in use (stage 3)."""
         if self._engine.sharded is not None:
             self._engine.sharded.transitions.reshard_all()
 
     def collect_python_gc(self) -> int:
-        """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""
+        """Collect cyclic garbage now, for ``disable_python_gc``; return the number of objects."""
         return python_gc_manager.collect()
 
     def _movable_states(self) -> HasMovableStates:

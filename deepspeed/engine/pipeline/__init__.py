@@ -1,1 +1,1 @@
-"""The engine of a pipeline: whole batches through all stages."""
+"""The pipeline engine: runs whole batches through all stages."""

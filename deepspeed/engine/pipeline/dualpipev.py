@@ -1,7 +1,7 @@
-"""DualPipeV by its documented names: a pipeline whose stages are passed forth and back, with the loss on the first.
+"""DualPipeV under its documented names: a V-shaped pipeline, with the loss on the first stage.
 
-DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, and its V-shaped variant. The engine follows the order "zero-bubble-v"
-(`orders.py`), which also puts off gradients of weights.
+DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, and its V-shaped variant. The engine follows the order
+"zero-bubble-v" (`orders.py`), which also defers weight gradients.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from deepspeed.parallel.pipeline.schedules.orders import Order
 
 
 class DualPipeVModule(PipelineModule):
-    """A ``PipelineModule`` with ``chunks=2`` and ``zigzag=True``: of ``2 num_stages`` runs of layers, rank ``r`` of a
-    pipeline has the ``r``-th from the start and the ``r``-th from the end. It takes the other arguments of that class.
+    """A ``PipelineModule`` with ``chunks=2`` and ``zigzag=True``: of ``2 num_stages`` chunks of layers, pipeline rank
+    ``r`` has the ``r``-th from the start and the ``r``-th from the end. Other arguments are those of that class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -25,11 +25,11 @@ class DualPipeVModule(PipelineModule):
 
 
 class DualPipeVEngine(PipelineEngine):
-    """The engine of a ``DualPipeVModule``. A batch, of training and of evaluation, has at least two micro-batches per
-    stage; ValueError otherwise."""
+    """The engine of a ``DualPipeVModule``. ValueError: a training or evaluation batch has fewer than two
+    micro-batches per stage."""
 
     def _schedule(self, asked: str) -> str:
-        return "zero-bubble-v" if asked == "1f1b" else asked  # the default, which is for other modules
+        return "zero-bubble-v" if asked == "1f1b" else asked  # 1f1b is the default of other modules
 
     def _order(self, micro_batches: int) -> Order:
         check_dual_pipe(self.num_stages, micro_batches)

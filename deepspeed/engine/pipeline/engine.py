@@ -1,4 +1,4 @@
-"""The engine of a ``PipelineModule``: whole batches through all stages, with the core of every other engine."""
+"""The engine of a ``PipelineModule``: runs whole batches through all stages, on the same core as other engines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from deepspeed.zero.replica_groups import SHARED_BY
 class PipelineEngine(ByInstructions):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
 
-    A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
-    time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed
-    over replicas once, at the end of the batch.
+    A batch of ``gradient_accumulation_steps`` micro-batches follows the order of ``pipeline.schedule``. Each
+    micro-batch is a pair (inputs, labels), read by the first and the last stage. Gradients are summed over replicas
+    once, at the end of the batch.
     """
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
@@ -63,11 +63,11 @@ class PipelineEngine(ByInstructions):
         self._prepare_training()
 
     def _prepare_training(self) -> None:
-        """Make what a batch needs of the optimizer, if there is one."""
+        """Set up deferred weight gradients and the order, if there is an optimizer."""
         self._split: list[nn.Module] = []
         if self.core is not None:
             self._stage.weights = WeightQueue(self.core.reducer.add)
-            self._order(self.clock.steps)  # what does not fit is told at once
+            self._order(self.clock.steps)  # raises now if the order is impossible
             if self._choice.may_split:
                 numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
                 self._split = split_layers(self.stage_module, numbers, self._stage.weights)
@@ -92,17 +92,17 @@ class PipelineEngine(ByInstructions):
         return found
 
     def pipe_channels(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
-        """Iterate over the channels to and from neighbours: what each carries, and the channel."""
+        """Yield the channels to and from adjacent stages: the name of the content, and the channel."""
         return self._connections.named()
 
     # A batch --------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train on one batch: as many micro-batches from ``data_iter`` as there are accumulation steps, and an update.
+        """Train on one batch: one micro-batch from ``data_iter`` per accumulation step, then an update.
 
-        ``data_iter`` gives (inputs, labels); only the first and the last stage read it. Without it the engine's own
-        loader is read, over and over. Returns the mean of the loss over micro-batches and replicas, fp32 [], on every
-        rank. RuntimeError: gradients are disabled.
+        ``data_iter`` yields (inputs, labels); only the first and the last stage read it. Without it the engine's own
+        loader is repeated. Returns the mean loss over micro-batches and replicas, fp32 [], on every rank.
+        RuntimeError: gradients are disabled.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
@@ -118,7 +118,7 @@ class PipelineEngine(ByInstructions):
             return self._train_by_instructions()
         count = self.clock.steps
         order = self._order(count)
-        core.reducer.pause_sums()  # replicas, and stages with common weights, meet when all is there
+        core.reducer.pause_sums()  # replicas, and stages with tied weights, sum at the end of the batch
         self._stage.summed_in = self._overlapped(order)
         try:
             self._stage.weights.active = order.split
@@ -135,7 +135,7 @@ class PipelineEngine(ByInstructions):
             losses = run.run(order.actions[self.stage_id])
             self._peak_held = run.peak_held
             core.reducer.resume_sums()
-            core.reducer.finish()  # while the stages before this one are still at their last backwards
+            core.reducer.finish()  # overlaps with the last backwards of earlier stages
         except BaseException as error:
             self.abandon_update(error)
             self._connections.clear()
@@ -150,16 +150,17 @@ class PipelineEngine(ByInstructions):
         return loss
 
     def _schedule(self, asked: str) -> str:
-        """Return the schedule that ``pipeline.schedule`` stands for here."""
+        """Return the schedule to use for ``pipeline.schedule``."""
         return asked
 
     def _order(self, micro_batches: int) -> Order:
-        """Return the order of the next batch, as the key ``pipeline.schedule`` says."""
+        """Return the order of the next batch, by ``pipeline.schedule``."""
         return self._choice.order(micro_batches)
 
     def _overlapped(self, order: Order) -> Action | None:
-        """The backward during which this stage's gradients are summed over its replicas, bucket by bucket: the last
-        one, if no other stage waits for its results or has part in the sums."""
+        """Return the backward that overlaps with the sums of this stage's gradients over its replicas, bucket by
+        bucket: the last action, unless another stage waits for its result or takes part in the sums (tied
+        weights)."""
         last, core = order.actions[self.stage_id][-1], self._require_core("train_batch")
         awaited = self._links[last.chunk].input_gradients is not None or last.kind is not Kind.BACKWARD
         if awaited or core.reducer.turns is not None:
@@ -175,14 +176,14 @@ class PipelineEngine(ByInstructions):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate micro-batches from ``data_iter``, by default as many as there are accumulation steps.
+        """Evaluate micro-batches from ``data_iter``, by default one per accumulation step.
 
         Args:
             return_logits: return (result, outputs of the last stage for the last micro-batch).
             compute_loss: False: results are the outputs of the model, not of ``loss_fn``.
             reduce_output: "avg": the mean over micro-batches, and of the loss over replicas; None: a list.
             bcast_loss: every rank gets the loss; otherwise only the last stage, and the others None.
-            num_micro_batches: how many.
+            num_micro_batches: number of micro-batches.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
@@ -207,7 +208,7 @@ class PipelineEngine(ByInstructions):
         return (result, outputs) if return_logits else result
 
     def _evaluate(self, count: int) -> list[Any]:
-        """On the last stage: the result of each of ``count`` micro-batches."""
+        """Return the results of ``count`` micro-batches, on the last stage."""
         layout = self.layout
         order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
         run = StageRun(self._stage, self._links, self.stage_id, training=False)
@@ -233,9 +234,9 @@ class PipelineEngine(ByInstructions):
 
     @property
     def pipe_buffers(self) -> dict[str, list[Any]]:
-        """Buffers of this stage for the batch that is being trained, at ``chunk * micro_batches + micro_batch``:
-        inputs, outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses")
-        are used as they come. With a schedule of instructions: its buffers, into which the instructions write."""
+        """Buffers of this stage for the current training batch, indexed by ``chunk * micro_batches + micro_batch``:
+        inputs, outputs, labels; None where empty, as after a batch. "grads" and "losses" are always empty, as they
+        are consumed immediately. With a schedule of instructions: the buffers into which instructions write."""
         if self._run is None and self._pipe_buffers:
             return self._pipe_buffers
         count = self.micro_batches
@@ -247,20 +248,20 @@ class PipelineEngine(ByInstructions):
     # Data -----------------------------------------------------------------------------------------------------
 
     def _make_dataloader(self, dataset: Any) -> DeepSpeedDataLoader:
-        """In the order of the data set: as documented, a pipeline leaves shuffling to its data."""
+        """Make a loader without shuffling: as documented, a pipeline reads the data set in order."""
         loader = super()._make_dataloader(dataset)
         if isinstance(loader.data_sampler, EpochSampler):
             loader.data_sampler.shuffle = False
         return loader
 
     def set_dataloader(self, loader: Any) -> None:
-        """Read ``loader`` from now on, over and over."""
+        """Read batches from ``loader``, repeated without end."""
         if self.is_first_stage() or self.has_loss:
             self.training_dataloader = loader
             self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Read ``iterator`` from now on."""
+        """Read batches from ``iterator``."""
         if self.is_first_stage() or self.has_loss:
             self.data_iterator = iterator
 
@@ -269,11 +270,11 @@ class PipelineEngine(ByInstructions):
         self.batch_fn = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Kept for old scripts: masks are sent as any other tensor."""
+        """Kept for old scripts: masks are sent like any other tensor."""
         self.has_attention_mask = bool(value)
 
     def reset_activation_shape(self) -> None:
-        """Kept for old scripts: a shape that has changed is noticed."""
+        """Kept for old scripts: changes of shape are detected."""
 
     def of_all_stages(self, weights: Any) -> Any:
         if self.num_stages == 1:
@@ -281,7 +282,8 @@ class PipelineEngine(ByInstructions):
         return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None]:
-        """Return what writes the files of this stage's layers ("layer_03-model_00-model_states.pt") and experts."""
+        """Return the function that writes the files of this stage's layers ("layer_03-model_00-model_states.pt") and
+        experts."""
 
         def write(folder: Path, save: Mapping[str, Any]) -> None:
             files = MarkedFiles(self.checkpoint_engine, save)
@@ -290,7 +292,7 @@ class PipelineEngine(ByInstructions):
 
         return write
 
-    # What a pipeline does not do ------------------------------------------------------------------------------
+    # Unsupported in a pipeline ------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError("a stage alone has no forward(): call train_batch() or eval_batch()")
@@ -307,8 +309,8 @@ class PipelineEngine(ByInstructions):
         super().destroy()
 
     def get_additional_losses(self) -> dict[str, float] | None:
-        """Return what ``PipelineModule.get_additional_losses`` reported in the last batch: means over micro-batches and
-        replicas, by name."""
+        """Return the additional losses of the last batch (``PipelineModule.get_additional_losses``): means over
+        micro-batches and replicas, by name."""
         return dict(self._batch_losses.reports) or None
 
     # Reports --------------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ class PipelineEngine(ByInstructions):
 
 
 def _find_idle(model: Any) -> None:
-    """Mark a stage that trains nothing (it is frozen, or has no parameters) although others do."""
+    """Mark a stage without trained parameters, if other stages have some."""
     if not isinstance(model, PipelineModule) or model.num_stages == 1:
         return
     own = any(param.requires_grad for param in model.parameters())
@@ -333,7 +335,7 @@ def _find_idle(model: Any) -> None:
 
 
 def _of_stages(model: PipelineModule, own: Any) -> list[Any]:
-    """Gather ``own`` of each stage. Collective."""
+    """Gather ``own`` from each stage. Collective over the stages."""
     found: list[Any] = [None] * model.num_stages
     dist.all_gather_object(found, own, group=model.mpu().get_pipe_parallel_group())
     return found

@@ -1,4 +1,4 @@
-"""The engine of a pipeline without its schedule: where this stage stands, its data, and the numbers of its batches."""
+"""The pipeline engine without its schedule: stage coordinates, data, and batch sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 
 class PipelineFacts(DeepSpeedEngine):
-    """The base of ``PipelineEngine`` that its parts (``stage.py``) and its instructions see."""
+    """The base of ``PipelineEngine`` that its parts (``stage.py``) and instructions use."""
 
     change_batch: Callable[[Any], Any] | None = None
     """Applied to every pair (inputs, labels) that is read, after ``batch_fn``."""
@@ -48,7 +48,7 @@ class PipelineFacts(DeepSpeedEngine):
         )
 
     def _checked_module(self) -> PipelineModule:
-        """TypeError, DeepSpeedConfigError: it cannot be trained here."""
+        """Return the module. TypeError, DeepSpeedConfigError: it cannot be trained here."""
         if not isinstance(self.module, PipelineModule):
             raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
         if not self.clock.managed:
@@ -59,7 +59,7 @@ class PipelineFacts(DeepSpeedEngine):
         return self.module
 
     def when_gradients_are_summed(self) -> str:
-        """With ZeRO 2 and 3, and what it costs; empty where nothing is to be said."""
+        """Return a note on when ZeRO 2 and 3 sum gradients in a pipeline, and its memory cost; else an empty string."""
         zero, core = self.plan.zero, self.core
         if core is None or not zero.shard_grads or self.dp_world_size == 1 or self.num_stages == 1:
             return ""
@@ -72,7 +72,7 @@ class PipelineFacts(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a batch: the accumulation steps. Setting them changes the size of the batch."""
+        """Micro-batches per batch: the accumulation steps. Setting it changes the batch size."""
         return self.clock.steps
 
     @micro_batches.setter
@@ -97,17 +97,17 @@ class PipelineFacts(DeepSpeedEngine):
 
     @property
     def prev_stage(self) -> int:
-        """The number of the stage before this one; -1: none."""
+        """Number of the previous stage; -1: none."""
         return self.stage_id - 1
 
     @property
     def next_stage(self) -> int:
-        """The number of the stage after this one; the number of stages: none."""
+        """Number of the next stage; ``num_stages``: none."""
         return self.stage_id + 1
 
     @property
     def agg_train_loss(self) -> Tensor | None:
-        """Loss that ``train_batch`` returned last; None before the first batch."""
+        """Last loss of ``train_batch``; None before the first batch."""
         return self.agreed_loss
 
     @agg_train_loss.setter
@@ -136,11 +136,11 @@ class PipelineFacts(DeepSpeedEngine):
 
     @property
     def has_loss(self) -> bool:
-        """True: the last layer is on this stage, that of the loss and of the outputs."""
+        """Return whether the last layer, and so the loss and the outputs, is on this stage."""
         return self.stage_id == self.loss_stage
 
     def _check_batch_begins(self) -> None:
-        """PipelineError: micro-batches were accumulated, but not updated with."""
+        """Raise PipelineError if micro-batches of an unfinished batch were accumulated."""
         if self.clock.position:
             raise PipelineError(
                 f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call abandon_update() "
@@ -148,7 +148,8 @@ class PipelineFacts(DeepSpeedEngine):
             )
 
     def _next_batch(self) -> Any:
-        """Read the next pair (inputs, labels), after ``batch_fn`` and ``change_batch``. PipelineError: it is none."""
+        """Read the next pair (inputs, labels), after ``batch_fn`` and ``change_batch``. PipelineError: not a pair, or
+        no data."""
         if self.data_iterator is None:
             raise PipelineError(
                 "there is no data: give train_batch(data_iter=...), set_dataloader() or training_data= of initialize"

@@ -1,11 +1,11 @@
-"""A batch instruction by instruction, for trainers that build on the engine: with a schedule or instructions of theirs.
+"""Batches run instruction by instruction, for trainers with their own schedules or instructions.
 
-``PipelineEngine._exec_schedule`` takes a schedule (``schedules/instructions.py``) of this stage, and calls for each
-instruction what ``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions is in the
-documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of
-every other batch, so their shapes may change, and the numbers are those of the engine's own orders.
+``PipelineEngine._exec_schedule`` takes this stage's schedule (``schedules/instructions.py``) and calls, for each
+instruction, the function in ``PipelineEngine._INSTRUCTION_MAP`` for its class. State between instructions is in the
+documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages use the same channels as
+other batches, so shapes may change, and results equal those of the engine's own orders.
 
-``train_batch`` and ``eval_batch`` do so where something was replaced (``replaced``); otherwise ``stage_run.py`` runs.
+``train_batch`` and ``eval_batch`` use this if something was replaced (``_replaced``), otherwise ``stage_run.py``.
 """
 
 from __future__ import annotations
@@ -48,47 +48,47 @@ TIMERS: dict[type[PipeInstruction], str] = {
 
 
 class ByInstructions(PipelineFacts):
-    """The base of ``PipelineEngine`` that carries out the instructions of a schedule: a base and not a part, because
-    trainers override its methods and call them with ``super()``."""
+    """The base of ``PipelineEngine`` that executes a schedule's instructions: a base and not a part, because trainers
+    override its methods and call them with ``super()``."""
 
     _INSTRUCTION_MAP: ClassVar[dict[type[PipeInstruction], Callable[..., Any]]]
-    """Class of an instruction -> function of the engine and the instruction's arguments. A trainer may put its own
-    in, also for instructions of its own; a method of a subclass with the name of one of ours is used as well."""
+    """Instruction class -> function of the engine and the instruction's arguments. A trainer may insert functions,
+    also for new instructions; a subclass may also override a method of ours by name."""
     loss: Tensor | Any = None
-    """On the last stage: of the current micro-batch."""
+    """Loss of the current micro-batch, on the last stage."""
     grad_layer: Any = None
-    """The gradients of the current outputs: a tensor, or a tuple of those of the tensors that require one."""
+    """Gradients of the current outputs: a tensor, or a tuple for the outputs that require gradients."""
     eval_return_logits = False
-    """True: ``outputs`` holds those of the last stage after an evaluation."""
+    """True if ``outputs`` holds the last stage's outputs after an evaluation."""
     is_pipe_partitioned = False
     is_grad_partitioned = False
-    """Messages are whole: ranks of tensor parallelism have the same ones."""
+    """Messages are never partitioned: tensor-parallel ranks send whole tensors."""
     pipe_partition_input_meta_cache = None
     pipe_partition_output_meta_cache = None
     using_bf16_optimizer = False
-    """Gradients of every backward are summed in the precision of the config by the engine itself."""
+    """The engine itself accumulates gradients in the configured dtype."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fwd_outputs: list[Any] = []
-        """Results of each forward of the last schedule, on the last stage, without their graphs."""
+        """Detached results of each forward of the last schedule, on the last stage."""
         self._pipe_buffers: dict[str, list[Any]] = {}
         self._at_hand: dict[int, tuple[Any, Any]] = {}
-        """By buffer: ``loss`` and ``grad_layer`` after its last instruction."""
+        """Buffer -> ``loss`` and ``grad_layer`` after its last instruction."""
         self._batch_losses = BatchLosses(self)
         self._stage = Stage(self, self._batch_losses, WeightQueue(_no_gradient))
         self._results: list[Any] = []
         """Losses, or outputs, of the micro-batches of the current schedule."""
         self._mean: Tensor | None = None
-        """The loss of the batch, once all ranks have agreed on it."""
+        """Mean loss of the batch, once all ranks have it."""
         self._instruction: PipeInstruction | None = None
         self._said_replaced = False
 
     # A schedule -----------------------------------------------------------------------------------------------
 
     def _replaced(self, name: str) -> bool:
-        """Return whether a trainer has replaced the schedule ``name``, or what carries its instructions out; says once
-        what."""
+        """Return whether a trainer replaced the schedule ``name``, or a method that executes its instructions; log
+        once which."""
         found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
         names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
         kind, here, own = type(self), vars(self), vars(ByInstructions)
@@ -105,9 +105,9 @@ class ByInstructions(PipelineFacts):
         return bool(found)
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        """Carry out the instructions of this stage, step by step. Every stage does, with the same class of schedule.
+        """Execute this stage's instructions, step by step. Every stage calls it, with the same class of schedule.
 
-        PipelineError: an instruction that ``_INSTRUCTION_MAP`` does not know, or a stage with several chunks.
+        PipelineError: an instruction missing from ``_INSTRUCTION_MAP``, or a stage with several chunks.
         """
         if self.layout.chunks > 1:
             raise PipelineError(
@@ -118,7 +118,7 @@ class ByInstructions(PipelineFacts):
         if core is not None:
             self._check_batch_begins()
             self._batch_losses.begin_batch()
-            core.reducer.pause_sums()  # replicas meet at ReduceGrads
+            core.reducer.pause_sums()  # replicas sum at ReduceGrads
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
@@ -163,18 +163,18 @@ class ByInstructions(PipelineFacts):
             self._at_hand[buffer] = (self.loss, self.grad_layer)
 
     def _train_by_instructions(self) -> Tensor:
-        """The mean loss of a batch, fp32 [], on every rank."""
+        """Return the mean loss of a batch, fp32 [], on every rank."""
         self._exec_schedule(schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id))
         return self._mean_of_batch()
 
     def _evaluate_by_instructions(self, micro_batches: int, return_logits: bool) -> list[Any]:
-        """On the last stage: the result of each micro-batch."""
+        """Return the result of each micro-batch, on the last stage."""
         self.eval_return_logits = return_logits
         self._exec_schedule(schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id))
         return self._results
 
     def _mean_of_batch(self) -> Tensor:
-        """Over micro-batches and replicas. Collective over all ranks, once per batch."""
+        """Return the mean loss over micro-batches and replicas. Collective over all ranks, once per batch."""
         if self._mean is None:
             self._mean = self.agreed_loss = self._batch_losses.agree(self._results, self.micro_batches)
         return self._mean
@@ -229,7 +229,7 @@ class ByInstructions(PipelineFacts):
         inputs[buffer_id] = None
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Gradients of ties are summed together with all others."""
+        """Do nothing: tied gradients are summed together with all others."""
 
     def _exec_reduce_grads(self) -> None:
         reducer = self._require_core("train_batch").reducer
@@ -237,16 +237,16 @@ class ByInstructions(PipelineFacts):
         reducer.finish()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        ByInstructions._exec_reduce_grads(self)  # whatever the schedule has left out
+        ByInstructions._exec_reduce_grads(self)  # in case the schedule has no ReduceGrads
         self._mean_of_batch()
         while not self.clock.at_boundary:  # micro-batches whose backward did not pass through the engine
             super().step()
         super().step(lr_kwargs)
 
-    # What instructions of a trainer use -----------------------------------------------------------------------
+    # For a trainer's instructions -----------------------------------------------------------------------
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        """Let ``pipe_buffers`` have at least ``num_buffers`` places."""
+        """Grow ``pipe_buffers`` to at least ``num_buffers`` slots."""
         for name in BUFFERS:
             places = self._pipe_buffers.setdefault(name, [])
             places += [None] * (num_buffers - len(places))
@@ -261,11 +261,11 @@ class ByInstructions(PipelineFacts):
         return f"stage {self.stage_id}, {self._instruction!r}"
 
     def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-        """Print the memory in use with ``memory_breakdown``, and start its peaks anew, on rank 0."""
+        """Print the memory in use, if ``memory_breakdown`` is set, and reset its peaks, on rank 0."""
         see_memory_usage(msg, force=bool(self.memory_breakdown()))
 
     def _begin_plain_backward(self) -> None:
-        """An instruction called autograd itself. What the next stage has sent is its share of the loss already."""
+        """Begin a backward that an instruction started itself. Gradients from the next stage are already scaled."""
         if self.has_loss:
             return super()._begin_plain_backward()
         core = self._require_core("backward")

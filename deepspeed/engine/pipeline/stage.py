@@ -1,4 +1,4 @@
-"""Parts of a pipeline's engine: the work of its stage on a micro-batch, and the losses of a batch."""
+"""Parts of the pipeline engine: the stage's work on a micro-batch, and the losses of a batch."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from deepspeed.zero.precision import autocast_context
 
 
 class Stage:
-    """The work of one stage (``stage_run.StageWork``), with forward, backward and step of any other engine."""
+    """The work of one stage (``stage_run.StageWork``), through the base engine's forward, backward and step."""
 
     def __init__(self, engine: PipelineFacts, losses: BatchLosses, weights: WeightQueue) -> None:
         self._engine = engine
         self._losses = losses
         self.weights = weights
-        """Gradients of weights that split backwards put off."""
+        """Weight gradients deferred by split backwards."""
         self.summed_in: Action | None = None
-        """The backward of this batch during which gradients are summed over replicas."""
+        """The backward of this batch that overlaps with gradient sums over replicas."""
         self._action: Action | None = None
 
     def begin(self, action: Action) -> None:
-        """Note that what follows, waits included, belongs to ``action``."""
+        """Mark ``action`` as in progress, waits included."""
         self._action = action
 
     def end_batch(self) -> None:
-        """Drop what the batch has left behind, also one that failed."""
+        """Drop the state of the batch, also after a failure."""
         self._action = None
         self.weights.active = False
         self.weights.clear()
 
     def position(self) -> str:
-        """Describe where in a batch the stage is; empty between batches."""
+        """Describe the action in progress; empty between batches."""
         action, engine = self._action, self._engine
         if action is None:
             return ""
@@ -56,7 +56,7 @@ class Stage:
         return inputs, labels
 
     def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
-        """Return the outputs of a chunk; of the last one the loss."""
+        """Return the outputs of a chunk, or for the last one the loss."""
         outputs = self.layers_forward(inputs, action.chunk)
         is_last = self._engine._links[action.chunk].outputs is None
         return self.loss_of(outputs, labels) if is_last else outputs
@@ -67,7 +67,7 @@ class Stage:
         return DeepSpeedEngine.forward(self._engine, inputs, **which)
 
     def loss_of(self, outputs: Any, labels: Any) -> Any:
-        """Return the loss of what the last layer returned; without a ``loss_fn`` the outputs themselves."""
+        """Return the loss for the last layer's outputs; without a ``loss_fn`` the outputs themselves."""
         engine = self._engine
         engine.outputs = outputs if not torch.is_grad_enabled() else None
         loss_fn = engine.stage_module.loss_fn
@@ -79,12 +79,12 @@ class Stage:
         return loss
 
     def weights_stage(self, action: Action) -> None:
-        """Compute the gradients of weights that a split backward has left."""
+        """Compute the weight gradients deferred by a split backward."""
         with torch.no_grad():
             self.weights.compute((action.micro_batch, action.chunk))
 
     def synchronize(self) -> None:
-        """Wait for what this stage computes, so that times can be taken."""
+        """Wait for this stage's device work, for timing."""
         synchronize_stream()
 
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
@@ -112,13 +112,13 @@ class Stage:
         engine.events.emit("after_backward", loss=None, share=None)
 
     def count_micro_batch(self) -> None:
-        """Count a micro-batch whose backward has ended; the last one counts with the update."""
+        """Count a micro-batch after its backward; the last one is counted by the update."""
         if not self._engine.clock.at_boundary:
             DeepSpeedEngine.step(self._engine)
 
 
 class BatchLosses:
-    """The losses of a batch: their means over micro-batches and replicas, the same numbers on every rank."""
+    """The losses of a batch: means over micro-batches and replicas, identical on every rank."""
 
     def __init__(self, engine: PipelineFacts) -> None:
         self._engine = engine
@@ -127,7 +127,7 @@ class BatchLosses:
         """Means of the additional losses of the last batch, by name."""
 
     def begin_batch(self) -> None:
-        """Drop the additional losses of the batch before."""
+        """Drop the additional losses of the previous batch."""
         self._additional = {}
 
     def add(self, parts: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class BatchLosses:
             self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
 
     def mean(self, losses: list[Any]) -> Tensor:
-        """Return the mean over this rank's micro-batches, fp32 []; zero where the loss is not."""
+        """Return the mean over this rank's micro-batches, fp32 []; zero on stages without the loss."""
         if not self._engine.has_loss:
             return torch.zeros((), device=self._engine.device)
         if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
@@ -145,7 +145,8 @@ class BatchLosses:
         return torch.stack([loss.float().view(()) for loss in losses]).mean()
 
     def agree(self, losses: list[Any], count: int) -> Tensor:
-        """Return the mean over ``count`` micro-batches and replicas on every rank; report those of its parts."""
+        """Return the mean over ``count`` micro-batches and replicas, on every rank; store the means of additional
+        losses."""
         device = self._engine.device
         parts = {name: value / count for name, value in sorted(self._additional.items())}
         values = [self.mean(losses), torch.tensor(float(len(parts)), device=device)]

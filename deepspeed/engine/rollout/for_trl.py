@@ -1,4 +1,4 @@
-"""Rollouts by continuous batching for TRL's GRPO trainer, as the function that it takes."""
+"""Rollouts with continuous batching for TRL's GRPO trainer, as its ``rollout_func``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RolloutFunction = Callable[[list[Any], Any], dict[str, list[Any] | None]]
 
 
 def rollouts_for_trl(**kwargs: Any) -> RolloutFunction:
-    """For ``GRPOTrainer(..., rollout_func=rollouts_for_trl())``: answers by ``ServingRollout`` over the engine that the
-    trainer trains, with the trainer's temperature, ``top_p``, ``top_k``, length and ends of answers. The
-    trainer is told their log-probabilities if they are drawn from the model's own distribution: it wants those behind
-    temperature and truncation.
+    """Return a rollout function for ``GRPOTrainer(..., rollout_func=rollouts_for_trl())``: it generates with
+    ``ServingRollout`` over the trainer's engine, with the trainer's temperature, ``top_p``, ``top_k``, length and EOS
+    tokens. Log-probabilities are returned only for plain sampling: the trainer expects them after temperature and
+    truncation.
 
     Args:
         kwargs: of ``ServingRolloutConfig``.
 
     Returns:
-        a function of (prompts, trainer), as TRL describes it. ValueError: in it, the trainer trains no engine, or draws
-        with ``min_p`` or ``repetition_penalty``, which rollouts do not know.
+        a function of (prompts, trainer), as TRL specifies. It raises ValueError if the trainer has no engine, or
+        samples with ``min_p`` or ``repetition_penalty``, which rollouts do not support.
     """
     rollouts: list[ServingRollout] = []
 
@@ -70,7 +70,7 @@ def _check(trainer: Any) -> None:
 
 
 def _encoded(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Tokens of texts, or of dialogues by the tokenizer's template."""
+    """Tokenize texts, or dialogues with the tokenizer's chat template."""
     if isinstance(prompts[0], str):
         return tokenizer(prompts)["input_ids"]
     return [

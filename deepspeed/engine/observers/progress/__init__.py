@@ -1,1 +1,1 @@
-"""Observers that report how a run is doing: lines, curves, timings, the live page."""
+"""Observers that report progress: lines, curves, timings, the live page."""

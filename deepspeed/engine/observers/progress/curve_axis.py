@@ -1,4 +1,4 @@
-"""The x axis of what the engine writes to the monitors: ``monitor.x``."""
+"""The x axis of the engine's curves: ``monitor.x``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PREFIXES = {SAMPLES: "Train/Samples/", STEPS: "Train/Steps/", TOKENS: "Train/Tok
 
 
 class CurveAxis:
-    """The x axis of everything that the engine writes to its monitors: samples, steps or tokens so far, of all ranks.
+    """The x axis of the engine's curves: samples, steps or tokens so far, over all ranks.
 
-    Tokens go into checkpoints. After a checkpoint that does not have them, the samples so far count as long as those
-    of the next step.
+    Token counts go into checkpoints. After loading one without them, earlier samples are assumed to be as long as
+    those of the next step.
     """
 
     def __init__(self, engine: Engine, x: str = SAMPLES) -> None:
@@ -31,7 +31,7 @@ class CurveAxis:
             engine.checkpointed_observers["curve_axis"] = self
 
     def events(self, values: Mapping[str, Any], prefix: str | None = None) -> list[Event]:
-        """One point of each curve. ``prefix``: of the names, by default the one that says what x is."""
+        """Return one point per curve. ``prefix``: prefix of names, by default the one for the x axis."""
         x = {SAMPLES: self._engine.global_samples, STEPS: self._engine.global_steps, TOKENS: self._tokens}[
             self.x
         ]

@@ -1,4 +1,4 @@
-"""Curves that the engine itself writes to the monitors at each optimizer step."""
+"""The engine's own curves, written to the monitors at each optimizer step."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ MEMORY = "memory_gib"
 
 
 class Curves:
-    """Writer of the readings of every optimizer step to the monitors, on rank 0.
+    """Writes the readings of every optimizer step to the monitors, on rank 0.
 
-    ``clock``: who takes the times, if someone does.
+    ``clock``: the wall-clock breakdown, None if disabled.
     """
 
     def __init__(
         self, engine: Engine, monitor: MonitorMaster, reader: StepReader, clock: WallClock | None
     ) -> None:
         self.engine, self.monitor, self.reader, self.clock = engine, monitor, reader, clock
-        # The live page has the other numbers by itself, and measures memory less often.
+        # The live page has its own other numbers, and measures memory less often.
         self.numbers = NUMBERS if monitor.backends else {"loss_scale": NUMBERS["loss_scale"]}
         engine.events.on("after_step", self.write)
 

@@ -1,4 +1,4 @@
-"""In which form a run shows its progress: what the environment, the config and the caller say about it."""
+"""Format of the progress display, chosen by the environment, the config and the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "DEEPSPEED_PROGRESS"
 CLIENTS = {
     "transformers", "accelerate", "trl", "lightning", "lightning_fabric", "pytorch_lightning", "composer",
 }  # fmt: skip
-"""Packages that show progress by themselves."""
+"""Packages with their own progress display."""
 
 
 class LineFormat(enum.Enum):
@@ -32,20 +32,20 @@ _FORM_OF = {"line": LineFormat.LINE, "bar": LineFormat.BAR} | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """``every``: optimizer steps between two lines, None for an interval in seconds."""
+    """A display format. ``every``: optimizer steps between two lines, None for a time interval."""
 
     form: LineFormat
     every: int | None = None
 
 
 def asked_form() -> LineFormat | None:
-    """Return the form that the environment asks for, None if it does not say."""
+    """Return the format set in the environment, None if unset."""
     return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
 
 
 def choose_display(steps_per_print: float | None, log_level: str | None, *, client: bool) -> Display:
-    """The environment takes precedence over the config, the config over the default. A number of steps means lines,
-    infinity none at all. Default: nothing if a client has its own display, else a status line on a terminal, else
+    """Choose the display: the environment overrides the config, and the config the default. A number of steps means
+    lines, infinity none. Default: none if a client has its own display, else a status line on a terminal, else
     lines."""
     form = asked_form()
     never = steps_per_print is not None and math.isinf(steps_per_print)
@@ -57,14 +57,14 @@ def choose_display(steps_per_print: float | None, log_level: str | None, *, clie
     if form is None and client:
         form = LineFormat.NONE
     if form is None:
-        from deepspeed.base.terminal import is_terminal  # where nothing else decides
+        from deepspeed.base.terminal import is_terminal  # imported on demand
 
         form = LineFormat.BAR if is_terminal(sys.stderr) else LineFormat.LINE
     return Display(form, every if form is LineFormat.LINE else None)
 
 
 def made_by_client() -> bool:
-    """Return whether a client library is, directly or indirectly, the caller of the function that calls this."""
+    """Return whether a client library is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in CLIENTS:

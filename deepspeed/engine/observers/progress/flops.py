@@ -1,4 +1,4 @@
-"""The section ``flops_profiler``: one step is profiled and printed."""
+"""The section ``flops_profiler``: profile one step and print it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class FlopsOfOneStep:
-    """Profiles the step ``profile_step`` on every rank: what it counts and times is the mean of the step's
-    micro-batches. Rank 0 prints it. Before that step it costs one call per forward, after it nothing."""
+    """Profiles step ``profile_step`` on every rank; counts and times are means over its micro-batches. Rank 0 prints.
+    Before that step the cost is one call per forward, after it nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.config = engine._config.flops_profiler_config
-        load_dispatch()  # now, and not within a step that is timed
+        load_dispatch()  # now, not within a timed step
         self.profiler = FlopsProfiler(engine.module, engine, self.config.recompute_fwd_factor)
         self._began: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -59,7 +59,7 @@ class FlopsOfOneStep:
             self._print()
 
     def stop(self, **_: Any) -> None:
-        """The update is next: it is timed, and not counted."""
+        """Stop counting before the update, which is only timed."""
         self.profiler.stop_profile(self.engine._config.gradient_accumulation_steps)
         self._begin("step")
 
@@ -75,7 +75,7 @@ class FlopsOfOneStep:
         self._print()
 
     def give_up(self, **_: Any) -> None:
-        """An exception ends the batch: the next one is profiled instead."""
+        """End the profile, also after an exception, when the next batch is profiled instead."""
         self.profiler.end_profile()
         self._seconds, self._began = {}, {}
         for event, subscriber in self._during:
@@ -106,7 +106,7 @@ class FlopsOfOneStep:
             what = engine.global_steps, config.module_depth, config.top_modules, config.detailed
             try:
                 self.profiler.print_model_profile(*what, config.output_file)
-            except OSError as error:  # no reason to end a training
+            except OSError as error:  # must not end the training
                 if config.output_file is None:
                     raise
                 logger.error(
@@ -119,7 +119,7 @@ class FlopsOfOneStep:
         self.give_up()
 
     def _all_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the parameters and the work of each rank. Collective."""
+        """Return the parameter, FLOP and memory counts of each rank. Collective."""
         done = self.profiler.totals
         own = (
             done.params,

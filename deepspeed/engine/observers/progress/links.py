@@ -1,5 +1,5 @@
-"""Bytes that an optimizer step sends within a host and across: for ``wall_clock_breakdown``, the monitors and the log
-of communication."""
+"""Bytes sent within and across hosts per optimizer step: for ``wall_clock_breakdown``, the monitors and the
+communication log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LinkTotals:
-    """Bytes sent in ``steps`` steps together. The log keeps it when the engine has gone."""
+    """Total bytes sent in ``steps`` steps. The log keeps it after the engine is destroyed."""
 
     def __init__(self) -> None:
         self.sent, self.steps = Sent(), 0
@@ -32,9 +32,9 @@ class LinkTotals:
 
 
 class BytesByLink:
-    """Counter of the bytes of this rank: ``last`` is what the last step sent, from the end of the one before.
+    """Counts the bytes sent by this rank: ``last`` is the last step's, measured from the end of the previous one.
 
-    ``speaks``: a line for each step on rank 0. ``monitor``: two curves of rank 0.
+    ``speaks``: log a line per step on rank 0. ``monitor``: write two curves of rank 0.
     """
 
     def __init__(self, engine: Engine, *, speaks: bool, monitor: MonitorMaster | None) -> None:

@@ -1,6 +1,6 @@
-"""The progress of a run on one line: by default a status line on a terminal, else a line in the log every so often.
+"""Progress on one line: by default a status line on a terminal, else periodic log lines.
 
-Between two lines a step only reads the clock; loss and inputs are examined only in the step before a line is shown.
+Between lines a step only reads the clock; loss and inputs are read only in the step before a line is shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 FIRST_LINE_S, MAX_PAUSE_S = 2.0, 60.0
-"""Pauses between lines in a log double from the first to the second of these."""
+"""Pauses between log lines double from the first to the second value."""
 
 BAR_PAUSE_S = 0.5
 BAR_WIDTH = 20
@@ -29,7 +29,7 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFacts:
-    """One moment of a run. None: not known."""
+    """The progress at one moment; None: unknown."""
 
     step: int
     skipped: int
@@ -51,7 +51,7 @@ class LineFacts:
 
 
 def as_line(facts: LineFacts) -> str:
-    """For a log: starts with the four documented fields, in the form that scripts look for."""
+    """Format for a log: starts with the four documented fields, in the format that scripts parse."""
     parts = [f"step={facts.step}", f"skipped={facts.skipped}", f"lr={facts.rates}", f"mom={facts.momenta}"]
     optional = (
         ("loss={:.5g}", facts.loss),
@@ -66,7 +66,7 @@ def as_line(facts: LineFacts) -> str:
 
 
 def as_bar(facts: LineFacts) -> str:
-    """For a person; most important first, as it may be truncated on the right."""
+    """Format for a terminal: most important first, as it may be truncated on the right."""
     parts = [f"step {facts.step}"]
     if facts.total_steps:
         share = min(1.0, facts.step / facts.total_steps)
@@ -127,7 +127,7 @@ class LiveLine:
             self.listen()
 
     def listen(self) -> None:
-        """The next step will be shown."""
+        """Read loss and inputs in the next step, after which a line is shown."""
         self.meter.listen()
         if not self.looking:
             self.looking = True
@@ -139,7 +139,7 @@ class LiveLine:
         self.engine.events.off("before_forward", self.look_at_inputs)
 
     def show(self, now: float) -> None:
-        """An error here must not affect training."""
+        """Show a line; errors must not affect training."""
         try:
             facts = self.facts(now)
             if self.status is None:
@@ -178,7 +178,7 @@ class LiveLine:
         self.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
 
     def resume(self, **_: Any) -> None:
-        """Steps and samples have jumped: measure speeds from here."""
+        """Restart the speed measurement after a load, when steps and samples jump."""
         self.step, self.mark = self.engine.global_steps, None
         if self.every is not None and (self.step + 1) % self.every == 0:
             self.listen()

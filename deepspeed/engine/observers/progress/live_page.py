@@ -1,7 +1,7 @@
-"""``monitor.live``: what the record and the page of a run get from the engine.
+"""``monitor.live``: feeds the live record and page of a run from the engine.
 
-A step costs a few reads of the clock and one entry in a queue; everything else is done by threads
-(``observe/live/recorder.py``, ``ranks.py``). The numbers of a step are those of ``StepReader``, as for all monitors.
+A step costs a few clock reads and one queue entry; everything else is done by threads (``observe/live/recorder.py``,
+``ranks.py``). The numbers of a step are those of ``StepReader``, as for all monitors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 
-# Times of the parts of each step, without waiting for a device: marks at the engine's events.
-#
-# On a device the marks are events of its stream, which are read a step later, when the device has passed
-# them. So a step has the parts of the one before it there; a mean over a second does not notice.
+# Times of the parts of each step, from marks at the engine's events, without waiting for a device. On a device the
+# marks are stream events, read a step later, when the device has passed them. So a step reports the parts of the
+# previous one; in a mean over a second this is invisible.
 
 
 ENDS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -51,14 +50,15 @@ ENDS: dict[str, tuple[tuple[str, str], ...]] = {
     "after_backward": (("before_backward", "backward"), ("before_reduction", "reduction")),
     "after_step": (("before_step", "update"),),
 }
-"""An event at which parts end: where each began, and its name."""
+"""Event -> parts that end at it, as (event of their begin, name)."""
 
 BEGINS = ("before_forward", "before_backward", "before_reduction", "before_step")
-MAX_UNREAD = 1024  # marks of a device; many micro-batches: the first ones have been passed long ago
+MAX_UNREAD = 1024  # device marks; beyond this, the oldest were passed long ago
 
 
 class StepParts:
-    """Sums of forward, backward, its inner part and exposed reduction, and update, over the micro-batches of a step."""
+    """Times of forward, backward, its inner part and exposed reduction, and update, summed over a step's
+    micro-batches."""
 
     def __init__(self, engine: Engine) -> None:
         self._on_host = get_accelerator().use_host_timers()
@@ -70,7 +70,7 @@ class StepParts:
             engine.events.on(event, partial(self._reach, event))
 
     def _reach(self, event: str, **_: Any) -> None:
-        if event == "before_forward" and not torch.is_grad_enabled():  # an evaluation: no part of a step
+        if event == "before_forward" and not torch.is_grad_enabled():  # an evaluation, not part of a step
             return
         at, now = self._at, time.perf_counter() if self._on_host else _mark()
         for began, part in ENDS.get(event, ()):
@@ -90,13 +90,13 @@ class StepParts:
             del self._unread[: MAX_UNREAD // 2]
 
     def _read(self, marks: list[tuple[str, Any, Any]]) -> None:
-        """Add them up. Those that the device has not passed are dropped: waiting would cost more."""
+        """Add up the marks. Those that the device has not passed are dropped rather than waited for."""
         for part, began, ended in marks:
             if ended.query():
                 self._ms[part] += began.elapsed_time(ended)
 
     def take(self) -> tuple[float, ...]:
-        """Milliseconds in the order of ``SPANS``, at the end of a step."""
+        """Return milliseconds in the order of ``SPANS``; called at the end of a step."""
         self._read(self._before)
         self._before, self._unread = self._unread, []
         spans = tuple(self._ms.values())
@@ -116,7 +116,7 @@ OWN = frozenset(
     for name in (*NUMBERS, MEMORY, *TIMERS.values())
     if NUMBERS.get(name) != "scale"
 )
-"""Curves that the record has by itself."""
+"""Curves that the record already has."""
 
 ARRIVALS = 21
 
@@ -124,11 +124,11 @@ PEAK_TFLOPS = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "A100": 312, "A800": 312, "L40S": 362,
     "L4": 121, "A10": 125, "V100": 125, "T4": 65, "MI300X": 1307, "MI250X": 383,
 }  # fmt: skip
-"""Dense products in 16 bits, as the makers of these devices say."""
+"""Peak dense 16-bit TFLOPS, as published by the vendors."""
 
 
 class Pulse:
-    """The state of a rank, on every rank: written by the training thread, read by another."""
+    """The state of a rank, made on every rank; written by the training thread, read by another."""
 
     def __init__(self, engine: Engine) -> None:
         self.step = engine.global_steps
@@ -140,16 +140,17 @@ class Pulse:
         self._ready_s = time.perf_counter()
 
     def end_step(self, step: int) -> float:
-        """The time that it took."""
+        """End a step; return its duration in seconds."""
         now = time.perf_counter()
         arrival_s, seconds = self._ready_s - self.ended_s, now - self.ended_s
-        if arrival_s > 0:  # else no reduction was announced
+        if arrival_s > 0:  # otherwise no reduction was announced
             self._arrivals_s.append(arrival_s)
         self.step, self.ended_s = step, now
         return seconds
 
     def arrival_s(self) -> float | None:
-        """From an update until the next gradients are ready: the median, as some steps wait for an evaluation."""
+        """Return the median seconds from an update until the next gradients are ready; some steps include an
+        evaluation."""
         arrivals = sorted(self._arrivals_s)
         return arrivals[len(arrivals) // 2] if arrivals else None
 
@@ -160,7 +161,7 @@ class Pulse:
 
 
 class LivePage:
-    """On every rank; the record and the page on rank 0, which has a ``reader``."""
+    """Live state on every rank; record and page on rank 0, which has a ``reader``."""
 
     def __init__(self, engine: Engine, config: LiveConfig, reader: StepReader | None) -> None:
         self.engine, self.config, self.reader = engine, config, reader
@@ -169,11 +170,11 @@ class LivePage:
         self.recorder: LiveRecorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
-        engine.monitor.enabled = True  # on every rank: observers of experts communicate for their events
+        engine.monitor.enabled = True  # on every rank: expert observers communicate for their events
         if reader is not None:
             self._begin_recording()
         self.end = weakref.finalize(engine, _end, self.ranks, self.recorder, self.server)
-        """Also at the end of the process."""
+        """Ends threads and server; also called at process exit."""
 
     def _begin_recording(self) -> None:
         engine, folder = self.engine, Path(self.config.folder)
@@ -204,7 +205,7 @@ class LivePage:
             )
 
     def line(self) -> str:
-        """For the start of the log."""
+        """Return the line for the start of the log."""
         folder = self.config.folder
         if self.server is None:
             return f"live record in {folder}; `ds live {folder}` shows it"
@@ -238,7 +239,7 @@ class LivePage:
         reading = self.reader.latest if self.reader is not None else None
         if self.recorder is None or reading is None:
             return
-        known = reading.seconds is not None  # what took no known time does not count for the speed
+        known = reading.seconds is not None  # a step of unknown duration does not count for the speed
         self.recorder.put_step(
             LiveStep(
                 number,
@@ -259,7 +260,7 @@ class LivePage:
         self.recorder.put_event("saved", step, _where(save_dir, tag or f"global_step{step}"))
 
     def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
-        """Steps and samples have jumped."""
+        """Record a load, after which steps and samples jump."""
         self.pulse.step = self.engine.global_steps
         assert self.recorder is not None
         self.recorder.put_event("loaded", self.engine.global_steps, _where(load_dir, tag))
@@ -274,7 +275,7 @@ class LivePage:
 
 
 class _Skipped:
-    """Updates skipped so far; does not keep the engine alive."""
+    """Returns the updates skipped so far; holds a weak reference to the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -293,9 +294,8 @@ def _end(ranks: RankStates, recorder: LiveRecorder | None, server: PageServer | 
 
 
 def facts_of(engine: Engine, peak_tflops: float | None) -> dict[str, Any]:
-    """Return what stays the same in this process. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no
-    gradient of its own), attention apart; only where this rank has the whole model and every token meets every
-    weight."""
+    """Return the constants of this run. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no weight
+    gradient), without attention; None unless this rank has the whole model and every token uses every weight."""
     trained = sum(full_numel(p) for p in engine.module.parameters() if p.requires_grad)
     frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
     whole = engine.mesh.size("tp") == 1 and engine.mesh.size("pp") == 1 and not engine.has_moe_layers
@@ -325,8 +325,8 @@ def _peak_flops(device: torch.device, tflops: float | None) -> float | None:
 
 
 def _plan(engine: Engine) -> dict[str, Any]:
-    """``now`` and ``most`` as in the start report; ``line``: what memory is compared with. On CPUs that is of the whole
-    process, which also has Python and the libraries."""
+    """Return ``now`` and ``most`` as in the start report, and ``line``: the reference for measured memory, on CPUs
+    for the whole process, including Python and libraries."""
     try:
         ledger = ledger_of(engine)
         now, most = now_and_most(ledger)
@@ -334,7 +334,7 @@ def _plan(engine: Engine) -> dict[str, Any]:
             line = most + max(0, resident_bytes() - held_bytes(engine))
         else:
             line = now_and_most(ledger, (MemoryPlace.DEVICE,))[1]
-    except Exception as error:  # an impossible plan: no reason to stop a run
+    except Exception as error:  # a planner error must not stop the run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return {}
     return {"now": now, "most": most, "line": line}

@@ -1,6 +1,6 @@
-"""Readings of an optimizer step on rank 0: the one source of the monitors' curves and of the live page.
+"""Readings of an optimizer step on rank 0: the single source of the monitors' curves and the live page.
 
-The progress line, which reads only the steps that it shows, uses the same functions.
+The progress line uses the same functions, but reads only the steps that it shows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One optimizer step. None: not known.
+    """One optimizer step; None: unknown.
 
-    ``seconds``: since the end of the step before; None for the first one of a process or after a load, which waits for
-    more than a step. ``samples``, ``tokens``: in this step, over all ranks. ``loss``: of this rank, before the update.
-    ``norm``: of all gradients, before clipping. ``scale``: of the loss, under fp16, for the next step.
+    ``seconds``: since the end of the previous step; None for the first step of a process or after a load.
+    ``samples``, ``tokens``: in this step, over all ranks. ``loss``: this rank's, before the update. ``norm``: global
+    gradient norm before clipping. ``scale``: loss scale for the next step, under fp16.
     """
 
     step: int
@@ -49,12 +49,12 @@ class Reading:
 
 
 class StepReader:
-    """Reads every optimizer step once, before the other observers on rank 0 that ask for ``latest``."""
+    """Reads every optimizer step once, before the other observers on rank 0, which use ``latest``."""
 
     def __init__(self, engine: Engine, axis: CurveAxis) -> None:
         self.engine, self.axis = engine, axis
         self.latest: Reading | None = None
-        """Reading of the step that has just ended; None between the micro-batches of a step."""
+        """Reading of the step just ended; None between the micro-batches of a step."""
         self._meter = LossMeter(engine, always=True)
         self._loss: float | None = None
         self._rows = self._tokens = 0  # of this rank, in this step
@@ -65,7 +65,7 @@ class StepReader:
         engine.events.on("on_load", self._begin)
 
     def _begin(self, **_: Any) -> None:
-        """Also after a load: steps and samples have jumped."""
+        """Restart at the current step; also after a load, when steps and samples jump."""
         self._step, self._samples = self.engine.global_steps, self.engine.global_samples
         self._ended_s: float | None = None
 
@@ -75,7 +75,7 @@ class StepReader:
             self._tokens += ids.numel()
 
     def _read_loss(self, **_: Any) -> None:
-        """Before the update: the step waits for the end of backward anyway, for the gradient norm."""
+        """Read the loss before the update, where the step waits for backward anyway, for the gradient norm."""
         self._loss = self._meter.take()
 
     def _read(self, **_: Any) -> None:
@@ -105,12 +105,12 @@ class StepReader:
 
 
 class LossMeter:
-    """The loss of one optimizer step, as this rank sees it: the sum of the losses it back-propagated.
+    """The loss of one optimizer step on this rank: the sum of the losses that it back-propagated.
 
-    ``engine.backward`` divides each micro-batch's loss by the accumulation steps unless told not to, so the sum is the
-    mean over micro-batches, or the sum of what the client divided itself. A plain ``loss.backward()`` does not reveal
-    which tensor it started from: then it is the mean of the losses that the forward passes returned. An engine whose
-    ranks agree on the loss of a batch, as that of pipelines does, says it itself (``engine.agreed_loss``).
+    ``engine.backward`` divides each micro-batch's loss by the accumulation steps by default, so the sum is the mean
+    over micro-batches, or the sum of losses that the client scaled. A plain ``loss.backward()`` does not reveal its
+    root tensor: then it is the mean of the losses returned by the forwards. An engine whose ranks agree on the batch
+    loss (pipelines) sets ``engine.agreed_loss``, which is used instead.
 
     Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
     """
@@ -125,14 +125,14 @@ class LossMeter:
             self.listen()
 
     def listen(self) -> None:
-        """Start observing; a meter that does not listen is never called and costs nothing."""
+        """Subscribe to forward and backward; before that the meter costs nothing."""
         if not self.listening:
             self.listening = True
             self._events.on("after_forward", self._after_forward)
             self._events.on("after_backward", self._after_backward)
 
     def forget(self) -> None:
-        """Drop what was observed, and stop listening unless it listens permanently."""
+        """Drop the observed losses, and unsubscribe unless ``always``."""
         self._told, self._returned = [], []
         if self.listening and not self._always:
             self.listening = False
@@ -140,7 +140,7 @@ class LossMeter:
             self._events.off("after_backward", self._after_backward)
 
     def take(self) -> float | None:
-        """The loss since the last call, None if no tensor that could be one was seen. Waits for the device."""
+        """Return the loss since the last call, None if no loss tensor was seen. Synchronizes with the device."""
         told, returned = self._told, self._returned
         self.forget()
         if self._engine.agreed_loss is not None:
@@ -161,8 +161,8 @@ class LossMeter:
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """The tensor in a module's outputs that appears to be the loss: one element, requiring a gradient, and the only
-    output, named ``loss``, or first in a tuple."""
+    """Return the loss tensor in a module's outputs: one element, requiring a gradient, and either the only output,
+    named ``loss``, or first in a tuple; None if there is none."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)):
@@ -175,13 +175,13 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 
 def tokens_per_sample(inputs: list[Any]) -> int | None:
-    """Sequence length, if the inputs look like tokens."""
+    """Return the sequence length if there are token ids among the inputs, else None."""
     ids = _token_ids(inputs)
     return None if ids is None else ids.shape[1]
 
 
 def _token_ids(inputs: list[Any]) -> Tensor | None:
-    """The first 2-D integer tensor, (batch, sequence)."""
+    """Return the first 2-D integer tensor [batch, sequence], None if there is none."""
     for value in inputs:
         if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
             return value
@@ -189,7 +189,7 @@ def _token_ids(inputs: list[Any]) -> Tensor | None:
 
 
 def total_steps(scheduler: Any) -> int | None:
-    """Optimizer steps of the whole run, if the learning-rate schedule says."""
+    """Return the optimizer steps of the whole run, if the learning-rate schedule defines them."""
     for name in ("total_num_steps", "total_steps"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int) and value > 0:
@@ -198,5 +198,5 @@ def total_steps(scheduler: Any) -> int | None:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes: peak allocated memory of a device, or on CPUs the memory the process holds."""
+    """Return bytes: peak allocated memory of a device, or on CPUs the resident memory of the process."""
     return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()

@@ -1,7 +1,7 @@
 """The section `trace`: a timeline of some steps, in a file per rank.
 
-Only while these steps run are methods of this engine's parts wrapped and hooks on its modules; before and after, the
-engine is as it would be without the section.
+Methods of the engine's parts are wrapped, and modules hooked, only during these steps; before and after, the engine
+is unchanged.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Timeline:
         self.replaced = Replaced()
         self._hooks: list[Any] = []
         self._begun: dict[str, int] = {}
-        self._last: tuple[str, int] | None = None  # the phase that ended last, and when
+        self._last: tuple[str, int] | None = None  # the last phase that ended, and its end time
         self._step_began = 0
-        self._differentiated: tuple[str, int] | None = None  # the module whose backward runs, and since when
+        self._differentiated: tuple[str, int] | None = None  # the module in backward, and its begin time
         self._subscriptions: list[tuple[str, Callable[..., None]]] = [
             ("before_forward", self.before_forward),
             ("after_step", self.after_step),
@@ -70,7 +70,7 @@ class Timeline:
             self._begin()
 
     def after_step(self, **_: Any) -> None:
-        """Also where no forward of the engine runs (pipelines): the step before has ended."""
+        """End a step. Also begin recording for engines without a forward (pipelines), after the previous step."""
         engine, recorder = self.engine, self.recorder
         if recorder is None:
             if self._last_before() and engine.core is not None and engine.clock.position == 0:
@@ -103,7 +103,7 @@ class Timeline:
         for (
             event,
             subscriber,
-        ) in during:  # one that subscribes to the event that is emitted now is told of it, too
+        ) in during:  # a subscription during an event is also called for that event
             engine.events.on(event, subscriber)
         self._subscriptions += during
         if not engine.compilation.is_compiled:
@@ -200,7 +200,7 @@ class Timeline:
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
     def _watch_backward(self, recorder: TimelineRecorder, name: str, outputs: Any) -> None:
-        """The backward of a module begins where a gradient reaches its output, and lasts until the next one begins."""
+        """Record a leaf module's backward: from the gradient of its output until the next module's backward begins."""
 
         def begins(_: Any) -> None:
             if self.recorder is recorder:
@@ -227,7 +227,7 @@ class Timeline:
             return self._differentiated[0]
         return next(reversed(self._begun), OUTSIDE)
 
-    # What waits ---------------------------------------------------------------------------------------------
+    # Waits ---------------------------------------------------------------------------------------------
 
     def _watch_collectives(self, recorder: TimelineRecorder) -> None:
         for communicator in self.engine._network.communicators():
@@ -276,13 +276,14 @@ class Timeline:
         return recorded
 
     def _watch_pipeline(self, recorder: TimelineRecorder) -> None:
-        """Waiting for other stages. The class is asked: an engine has the attributes of its module, too."""
+        """Record waits for other pipeline stages. Checks the class, since an engine also has its module's
+        attributes."""
         if not hasattr(type(self.engine), "pipe_channels"):
             return
         for name, channel in self.engine.pipe_channels():  # type: ignore[attr-defined]
             peer = getattr(channel, "peer", None)
             method = "receive" if hasattr(channel, "receive") else "flush"
-            if peer is not None:  # not between two pieces of this rank
+            if peer is not None:  # not between two chunks of this rank
                 facts = {"operation": method, "of": name, "from": peer}
                 self.replaced.method(channel, method, functools.partial(_waits, recorder, facts))
 
@@ -323,7 +324,7 @@ class Timeline:
 
 
 def unit_of(names: Iterable[str]) -> str:
-    """The module that parameters have in common, such as ``blocks.3``, or the first and the last of several, such as
+    """Return the common module of parameters, such as ``blocks.3``, or the first and last of several, such as
     ``blocks.3 to blocks.5``."""
     every = [name.split(".")[:-1] for name in names if name]
     if not every:

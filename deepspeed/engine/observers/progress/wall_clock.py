@@ -1,4 +1,4 @@
-"""`wall_clock_breakdown`: what the time of each optimizer step goes to, on every rank."""
+"""`wall_clock_breakdown`: time spent in each part of an optimizer step, on every rank."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 EVERY = 10
-"""Steps after which the ranks tell each other their times, where `steps_per_print` says nothing."""
+"""Steps between exchanges of the ranks' times, if `steps_per_print` is unset."""
 MAX_RANKS = 16
-"""Ranks whose times are all shown; of more, only those with the least and the most of a time."""
+"""Up to this number of ranks all times are shown; beyond it only the smallest and largest."""
 APART = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
-"""Times in which ranks differ."""
+"""Timers that are compared between ranks."""
 
 
 class WallClock:
-    """Milliseconds of forward, backward and step, of waiting for other ranks and for data, summed over each step.
+    """Milliseconds of forward, backward and step, and of waits for other ranks and for data, summed over each step.
 
-    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the time their reduction takes
-    beyond that. ``exposed_comm`` is within these: in collectives, and in messages between pipeline stages, while this
-    rank (on a device: its stream) did nothing else. ``data`` is outside: from a step to the next forward, with whatever
-    the script does there. ``elapsed_ms`` keeps the sums of the last step of this rank, ``step_waits_ms`` what of
-    ``exposed_comm`` was within ``step``; None on a device, where only the whole is known.
+    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the exposed time of their
+    reduction. ``exposed_comm`` is part of these: collectives and pipeline messages during which this rank (on a
+    device: its stream) did nothing else. ``data`` is outside: from a step to the next forward, including the script's
+    own work. ``elapsed_ms`` holds the sums of this rank's last step, ``step_waits_ms`` the part of ``exposed_comm``
+    within ``step``; None on a device, where only the total is known.
     """
 
     SPANS = (
@@ -66,14 +66,14 @@ class WallClock:
         self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
         engine.events.on("after_step", lambda **_: self.begin(DATA_TIMER))
-        # The class is asked: an engine has the attributes of its module.
+        # Check the class: an engine also has its module's attributes.
         if hasattr(type(engine), "pipe_channels"):
             engine.events.on("before_forward", self._wait_in_pipeline)
         engine._network.waits = self._waits
 
     def _listen(self) -> None:
         on = self.engine.events.on
-        for event in ("before_forward", "before_step"):  # of a pipeline, no forward of the engine may run
+        for event in ("before_forward", "before_step"):  # a pipeline may run no forward of the engine
             on(event, lambda **_: self.end(DATA_TIMER))
         # Where one span ends and the next begins, or nested spans end first.
         for _, after, name in reversed(self.SPANS):
@@ -91,7 +91,7 @@ class WallClock:
         self._waited += self._waits.seconds - self._before_step
 
     def _wait_in_pipeline(self, **_: Any) -> None:
-        """Channels are made after the observers: they are there in the first forward."""
+        """Time the channels' waits; they are made after the observers, so this runs at the first forward."""
         engine: Any = self.engine
         engine.events.off("before_forward", self._wait_in_pipeline)
         around = self._waits.around
@@ -129,7 +129,7 @@ class WallClock:
     # All ranks ------------------------------------------------------------------------------------------------
 
     def _exchange_times(self) -> None:
-        """Means since the last time, of every rank."""
+        """Gather every rank's means since the last exchange. Collective."""
         sums, self._sums = self._sums, dict.fromkeys(APART, 0.0)
         ranks = self.engine.world_size
         if ranks == 1:
@@ -145,13 +145,13 @@ class WallClock:
                 print_dist(f"{name} (ms) by rank: {' | '.join(shown)}", ranks=[0])
 
     def take_ranks(self) -> list[tuple[int, dict[str, float]]]:
-        """Rank -> mean milliseconds over the last steps; empty until there are new ones. On rank 0."""
+        """Return rank -> mean milliseconds since the last exchange, once; empty otherwise. On rank 0."""
         taken, self._of_ranks = self._of_ranks, []
         return taken
 
 
 def _shown(times: list[dict[str, float]]) -> list[tuple[int, dict[str, float]]]:
-    """All ranks, or of many, for each time, the ranks with the least and the most of it."""
+    """Return the times to show: of all ranks, or of many, only the smallest and largest of each timer."""
     if len(times) <= MAX_RANKS:
         return list(enumerate(times))
     found: dict[int, dict[str, float]] = {}
