@@ -190,11 +190,17 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
     )
     try:
 
-        def listens() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
+        def is_ready() -> bool:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            try:
+                connection.request("GET", "/ready")
+                return connection.getresponse().status == 200
+            except ConnectionError:
+                return False
+            finally:
+                connection.close()
 
-        wait_for(listens, seconds=60)
+        wait_for(is_ready, seconds=60)
         storm = Storm(port, answers)
         storm.run(WARM_UP)
         wait_for(lambda: not numbers(port)["deepspeed_requests"], seconds=30)

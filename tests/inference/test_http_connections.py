@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import http.client
 import json
 import socket
 import threading
@@ -287,3 +288,32 @@ def test_ends_of_lines_in_a_text_end_no_event() -> None:
         assert all(line.startswith("data: ") for line in text.splitlines() if line)
         said = "".join(part["choices"][0]["text"] for part in events(text))
         assert said == Lines().decode(reply(60).encode().replace(b"\xef\xbf\xbd", b"")) and "\u2028" in said
+
+
+def test_no_client_is_left_waiting_when_the_model_is_there() -> None:
+    """One whose connection had been accepted, but was not answered yet, was never told anything."""
+    for round in range(8):
+        loading, found = LoadingAnswers("127.0.0.1", 0), []
+        port = loading._server.sockets[0].getsockname()[1]
+
+        def ask(port: int = port, found: list[Any] = found) -> None:
+            while True:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                try:
+                    connection.request("GET", "/ready")
+                    found.append(connection.getresponse().status)
+                except (OSError, http.client.HTTPException) as error:
+                    found.append(type(error))
+                    return
+                finally:
+                    connection.close()
+
+        clients = [threading.Thread(target=ask) for _ in range(3)]
+        for client in clients:
+            client.start()
+        time.sleep(0.02 + 0.003 * round)
+        for each in loading.hand_over():
+            each.close()
+        for client in clients:
+            client.join(30)
+        assert TimeoutError not in found

@@ -145,16 +145,22 @@ class LoadingAnswers:
         sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in self._server.sockets]
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._server.close()
+        for each in self._server.sockets:  # a closed server would not take what it has accepted
+            self._loop.remove_reader(each.fileno())
         self._loop.run_until_complete(self._cancel())
+        self._server.close()
         self._loop.close()
         return sockets
 
     async def _cancel(self) -> None:
+        await asyncio.sleep(
+            _POLL_S
+        )  # who has been accepted is answered: a task that never began closes nothing
         begun = asyncio.all_tasks() - {asyncio.current_task()}
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.sleep(_POLL_S)  # in which they are closed
 
     def close(self) -> None:
         """Nobody listens, unless the sockets were handed over."""
