@@ -15,7 +15,7 @@ from deepspeed.ops.adam.compact_adam import CompactAdam
 from tests.cells import formulas
 from tests.cells.cell import CLIP, DECAY, EPS, FREEZE, RATE, STEPS, WARMUP_FROM, Cell
 from tests.cells.models import BALANCE, PlainMixture, alone, freeze, tokens, uses_sometimes, whole_value
-from tests.cells.wires import Gradients, Wire, Wires, has_formula
+from tests.cells.wires import Gradients, Wire, Wires, has_formula, imagined
 
 CONTEXTS = (4, 6, 8)
 """Tokens that generation has seen."""
@@ -124,7 +124,7 @@ class Expected:
     doubt: float = 0.0
     """Of the engine's choices of experts: ``routing.doubt``."""
     noised: list[Expected] = field(default_factory=list)
-    """The same run with other roundings."""
+    """The same run with other roundings, and with codes of other layouts where the engine's is not known."""
 
     def spread(self, read: Callable[[Expected], Tensor | float]) -> float:
         """Twice the furthest that other roundings move what ``read`` takes."""
@@ -303,6 +303,7 @@ class Alone:
         rounds: list[list[Gradients]] = [
             [{} for _ in range(cell.replicas)] for _ in range(self.wires.rounds(cell, count))
         ]
+        travel = bool(self.wires.gradients) and not keeps_own_gradients(cell, step)
         for replica in range(cell.replicas):
             losses.append([])
             for number in range(self.micro, self.micro + count):
@@ -310,11 +311,11 @@ class Alone:
                 (loss / before / cell.replicas).backward()
                 losses[-1].append(reported.item())
                 self.collect()
-                if self.wires.gradients:
+                if travel:
                     self.hand_over(rounds[min(number - self.micro, len(rounds) - 1)][replica])
             own.append(self.gradients() / after)
         self.micro += count
-        if self.wires.gradients:
+        if travel:
             for name, grad in self.wires.total(rounds).items():
                 self.named[name].grad = grad
             own = [self.gradients() / after]
@@ -430,7 +431,7 @@ def expected_of(
     layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
     for cell, chosen, sent, worked_on in layouts:
         alone.follow(chosen, worked_on)
-        alone.send_by(sent)
+        alone.send_by(sent if sent or not noise else imagined(cell, alone.named, noise))
         for at in range(STEPS):
             alone.step(step, cell)
             step += 1
