@@ -123,6 +123,8 @@ class Expected:
     weights: dict[str, Tensor] = field(default_factory=dict)
     doubt: float = 0.0
     """Of the engine's choices of experts: ``routing.doubt``."""
+    chances: list[Tensor] = field(default_factory=list)
+    """Logarithms of the experts' probabilities [tokens, experts], of every forward of a mixture."""
     noised: list[Expected] = field(default_factory=list)
     """The same run with other roundings, and with codes of other layouts where the engine's is not known."""
 
@@ -132,6 +134,11 @@ class Expected:
         return 2 * max(
             (float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0
         )
+
+    def undecided(self) -> float:
+        """By how much other roundings bring two experts' logarithms nearer to each other."""
+        pairs = [pair for each in self.noised for pair in zip(self.chances, each.chances, strict=True)]
+        return 2 * max((float((own - other).abs().max()) for own, other in pairs), default=0.0)
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
         """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""
@@ -440,5 +447,6 @@ def expected_of(
         if cell.evaluate:
             alone.evaluate(cell)
     alone.expected.weights = alone.snapshot()
+    alone.expected.chances = [each for mixture in alone.mixtures for each in mixture.chances]
     alone.expected.doubt = max((each.doubt for each in alone.mixtures), default=0.0)
     return alone.expected
