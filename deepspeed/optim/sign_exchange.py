@@ -146,21 +146,12 @@ class SignExchange:
         }
 
     def load(self, saved: Sequence[Mapping[Hashable, Mapping[str, Any]]], rank: int, ranks: int) -> None:
-        """``saved[r]``: of rank r, of as many as there were then. With another number of ranks, what the servers owed
-        is given to those that serve the same elements now."""
+        """``saved[r]``: of rank r. With another number of ranks nothing is owed."""
         self.lines.clear()
-        for key, entry in (saved[rank % len(saved)] if len(saved) else {}).items():
+        for key, entry in saved[rank].items() if len(saved) == ranks else ():
             line = self.lines[key] = ExchangeGroup(tuple(entry["ranks"]), list(entry["numels"]))
             line.place = int(entry.get("place", rank))
-            if len(saved) == ranks:
-                line.server_error = entry["server_error"]
-            elif line.ranks == tuple(range(len(saved))):
-                whole = torch.cat([saved[r][key]["server_error"] for r in line.ranks])[: line.numel]
-                part = part_numel(line.numel, ranks)
-                padded = torch.zeros(part * ranks)
-                padded[: whole.numel()] = whole
-                line.server_error = padded[rank * part : (rank + 1) * part].clone()
-                line.ranks, line.place = tuple(range(ranks)), rank
+            line.server_error = entry["server_error"]
 
 
 def _cut(whole: Tensor, part: int, ranks: Communicator) -> Tensor:

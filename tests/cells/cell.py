@@ -261,8 +261,8 @@ def _why_no_feature(cell: Cell) -> str:
         return "the script cuts sequences into shards itself"
     if tp > 1 and cell.fp8:
         return "layers that are split keep their precision"
-    if tp > 1 and cell.attention == "sparse":
-        return "a layout is not split"
+    if cell.attention == "sparse" and (tp > 1 or (sp > 1 and cell.resume == "dp")):
+        return "a layout, which is saved, has the heads of one rank"
     if cell.model == "gru" and cell.attention == "sparse":
         return "only attention has a layout"
     if cell.lora and cell.compression != "no" or cell.fp8 and cell.compression != "no":

@@ -211,25 +211,31 @@ class Lamb(Formula):
 
 
 class Muon(Formula):
-    """Jordan et al. 2024 for hidden matrices, AdamW for the rest, as for embeddings and heads. What has more dimensions
-    is a matrix of the first one by all others."""
+    """Jordan et al. 2024 for hidden matrices, AdamW for the rest, as for embeddings and heads. Stacked experts are a
+    matrix each; what else has more dimensions is a matrix of the first one by all others."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
         name = self.names[param].lower()
-        if param.ndim < 2 or "embed" in name or "lm_head" in name:
+        stacked = ".experts." in name and "deepspeed_experts" not in name
+        if param.ndim < (3 if stacked else 2) or "embed" in name or "lm_head" in name:
             moments(state, grad)
             adam(param, state, rate)
             return
         m = state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * grad
-        ahead = (0.9 * m + 0.1 * grad).flatten(1)
-        rows, columns = ahead.shape
-        x = ahead.T if rows > columns else ahead
-        x = x.double() / x.double().norm().clamp(min=1e-300)
-        for _ in range(5):
-            gram = x @ x.T
-            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        x = (x.T if rows > columns else x) * max(1.0, rows / columns) ** 0.5
-        param.mul_(1 - rate * DECAY).sub_(rate * x.to(param.dtype).view_as(param))
+        ahead = 0.9 * m + 0.1 * grad
+        ahead = torch.stack([orthogonal(each) for each in ahead]) if stacked else orthogonal(ahead.flatten(1))
+        param.mul_(1 - rate * DECAY).sub_(rate * ahead.view_as(param))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five steps of the paper's iteration, and the scale of tall matrices."""
+    rows, columns = matrix.shape
+    x = (matrix.T if rows > columns else matrix).double()
+    x = x / x.norm().clamp(min=1e-300)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return ((x.T if rows > columns else x) * max(1.0, rows / columns) ** 0.5).to(matrix.dtype)
 
 
 class OneBitAdam(Formula):

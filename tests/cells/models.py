@@ -114,7 +114,8 @@ class PlainMixture(nn.Module):
 
     Named as ``deepspeed.moe.layer.MoE`` names its own. Returns [.., WIDTH] and the balancing loss of Shazeer et al.:
     E sum_e (mean probability of e) (fraction of tokens whose largest is e). ``follows`` gives choices that a forward
-    takes instead of its own; ``chosen`` are its last ones, ``doubt`` is the largest of ``routing.doubt``.
+    takes instead of its own; ``chosen`` are its last ones, ``doubt`` is the largest of ``routing.doubt``,
+    ``chances`` are the logarithms [tokens, experts] of all forwards.
     """
 
     def __init__(self, linear: Callable[..., nn.Module] = nn.Linear) -> None:
@@ -126,6 +127,7 @@ class PlainMixture(nn.Module):
         self.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(expert(linear) for _ in range(EXPERTS))
         self.follows: Iterator[Tensor] | None = None
         self.chosen, self.doubt = Tensor(), 0.0
+        self.chances: list[Tensor] = []
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         tokens = x.reshape(-1, WIDTH)
@@ -134,6 +136,7 @@ class PlainMixture(nn.Module):
             chances = functional.softmax(tokens.float() @ gate.T, 1)
         self.chosen = next(self.follows) if self.follows else chances.topk(2, 1).indices
         self.doubt = max(self.doubt, doubt(chances, self.chosen))
+        self.chances.append(chances.detach().log())
         first, second = self.chosen.unbind(1)
         weights = torch.stack([chances.gather(1, each[:, None])[:, 0] for each in (first, second)], 1)
         weights = weights / weights.sum(1, keepdim=True)

@@ -15,7 +15,7 @@ from deepspeed.ops.adam.compact_adam import CompactAdam
 from tests.cells import formulas
 from tests.cells.cell import CLIP, DECAY, EPS, FREEZE, RATE, STEPS, WARMUP_FROM, Cell
 from tests.cells.models import BALANCE, PlainMixture, alone, freeze, tokens, uses_sometimes, whole_value
-from tests.cells.wires import Gradients, Wire, Wires, has_formula
+from tests.cells.wires import Gradients, Wire, Wires, has_formula, imagined
 
 CONTEXTS = (4, 6, 8)
 """Tokens that generation has seen."""
@@ -123,8 +123,10 @@ class Expected:
     weights: dict[str, Tensor] = field(default_factory=dict)
     doubt: float = 0.0
     """Of the engine's choices of experts: ``routing.doubt``."""
+    chances: list[Tensor] = field(default_factory=list)
+    """Logarithms of the experts' probabilities [tokens, experts], of every forward of a mixture."""
     noised: list[Expected] = field(default_factory=list)
-    """The same run with other roundings."""
+    """The same run with other roundings, and with codes of other layouts where the engine's is not known."""
 
     def spread(self, read: Callable[[Expected], Tensor | float]) -> float:
         """Twice the furthest that other roundings move what ``read`` takes."""
@@ -132,6 +134,11 @@ class Expected:
         return 2 * max(
             (float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0
         )
+
+    def undecided(self) -> float:
+        """By how much other roundings bring two experts' logarithms nearer to each other."""
+        pairs = [pair for each in self.noised for pair in zip(self.chances, each.chances, strict=True)]
+        return 2 * max((float((own - other).abs().max()) for own, other in pairs), default=0.0)
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
         """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""
@@ -303,6 +310,7 @@ class Alone:
         rounds: list[list[Gradients]] = [
             [{} for _ in range(cell.replicas)] for _ in range(self.wires.rounds(cell, count))
         ]
+        travel = bool(self.wires.gradients) and not keeps_own_gradients(cell, step)
         for replica in range(cell.replicas):
             losses.append([])
             for number in range(self.micro, self.micro + count):
@@ -310,11 +318,11 @@ class Alone:
                 (loss / before / cell.replicas).backward()
                 losses[-1].append(reported.item())
                 self.collect()
-                if self.wires.gradients:
+                if travel:
                     self.hand_over(rounds[min(number - self.micro, len(rounds) - 1)][replica])
             own.append(self.gradients() / after)
         self.micro += count
-        if self.wires.gradients:
+        if travel:
             for name, grad in self.wires.total(rounds).items():
                 self.named[name].grad = grad
             own = [self.gradients() / after]
@@ -430,7 +438,7 @@ def expected_of(
     layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
     for cell, chosen, sent, worked_on in layouts:
         alone.follow(chosen, worked_on)
-        alone.send_by(sent)
+        alone.send_by(sent if sent or not noise else imagined(cell, alone.named, noise))
         for at in range(STEPS):
             alone.step(step, cell)
             step += 1
@@ -439,5 +447,6 @@ def expected_of(
         if cell.evaluate:
             alone.evaluate(cell)
     alone.expected.weights = alone.snapshot()
+    alone.expected.chances = [each for mixture in alone.mixtures for each in mixture.chances]
     alone.expected.doubt = max((each.doubt for each in alone.mixtures), default=0.0)
     return alone.expected

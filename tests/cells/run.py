@@ -200,7 +200,7 @@ def compare(
 ) -> tuple[str, str, str]:
     """The outcome ``equal``, or ``wrong`` with the first difference."""
     allowed = widest([tolerance(each) for each in runs])
-    if expected.doubt > nearly_tied(cell, len(runs)):
+    if expected.doubt > max(nearly_tied(cell, len(runs)), expected.undecided()):
         return "wrong", f"a token's expert is e^{expected.doubt:.2g} times less probable than another", ""
     for found in (
         *_losses(runs, phases, expected),

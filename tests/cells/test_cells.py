@@ -65,6 +65,9 @@ FOUND = [
     "model=moe ranks=4 axes=tp+ep stage=2 shards=mics optimizer=1-bit_LAMB",
     "ranks=2 stage=3 wire=qwz compression=pruning",
     "model=moe precision=autocast optimizer=Muon",
+    "ranks=2 optimizer=1-bit_Adam wire=int8",
+    "ranks=2 axes=tp optimizer=0/1_Adam resume=dp",
+    "ranks=4 axes=tp optimizer=1-bit_Adam wire=int8",
 ]
 """Cells that failed once, made small."""
 

@@ -21,6 +21,8 @@ CELLS = [
     "model=vit ranks=2 stage=1 optimizer=Muon",
     "model=qwen3 ranks=2 stage=3 lora=true",
     "model=gptj ranks=2 optimizer=Muon",
+    "model=mixtral ranks=2 stage=3 optimizer=Muon",
+    "model=gpt_oss ranks=2 optimizer=Muon",
 ]
 """One of each kind; with ``python -m tests.cells --families`` every tenth cell is one of all families."""
 

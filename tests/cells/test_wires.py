@@ -59,7 +59,22 @@ def test_limits_are_those_of_the_formula() -> None:
 def test_which_cells_have_a_formula() -> None:
     assert has_formula(parse("ranks=2 axes=sp stage=3 wire=qwz"))
     assert not has_formula(parse("ranks=2 stage=3 precision=bf16 wire=qwz"))
+    assert has_formula(parse("ranks=2 optimizer=1-bit_Adam wire=int8"))
     assert not has_formula(parse("ranks=4 axes=tp stage=1 wire=qgz")) and not has_formula(Cell())
+
+
+def test_codes_of_other_layouts() -> None:
+    """Where the layout is not known, other ones show what the codes change; without codes that would be nothing."""
+    coded, plain = (
+        parse("ranks=4 axes=tp optimizer=1-bit_Adam wire=int8"),
+        parse("ranks=4 axes=tp optimizer=1-bit_Adam"),
+    )
+    moved, name = {}, "layers.0.weight"
+    for cell in (coded, plain):
+        expected = expected_of([cell])
+        expected.noised = [expected_of([cell], noise=seed) for seed in (1, 2)]
+        moved[cell] = expected.spread(lambda each: each.weights[name]) / expected.moved(name)
+    assert moved[plain] < 1e-4 and 0.1 < moved[coded] < 2
 
 
 @pytest.mark.parametrize(

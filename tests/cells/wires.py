@@ -7,6 +7,8 @@ lays its own gradients out alike. Codes are recomputed here, in torch alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,12 +127,29 @@ def has_formula(cell: Cell) -> bool:
         axes -= {"sp"}
     # sums of groups are rounded again; micro-batches that are put off may be added in 16 bits
     own_order = cell.wire == "bf16" and (cell.shards == "mics" or cell.backward == "no_sync")
+    # ranks say it before their first update; later gradients are summed within groups alone
+    unknown = cell.sends_signs and (cell.parameters == "late" or cell.shards == "mics")
     return (
         cell.wire in ("qwz", "qgz", "int8", "bf16")
         and not axes
         and cell.precision == "fp32"
-        and not (cell.sends_signs or own_order)
+        and not (own_order or unknown)
     )
+
+
+def imagined(cell: Cell, named: Gradients, seed: int) -> list[Wire]:
+    """Wires of gradients like the cell's, with tensors in an order drawn from ``seed``: for what their codes change
+    where the engine's layout is not known."""
+    kind = {"qgz": "parts", "int8": "both ways", "bf16": "bf16"}.get(cell.wire)
+    if kind is None or cell.replicas == 1:
+        return []
+    order = random.Random(seed).sample(list(named), len(named))
+    *starts, end = itertools.accumulate((named[name].numel() for name in order), initial=0)
+    end += -end % cell.replicas
+    bits = 4 if cell.wire == "qgz" else 8
+    often = cell.stage >= 2
+    feedback = cell.wire == "int8"
+    return [Wire(kind, tuple(order), tuple(starts), end, cell.replicas, bits, feedback, often=often)]
 
 
 def wires_of(cell: Cell, engine: Any, name_of: Callable[[str], str]) -> list[Wire]:

@@ -78,6 +78,8 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
         engine.core.store.optimizer.exchange.codec = InFull()
     if cell.compile != "no":
         engine.compile(backend=cell.compile)
+    if has_formula(cell) and cell.sends_signs:  # later gradients stay on their ranks
+        seen.wires = wires_of(cell, engine, models.names)
     seen.replica, _ = place_of(cell, dist.get_rank())
     if cell.token_drop:
         from deepspeed.data.data_routing.helper import convert_to_random_ltd
@@ -98,7 +100,7 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
         runner.evaluate()
     engine.save_checkpoint(f"{folder}/saved")
     seen.weights = live_weights(cell, engine)
-    if has_formula(cell):
+    if has_formula(cell) and not cell.sends_signs:
         seen.wires = wires_of(cell, engine, models.names)
     engine.destroy()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.plan import Cadence
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.optim.onebit.adam import OnebitAdam
@@ -38,13 +40,13 @@ def loss_of(model: Any, step: int, rank: int) -> Tensor:
     return (model(x.to(dtype)).float() - x.flip(1)).square().mean()
 
 
-def start(kind: str, params: dict[str, Any], **more: Any) -> Any:
+def start(kind: str, params: dict[str, Any], model: nn.Module | None = None, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "optimizer": {"type": kind, "params": {**PARAMS, **params}},
         **more,
     }
-    return deepspeed.initialize(model=make_model(), config=config)[0]
+    return deepspeed.initialize(model=model or make_model(), config=config)[0]
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -458,22 +460,6 @@ def test_gradients_that_do_not_change(corrected: bool, freeze: int) -> None:
     assert optimizer.freeze_step == freeze
 
 
-@distributed(world_size=2)
-def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two ranks save; each of them alone resumes: what was owed is not lost."""
-    engine = start("OneBitAdam", {"freeze_step": 2})
-    train(engine, 0, 6)
-    engine.save_checkpoint(tmp_path)
-    optimizer = OnebitAdam([torch.zeros(3, requires_grad=True)], freeze_step=2)
-    saved: list[Any] = [None, None]
-    dist.all_gather_object(saved, engine.optimizer.own_state())
-    optimizer.load_own_state(saved, 0, 1)
-    whole = torch.cat([s["exchange"][0, 0]["server_error"] for s in saved])
-    line = optimizer.exchange.lines[0, 0]
-    assert optimizer.updates == 6 and line.ranks == (0,)
-    assert torch.equal(line.server_error[: line.numel], whole[: line.numel])
-
-
 @pytest.mark.parametrize("kind", list(TYPES))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=1)
@@ -512,8 +498,44 @@ def test_another_layout(kind: str, tmp_path: Path) -> None:
         assert all(loss < 10 for loss in losses)
 
 
-def save_in_shards(kind: str, path: Path) -> list[Tensor]:
-    engine = start(kind, FEW[kind], **config_of(2))
+class Tokens(nn.Module):
+    """A model whose linear layers ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.config = SimpleNamespace(model_type="tokens")
+        self.table, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 20), nn.Linear(20, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(self.table(input_ids))).tanh())
+
+
+@pytest.mark.parametrize("kind", list(TYPES))
+@distributed(world_size=4)
+def test_split_layers(kind: str, tmp_path: Path) -> None:
+    """Ranks that share layers save, and copies that are whole resume, and the other way: what is owed keeps its place
+    in whole tensors, and counts once where several ranks keep it."""
+    split = {"tensor_parallel": {"autotp_size": 2}}
+    for before, after in ((split, {}), ({}, split)):
+        engine = start(kind, FEW[kind], model=Tokens(), **before)
+        replica = dist.get_rank() // (2 if before is split else 1)
+        for step in range(6):
+            ids = torch.randint(12, (8, 4), generator=torch.Generator().manual_seed(100 * step + replica))
+            engine.backward((engine(ids) - engine.module.table(ids).flip(1)).square().mean())
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        owed = everything_owed(engine)
+        resumed = start(kind, FEW[kind], model=Tokens(), **after)
+        resumed.load_checkpoint(tmp_path)
+        torch.testing.assert_close(everything_owed(resumed), owed, rtol=1e-5, atol=1e-7)
+        assert all(value.any() for value in owed)
+        assert (engine.module.up.weight.numel() < resumed.module.up.weight.numel()) is (before is split)
+
+
+def save_copies(kind: str, path: Path, stage: int) -> list[Tensor]:
+    engine = start(kind, FEW[kind], **config_of(stage))
     train(engine, 0, 6)
     engine.save_checkpoint(path)
     return everything_owed(engine)
@@ -522,35 +544,45 @@ def save_in_shards(kind: str, path: Path) -> list[Tensor]:
 def resume_whole(kind: str, path: Path) -> tuple[list[Tensor], list[float]]:
     engine = start(kind, FEW[kind])
     engine.load_checkpoint(path)
+    assert engine.optimizer.updates == 6
     return everything_owed(engine), train(engine, 6, 10)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("kind", list(TYPES))
-def test_fewer_ranks(kind: str, tmp_path: Path) -> None:
-    """Four ranks in shards save, two whole ones resume: what is owed is spread over them."""
-    owed = run(save_in_shards, 4, kind=kind, path=tmp_path)[0]
+def test_fewer_ranks(kind: str, stage: int, tmp_path: Path) -> None:
+    """Four ranks save, whole or in shards, two whole ones resume: what is owed is spread over them."""
+    owed = run(save_copies, 4, kind=kind, path=tmp_path, stage=stage)[0]
     found, losses = run(resume_whole, 2, kind=kind, path=tmp_path)[0]
     torch.testing.assert_close(found, owed, rtol=1e-5, atol=1e-7)
     assert any(value.any() for value in owed) and all(loss < 10 for loss in losses)
 
 
 def everything_owed(engine: Any) -> list[Tensor]:
-    """By parameter, the sum over ranks of errors of senders divided by copies, and those of averages."""
-    store = engine.core.store
-    totals = [torch.zeros(p.numel()) for p in store.params]
-    dense = engine.replica_groups.dense
-    copies = dense.replicas.size if engine.plan.zero.shard_state else dense.all_ranks.size
-    debts = engine.core.store.optimizer.server_errors([[o.master for o in group] for group in store.by_group])
-    for owned in store.fragments:
-        begin = owned.fragment.param_offset
-        error = store.state_of(owned)["worker_error"].reshape(-1) / copies
-        totals[owned.param_index][begin : begin + error.numel()] += error
-        for start_at, debt in debts.get(id(owned.master), ()):
-            low = begin + start_at
-            totals[owned.param_index][low : low + debt.numel()] += debt
-    for total in totals:
-        dist.all_reduce(total)
-    return totals
+    """By parameter, whole: the mean of the senders' errors, and that of the averaging ranks'."""
+    store, found = engine.core.store, []
+    debts = store.optimizer.server_errors([[o.master for o in group] for group in store.by_group])
+    for number, param in enumerate(store.params):
+        placement = placement_of(param)
+        own = torch.zeros(4, param.numel())  # sums of errors, and how many; sums of debts, and how many
+        for owned in store.fragments:
+            begin = owned.fragment.param_offset
+            if owned.param_index != number:
+                continue
+            error = store.state_of(owned)["worker_error"].reshape(-1)
+            for row, start_at, values in (
+                (0, 0, error),
+                *((2, *debt) for debt in debts.get(id(owned.master), ())),
+            ):
+                low = begin + start_at
+                own[row, low : low + values.numel()] += values
+                own[row + 1, low : low + values.numel()] += 1
+        whole = torch.zeros(4, *placement.global_shape)
+        box = [slice(low, high) for side in placement.boxes for low, high in side]
+        whole[(slice(None), *box)] = own.view(4, *param.shape)
+        dist.all_reduce(whole)
+        found.append(whole[0] / whole[1].clamp(min=1) + whole[2] / whole[3].clamp(min=1))
+    return found
 
 
 def test_arguments() -> None:

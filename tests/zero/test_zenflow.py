@@ -19,6 +19,7 @@ from deepspeed.zero.offload.zenflow_optimizer import (
     ZenFlowZeroOptimizerSequential,
 )
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.optim.test_one_bit import Tokens
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo, uses_sometimes
 from tests.zero.test_offload import assert_equal_runs, pretend_device
@@ -283,3 +284,31 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
     config["optimizer"] = {"type": "Lamb", "params": {"lr": 1e-3}}
     with pytest.raises(DeepSpeedConfigError, match="Lamb"):
         deepspeed.initialize(model=make_zoo(), config=config)
+
+
+@distributed(world_size=2)
+def test_split_layers_begin_anew(tmp_path: Any) -> None:
+    """What was deferred and chosen of parts of tensors means nothing to ranks that have others."""
+    split = {"tensor_parallel": {"autotp_size": 2}}
+
+    def started(more: dict[str, Any]) -> Any:
+        config = with_zenflow(config_of(2) | more, topk_ratio=0.25, update_interval=3, overlap_step=False)
+        return deepspeed.initialize(model=Tokens(), config=config)[0]
+
+    def steps_of(engine: Any) -> int:
+        ids = torch.arange(8).view(2, 4)
+        for _ in range(2):
+            engine.backward(engine(ids).square().mean())
+            engine.step()
+        return engine.core.own_state.zenflow.steps
+
+    for before, after in ((split, {}), ({}, split)):
+        engine = started(before)
+        assert steps_of(engine) == 2
+        engine.save_checkpoint(tmp_path)
+        for more, steps in ((after, 2), (before, 4)):
+            resumed = started(more)
+            resumed.load_checkpoint(tmp_path)
+            assert steps_of(resumed) == steps
+            resumed.destroy()
+        engine.destroy()

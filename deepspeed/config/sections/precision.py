@@ -143,8 +143,8 @@ class TorchAutocastConfig(LenientConfigModel):
     ] = key(None, "Dtype of the products; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = key(
         None,
-        "Full class names of modules whose gradients may be sent in that dtype; "
-        "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
+        "Full class names of modules whose gradients may be sent in that dtype; null: `torch.nn.Linear`, `Conv1d`, "
+        "`Conv2d`, `Conv3d`. Routers of mixtures of experts are left out: they compute, and send, in full.",
     )
 
 

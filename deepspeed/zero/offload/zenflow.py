@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import warning_once
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.plan import ZenFlowPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
@@ -394,17 +395,23 @@ class ZenFlow:
             "interval": self.interval,
             "chosen_at": self.chosen_at,
         }
-        return {"clock": clock, "pieces": pieces}
+        return {"clock": clock, "pieces": pieces, "places": self._places()}
+
+    def _places(self) -> list[Any]:
+        found = [placement_of(param) for param in self.store.params]
+        return [(each.global_shape, each.boxes) for each in found]
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Take over what was saved, also over other stages and numbers of ranks; returns notes for the log.
 
-        Where ranks hold different parts of a model each takes what it had itself; with another number of them, and
-        where nothing was saved, all begin anew."""
+        Where ranks hold different parts of a model each takes what it had itself; with another number of them or other
+        parts, and where nothing was saved, all begin anew."""
         parts = bool(self.replica_groups.across) or any(
             self.replica_groups.of(p) is not self.replica_groups.dense for p in self.store.params
         )
         known = bool(len(saved)) and (not parts or len(saved) == ranks)
+        places = self._places()
+        known = known and saved[rank % len(saved)].get("places", places) == places
         sources = ([rank] if parts else range(len(saved))) if known else []
         self._drop()
         self._pieces, self._dirty = {}, False

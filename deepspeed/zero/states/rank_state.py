@@ -5,20 +5,22 @@ Everything else in its state is the same on all ranks that hold the same weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.base.sharded import full_shape
+from deepspeed.checkpoint.placement import placement_of
+from deepspeed.checkpoint.shards import ShardIndex, intersect
 from deepspeed.ops.update import ServerErrorOwner
 from deepspeed.zero.gradients.sums import ErrorFeedback, keeper_of
 from deepspeed.zero.placements import in_parts
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
 
-BY_PARAMETER, OPTIMIZER, START, DEBTS = "by_parameter", "optimizer", "start", "debts"
+BY_PARAMETER, OPTIMIZER, START, PLACE, DEBTS = "by_parameter", "optimizer", "start", "place", "debts"
 WIRE = "wire"
 ROUNDING = 8
 """Elements that a part may be longer than its share of a bucket."""
@@ -27,8 +29,9 @@ ROUNDING = 8
 class OwnState:
     """``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer that ``access`` serves.
 
-    Of each parameter a rank saves the pieces that it updates: where they begin (``START``), their entries of the state,
-    and what it owes them as the one that averages (``DEBTS``). So they can be put together in another layout.
+    Of each parameter a rank saves the pieces that it updates: where they begin (``START``) in which boxes of the whole
+    tensor (``PLACE``), their entries of the state, and what it owes them as the one that averages (``DEBTS``). So they
+    can be put together in another layout.
     """
 
     def __init__(self, access: StateAccess) -> None:
@@ -51,10 +54,11 @@ class OwnState:
         kinds = self.store.traits.rank_state
         server_errors = self._server_errors()
         by_name: dict[str, list[dict[str, Any]]] = {}
-        for name, owned, state in self._states():
+        for index, owned, state in self._states():
             piece = {kind: state[kind] for kind in kinds if kind in state}
-            about = {START: owned.fragment.param_offset, DEBTS: list(server_errors.get(id(owned.master), ()))}
-            by_name.setdefault(name, []).append({**piece, **about})
+            debts = list(server_errors.get(id(owned.master), ()))
+            about = {START: index.start, PLACE: (index.global_shape, index.boxes), DEBTS: debts}
+            by_name.setdefault(index.name, []).append({**piece, **about})
         by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
         return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
 
@@ -78,7 +82,7 @@ class OwnState:
         if self.store.traits.rank_state and len(saved):
             self._take([saved[rank]] if alike else saved)
         optimizer.load_own_state(_Parts(saved), rank, ranks)
-        if len(saved) and not alike and not (self._whole() and self._same_pieces(saved[0])):
+        if len(saved) and not alike:
             if isinstance(optimizer, ServerErrorOwner):
                 optimizer.forget_server_errors()
             self._owe(saved)
@@ -124,82 +128,70 @@ class OwnState:
         ]
         return optimizer.server_errors([[owned.master for owned in group] for group in groups])
 
-    def _states(self) -> list[tuple[str, OwnedFragment, dict[str, Any]]]:
-        names, store = self.access.names, self.store
-        return [(names[o.param_index], o, store.state_of(o)) for o in store.fragments]
+    def _states(self) -> list[tuple[ShardIndex, OwnedFragment, dict[str, Any]]]:
+        return [(self.access.index_of(o), o, self.store.state_of(o)) for o in self.store.fragments]
 
     def _same_pieces(self, saved: Mapping[str, Any]) -> bool:
         """Return whether another run cut the parameters as this one does, in this order. Those without own state say
         nothing."""
-        known = set(self.access.names)
+        names = zip(self.access.names, self.store.params, strict=True)
+        known = {name: placement_of(param).index(name) for name, param in names}
         theirs = [
-            (name, start, _numel(piece))
+            index
             for name in saved[BY_PARAMETER]
             if name in known
-            for start, piece in _pieces(saved, name)
-            if _numel(piece)
+            for index, _ in _pieces(saved, known[name])
+            if index.numel
         ]
         used = set(theirs)
-        mine = [
-            (name, owned.fragment.param_offset, owned.fragment.numel) for name, owned, _ in self._states()
-        ]
-        return theirs == [piece for piece in mine if piece in used]
+        return theirs == [index for index, _, _ in self._states() if index in used]
 
-    def _whole(self) -> bool:
-        """Return whether parameters are in one piece here: the optimizer then knows how to share the errors of another
-        number of ranks that had them so as well."""
-        return all(
-            owned.fragment.numel == full_shape(self.store.params[owned.param_index]).numel()
-            for _, owned, _ in self._states()
-        )
-
-    @torch.no_grad()
     def _take(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """The mean of what ``saved`` have of each element; nothing where none has any."""
-        totals: dict[tuple[int, str], Tensor] = {}
-        counts: dict[tuple[int, str], Tensor] = {}
-        for part in saved:
-            for number, (name, owned, state) in enumerate(self._states()):
-                for start, piece in _pieces(part, name):
-                    for kind in self.store.traits.rank_state:
-                        if kind not in state or kind not in piece:
-                            continue
-                        if (number, kind) not in totals:
-                            totals[number, kind] = torch.zeros(state[kind].numel(), dtype=torch.float32)
-                            counts[number, kind] = torch.zeros(state[kind].numel(), dtype=torch.float32)
-                        self._check(kind, name, owned, start + piece[kind].numel())
-                        _add(totals[number, kind], owned, start, piece[kind])
-                        _add(counts[number, kind], owned, start, torch.ones(piece[kind].numel()))
-        states = self._states()
-        for (number, kind), total in totals.items():
-            own = states[number][2][kind].view(-1)
-            own.copy_(total.div_(counts[number, kind].clamp_(min=1.0)))
+        """Nothing is taken where none has any."""
+        kinds = self.store.traits.rank_state
+        for own, mean in self._means(saved, lambda piece: [(k, 0, piece[k]) for k in kinds if k in piece]):
+            own.copy_(mean)
 
-    def _check(self, kind: str, name: str, owned: OwnedFragment, end: int) -> None:
-        numel = full_shape(self.store.params[owned.param_index]).numel()
-        if end > numel:
-            raise ValueError(
-                f"{kind} of {name} has at least {end} elements in the checkpoint, and {numel} in the model"
-            )
-
-    @torch.no_grad()
     def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Make every sender owe what averaging ranks owed: the mean is the same."""
         kind = self.store.traits.rank_state[0]
+        for own, mean in self._means(saved, lambda piece: [(kind, *debt) for debt in piece.get(DEBTS, ())]):
+            own.add_(mean)
+
+    @torch.no_grad()
+    def _means(
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        values_of: Callable[[Mapping[str, Any]], Iterable[tuple[str, int, Tensor]]],
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield entries of the state, flat, each with the mean of what ``saved`` have of its elements. ``values_of`` a
+        piece: entry, position in the piece, and values. ValueError: a tensor was saved with another shape."""
+        states = self._states()
+        sums: dict[tuple[int, str], Tensor] = {}
         for part in saved:
-            for name, owned, state in self._states():
-                for start, piece in _pieces(part, name):
-                    for begin, debt in piece.get(DEBTS, ()) if kind in state else ():
-                        _add(state[kind].view(-1), owned, start + begin, debt)
+            for number, (index, _, state) in enumerate(states):
+                for source, piece in _pieces(part, index):
+                    for kind, begin, values in values_of(piece) if source.numel else ():
+                        if kind not in state:
+                            continue
+                        total = sums.setdefault((number, kind), torch.zeros(2, index.numel))
+                        start = source.start + begin
+                        _add(total, index, replace(source, start=start, stop=start + values.numel()), values)
+        for (number, kind), (total, count) in sums.items():
+            own = states[number][2][kind].view(-1)
+            yield own, (total / count.clamp_(min=1.0)).to(own.device)
 
 
-def _pieces(saved: Mapping[str, Any], name: str) -> list[tuple[int, Mapping[str, Any]]]:
-    """Return the pieces of a parameter with their starts; without a list there is one, in our first checkpoints the
-    whole.
-    """
-    found = saved[BY_PARAMETER].get(name, ())
-    pieces = [found] if isinstance(found, Mapping) else found
-    return [(int(piece.get(START, 0)), piece) for piece in pieces]
+def _pieces(saved: Mapping[str, Any], own: ShardIndex) -> list[tuple[ShardIndex, Mapping[str, Any]]]:
+    """Return the pieces of the tensor that ``own`` is a part of. Older checkpoints do not say their boxes, and our
+    first ones have the whole of it, without a list."""
+    found = saved[BY_PARAMETER].get(own.name, ())
+    indexed = []
+    for piece in [found] if isinstance(found, Mapping) else found:
+        shape, boxes = piece.get(PLACE, (own.global_shape, own.boxes))
+        start = int(piece.get(START, 0))
+        indexed.append((ShardIndex(own.name, shape, boxes, start, start + _numel(piece)), piece))
+    return indexed
 
 
 def _largest(kept: Mapping[str, Any]) -> int:
@@ -207,16 +199,18 @@ def _largest(kept: Mapping[str, Any]) -> int:
 
 
 def _numel(piece: Mapping[str, Any]) -> int:
-    sizes = [value.numel() for key, value in piece.items() if key not in (START, DEBTS)]
-    return max(sizes, default=0)
+    return max((v.numel() for key, v in piece.items() if key not in (START, PLACE, DEBTS)), default=0)
 
 
-def _add(target: Tensor, owned: OwnedFragment, start: int, values: Tensor) -> None:
-    """Add ``values`` [n], which begin at ``start`` of their parameter, to ``target``, a piece of it."""
-    first, values = owned.fragment.param_offset, values.reshape(-1)
-    low, high = max(first, start), min(first + target.numel(), start + values.numel())
-    if low < high:
-        target[low - first : high - first].add_(values[low - start : high - start].to(target.device))
+def _add(total: Tensor, own: ShardIndex, source: ShardIndex, values: Tensor) -> None:
+    """Add ``values`` of ``source`` to the sums and counts ``total`` [2, n] of ``own``, where both are."""
+    given = values.reshape(-1).to(total)
+    for copy in intersect(own, [source])[0]:
+        found = given.as_strided(copy.shape, copy.source_strides, given.storage_offset() + copy.source_offset)
+        for row, added in zip(total, (found, 1.0), strict=True):
+            row.as_strided(copy.shape, copy.target_strides, row.storage_offset() + copy.target_offset).add_(
+                added
+            )
 
 
 class _Parts(Sequence[Mapping[str, Any]]):
