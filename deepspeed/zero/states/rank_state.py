@@ -1,6 +1,6 @@
-"""State of a communicating optimizer that differs between ranks: saved by each rank, and restored.
+"""Save and restore the state of a communicating optimizer that differs between ranks.
 
-Everything else in its state is the same on all ranks that hold the same weights, and is saved once (``StateAccess``).
+All other state is equal on the ranks that hold the same weights, and is saved once (``StateAccess``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from deepspeed.zero.states.fragments import OwnedFragment
 BY_PARAMETER, OPTIMIZER, START, DEBTS = "by_parameter", "optimizer", "start", "debts"
 WIRE = "wire"
 ROUNDING = 8
-"""Elements that a part may be longer than its share of a bucket."""
+"""Elements by which padding may lengthen a rank's part of a bucket."""
 
 
 class OwnState:
-    """``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer that ``access`` serves.
+    """Per-rank state: ``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer behind
+    ``access``.
 
-    Of each parameter a rank saves the pieces that it updates: where they begin (``START``), their entries of the state,
-    and what it owes them as the one that averages (``DEBTS``). So they can be put together in another layout.
+    A rank saves the pieces of each parameter that it updates: their start (``START``), their state entries, and its
+    server errors for them (``DEBTS``). So they can be joined in another layout.
     """
 
     def __init__(self, access: StateAccess) -> None:
@@ -40,8 +41,7 @@ class OwnState:
         return self.store.traits.own_communication or bool(self._keepers())
 
     def saved(self) -> dict[str, Any] | None:
-        """This rank's part, live; None for an optimizer without communication of its own, where formats of gradients
-        keep no errors either."""
+        """Return this rank's state, live; None if neither the optimizer communicates nor a wire format keeps errors."""
         if not self.takes_part:
             return None
         wire = {index: kept for index, keeper in self._keepers().items() if (kept := keeper.kept())}
@@ -59,10 +59,10 @@ class OwnState:
         return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Take what ``saved[r]`` says that rank r had; returns notes for the log. Local.
+        """Load from ``saved[r]``, the state of rank r; return notes for the log. Local.
 
-        With another number of ranks or other shards, each element gets the mean of all ranks that had it, so that the
-        mean over ranks, which is what an exchange of momenta and errors computes, is what it was. ValueError: a size
+        With another number of ranks or other shards, each element gets the mean over the ranks that had it. This
+        keeps the mean over ranks, which is all that an exchange of momenta and errors computes. ValueError: a size
         differs.
         """
         notes = self._restore_wire(saved, rank, ranks)
@@ -71,7 +71,7 @@ class OwnState:
         )
 
     def _load_optimizer(self, parts: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        # Another optimizer may have saved errors of gradients alone.
+        # Another optimizer may have saved only the error feedback of gradients.
         saved = parts if len(parts) and BY_PARAMETER in parts[0] else list[Mapping[str, Any]]()
         optimizer: Any = self.store.optimizer
         alike = len(saved) == ranks and self._same_pieces(saved[rank])
@@ -82,19 +82,20 @@ class OwnState:
             if isinstance(optimizer, ServerErrorOwner):
                 optimizer.forget_server_errors()
             self._owe(saved)
-        # It may have restored weights that differ from rank to rank.
+        # The optimizer may have restored weights that differ between ranks.
         self.store.refresh_low(self.store.fragments)
         if alike:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]
 
     def _keepers(self) -> dict[int, ErrorFeedback]:
-        """By the index of their bucket."""
+        """Return the error feedback of the wire formats, by bucket index."""
         found = {b.layout.index: keeper_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
         return {index: keeper for index, keeper in found.items() if keeper is not None}
 
     def _restore_wire(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Errors of formats belong to buckets as they were cut, and to the format: for others they start anew."""
+        """Restore the error feedback of wire formats. It belongs to one layout and format of buckets, and is reset
+        for any other."""
         keepers = self._keepers()
         if not keepers:
             return []
@@ -129,8 +130,8 @@ class OwnState:
         return [(names[o.param_index], o, store.state_of(o)) for o in store.fragments]
 
     def _same_pieces(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether another run cut the parameters as this one does, in this order. Those without own state say
-        nothing."""
+        """Return whether ``saved`` has the parameters in the same pieces and order as this rank. Parameters without
+        per-rank state are ignored."""
         known = set(self.access.names)
         theirs = [
             (name, start, _numel(piece))
@@ -146,8 +147,8 @@ class OwnState:
         return theirs == [piece for piece in mine if piece in used]
 
     def _whole(self) -> bool:
-        """Return whether parameters are in one piece here: the optimizer then knows how to share the errors of another
-        number of ranks that had them so as well."""
+        """Return whether every parameter is in one piece here. The optimizer then redistributes errors itself, if the
+        saved ones were in one piece too."""
         return all(
             owned.fragment.numel == full_shape(self.store.params[owned.param_index]).numel()
             for _, owned, _ in self._states()
@@ -155,7 +156,8 @@ class OwnState:
 
     @torch.no_grad()
     def _take(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """The mean of what ``saved`` have of each element; nothing where none has any."""
+        """Set each element to its mean over ``saved``, or to zero where none has it; state that is in none of them is
+        left alone."""
         totals: dict[tuple[int, str], Tensor] = {}
         counts: dict[tuple[int, str], Tensor] = {}
         for part in saved:
@@ -184,7 +186,7 @@ class OwnState:
 
     @torch.no_grad()
     def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Make every sender owe what averaging ranks owed: the mean is the same."""
+        """Add the server errors of averaging ranks to every sender's error: the mean is the same."""
         kind = self.store.traits.rank_state[0]
         for part in saved:
             for name, owned, state in self._states():
@@ -194,9 +196,8 @@ class OwnState:
 
 
 def _pieces(saved: Mapping[str, Any], name: str) -> list[tuple[int, Mapping[str, Any]]]:
-    """Return the pieces of a parameter with their starts; without a list there is one, in our first checkpoints the
-    whole.
-    """
+    """Return the pieces of a parameter with their starts. An entry that is no list is one piece (in our first
+    checkpoints, the whole parameter)."""
     found = saved[BY_PARAMETER].get(name, ())
     pieces = [found] if isinstance(found, Mapping) else found
     return [(int(piece.get(START, 0)), piece) for piece in pieces]
@@ -212,7 +213,8 @@ def _numel(piece: Mapping[str, Any]) -> int:
 
 
 def _add(target: Tensor, owned: OwnedFragment, start: int, values: Tensor) -> None:
-    """Add ``values`` [n], which begin at ``start`` of their parameter, to ``target``, a piece of it."""
+    """Add ``values`` [n], from offset ``start`` of the parameter, to the overlapping part of ``target``, the piece of
+    ``owned``."""
     first, values = owned.fragment.param_offset, values.reshape(-1)
     low, high = max(first, start), min(first + target.numel(), start + values.numel())
     if low < high:
@@ -220,7 +222,7 @@ def _add(target: Tensor, owned: OwnedFragment, start: int, values: Tensor) -> No
 
 
 class _Parts(Sequence[Mapping[str, Any]]):
-    """The optimizer's own part of what each rank saved."""
+    """The optimizer's ``own_state`` as each rank saved it."""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
         self.saved = saved
