@@ -280,7 +280,7 @@ def groups(size: int, meter: Meter) -> None:
 
 def keys(size: int, meter: Meter) -> None:
     """A config with ``size`` keys that nobody knows, and one with as many groups of compressed layers."""
-    from deepspeed.tools.config.check import check_config
+    from deepspeed.tools.config.command import check_config
 
     group = {"params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0}, "modules": ["layer"]}
     shared = {"enabled": True, "quantizer_kernel": False, "schedule_offset": 0}

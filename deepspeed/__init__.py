@@ -67,7 +67,7 @@ _NAMES = {
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.constants",
     "add_config_arguments": "deepspeed.engine.arguments",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
-    "check_config": "deepspeed.tools.config.check",
+    "check_config": "deepspeed.tools.config.command",
     "default_inference_config": "deepspeed.inference.entry",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",

@@ -52,7 +52,7 @@ STATE = {
     "ops/adam/cpu_adam.py:_made": "documented: optimizers of the op by the caller's numbers",
     "zero/gradients/backward.py:_NewestScale.scale": "what engines multiplied the loss of the newest backward by",
     "zero/gradients/backward.py:_NewestScale.task": "which backward that is: engines it reaches divide by the scale",
-    "engine/observers/progress/slow_dtype.py:slowdown()": "how much slower this processor multiplies in a dtype",
+    "engine/observers/progress/start_report.py:slowdown()": "how much slower this processor multiplies in a dtype",
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",

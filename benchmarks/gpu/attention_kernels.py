@@ -31,8 +31,7 @@ from deepspeed.ops.sparse_attention import (
     SparsityConfig,
     gpu_attention,
 )
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
-from deepspeed.ops.sparse_attention.tiles import TilePlan
+from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from report import Report, common_arguments
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -136,7 +135,7 @@ def sparse(report: Report, arguments: argparse.Namespace) -> None:
 
 def sparse_row(name: str, config: SparsityConfig, length: int, arguments: argparse.Namespace) -> list[str]:
     layout = config.make_layout(length)
-    plan, causal = TilePlan(layout, config.block), getattr(config, "attention", "") == "unidirectional"
+    plan, causal = LayoutPlan(layout, config.block), getattr(config, "attention", "") == "unidirectional"
     q, k, v = (_drawn(1, 12, length, 64, dtype=arguments.dtype) for _ in range(3))
 
     def run() -> Tensor:

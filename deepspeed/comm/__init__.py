@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 
 if TYPE_CHECKING:
-    from deepspeed.comm.backend import Backend
     from deepspeed.comm.functions import (
         P2POp,
         all_gather,
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
     from deepspeed.comm.logging import comms_logger, configure, timed_op
     from deepspeed.comm.pending import CommunicationError
     from deepspeed.comm.reduce_op import ReduceOp
-    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.comm.torch import Backend, TorchBackend
 
 __all__ = [
     "Backend", "CommunicationError", "P2POp", "ProcessGroup", "ReduceOp", "TORCH_DISTRIBUTED_DEFAULT_PORT",
@@ -93,7 +92,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_HOLDERS = ("init", "logging", "functions", "backend")
+_HOLDERS = ("init", "logging", "functions", "torch")
 """Modules that have the names above, those first that every engine loads; few need the others."""
 
 

@@ -25,15 +25,15 @@ from deepspeed.comm.logging import PROCESS_LOG, measured, recording
 from deepspeed.comm.pending import DONE, CommunicationError, OrderedPending, Pending
 from deepspeed.comm.record import CommsLogger
 from deepspeed.comm.reduction import sum_in_order
-from deepspeed.comm.transports.choice import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
+from deepspeed.comm.transports.choice import Transport, Wires, is_gloo
 
 if TYPE_CHECKING:
     from deepspeed.comm.hangs.thread_states import Names
 
 
 __all__ = [
-    "AllGather", "AllReduce", "CommunicationError", "Communicator", "Network", "Pending", "ReduceScatter",
-    "Transport", "communicator", "forget_communicators", "use_shared_memory",
+    "CommunicationError", "Communicator", "Network", "Pending", "Transport", "communicator", "forget_communicators",
+    "use_shared_memory",
 ]  # fmt: skip
 
 OPERATIONS = (

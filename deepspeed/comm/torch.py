@@ -16,11 +16,33 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.backend import Backend
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators
 from deepspeed.comm.groups import all_gather_single, default_timeout, reduce_scatter_single
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
+
+# The base class of communication backends, for those who bring their own.
+
+
+class Backend:
+    """Base of communication backends: a name, and whether its process group exists."""
+
+    def __init__(self, name: str = "backend", rank: int = 0, size: int = 1) -> None:
+        self.name = name
+        self.world_group = None
+        self.world_size = size
+        self.world_rank = rank
+        self.initialized = False
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def new_group(self, ranks):
+        raise NotImplementedError(f"backend {self.name!r} makes no groups")
+
+    def init_process_group(self, *args, **kwargs) -> None:
+        self.initialized = True
+
 
 Group: TypeAlias = ProcessGroup | None
 """None: all ranks."""

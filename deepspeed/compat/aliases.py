@@ -18,7 +18,7 @@ MODULES = {
     "deepspeed.checkpoint.reshape_utils": "deepspeed.compat.checkpoint.reshape_utils",
     "deepspeed.checkpoint.universal_checkpoint": "deepspeed.compat.checkpoint.universal_checkpoint",
     "deepspeed.checkpoint.utils": "deepspeed.compat.checkpoint.utils",
-    "deepspeed.checkpoint.zero_checkpoint": "deepspeed.compat.checkpoint.zero_checkpoint",
+    "deepspeed.checkpoint.zero_checkpoint": "deepspeed.compat.checkpoint.deepspeed_checkpoint",
     "deepspeed.checkpointing": "deepspeed.transforms.recompute.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.comm.config": "deepspeed.config.sections.comm",
@@ -33,7 +33,14 @@ MODULES = {
     "deepspeed.env_report": "deepspeed.tools.env_report",
     "deepspeed.git_version_info": "deepspeed.compat.git_version_info",
     "deepspeed.inference.quantization": "deepspeed.transforms.weight_quantization",
+    "deepspeed.inference.quantization.layers": "deepspeed.transforms.weight_quantization.quantization",
+    "deepspeed.inference.v2.checkpoint.base_engine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    "deepspeed.inference.v2.checkpoint.in_memory_engine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    "deepspeed.inference.v2.engine_factory": "deepspeed.inference.v2.engine_v2",
+    "deepspeed.inference.v2.scheduling_utils": "deepspeed.inference.v2.engine_v2",
     "deepspeed.io": "deepspeed.ops.io",
+    "deepspeed.io.mock_file_writer": "deepspeed.ops.io.base_file_writer",
+    "deepspeed.io.py_file_writer": "deepspeed.ops.io.base_file_writer",
     "deepspeed.launcher": "deepspeed.tools.launcher",
     "deepspeed.launcher.multinode_runner": "deepspeed.tools.launcher.hosts.multinode_runner",
     "deepspeed.linear": "deepspeed.transforms.lora",
@@ -41,22 +48,27 @@ MODULES = {
     "deepspeed.linear.context_manager": "deepspeed.transforms.lora.context",
     "deepspeed.module_inject": "deepspeed.compat.module_inject",
     "deepspeed.module_inject.autotp_config": "deepspeed.parallel.tensor.planning.autotp_config",
-    "deepspeed.module_inject.tp_plan_converter": "deepspeed.parallel.tensor.planning.tp_plan_converter",
+    "deepspeed.module_inject.inject": "deepspeed.compat.module_inject.replacing",
+    "deepspeed.module_inject.policy": "deepspeed.compat.module_inject.replace_policy",
+    "deepspeed.module_inject.tp_plan_converter": "deepspeed.parallel.tensor.planning.rules",
     "deepspeed.moe": "deepspeed.parallel.expert",
+    "deepspeed.moe.experts": "deepspeed.parallel.expert.layer",
+    "deepspeed.moe.mappings": "deepspeed.parallel.expert.sharded_moe",
     "deepspeed.monitor": "deepspeed.observe.monitor",
     "deepspeed.monitor.config": "deepspeed.config.sections.monitor",
     "deepspeed.nebula.config": "deepspeed.config.sections.checkpoint",
     "deepspeed.nvme": "deepspeed.tools.nvme",
+    "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion.fused_lion",
     "deepspeed.profiling.config": "deepspeed.config.sections.profiling",
     "deepspeed.profiling.flops_profiler": "deepspeed.observe.flops",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.transforms.recompute",
     "deepspeed.runtime.activation_checkpointing.config": "deepspeed.config.sections.model",
-    "deepspeed.runtime.base_optimizer": "deepspeed.optim.base",
+    "deepspeed.runtime.base_optimizer": "deepspeed.zero.optimizer",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.zero.optimizer",
     "deepspeed.runtime.checkpoint_engine": "deepspeed.checkpoint.storage",
     "deepspeed.runtime.comm.coalesced_collectives": "deepspeed.compat.runtime_comm.coalesced_collectives",
     "deepspeed.runtime.comm.compressed": "deepspeed.compat.runtime_comm.compressed",
-    "deepspeed.runtime.comm.nccl": "deepspeed.compat.runtime_comm.nccl",
+    "deepspeed.runtime.comm.nccl": "deepspeed.compat.runtime_comm.compressed",
     "deepspeed.runtime.compiler": "deepspeed.base.compiler",
     "deepspeed.runtime.config": "deepspeed.config.deepspeed_config",
     "deepspeed.runtime.config_utils": "deepspeed.config.section",
@@ -70,6 +82,7 @@ MODULES = {
     "deepspeed.runtime.engine": "deepspeed.engine.engine",
     "deepspeed.runtime.fp16": "deepspeed.compat.fp16",
     "deepspeed.runtime.fp16.onebit": "deepspeed.optim.onebit",
+    "deepspeed.runtime.fp16.unfused_optimizer": "deepspeed.compat.fp16.fused_optimizer",
     "deepspeed.runtime.hybrid_engine": "deepspeed.engine.hybrid_engine",
     "deepspeed.runtime.lr_schedules": "deepspeed.optim.lr_schedules",
     "deepspeed.runtime.model_checkpointing.constants": "deepspeed.config.sections.checkpoint",
@@ -99,6 +112,7 @@ MODULES = {
     "deepspeed.runtime.zero.config": "deepspeed.config.sections.zero",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.sections.zero",
     "deepspeed.runtime.zero.linear": "deepspeed.compat.zero_linear",
+    "deepspeed.runtime.zero.muon.original_muon": "deepspeed.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.sections.offload",
     "deepspeed.runtime.zero.offload_states": "deepspeed.compat.offload_states",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.zero.gathering.init_context",
@@ -108,7 +122,7 @@ MODULES = {
     "deepspeed.runtime.zero.utils": "deepspeed.compat.zero_utils",
     "deepspeed.sequence": "deepspeed.parallel.sequence",
     "deepspeed.utils": "deepspeed.compat.utils",
-    "deepspeed.utils.bwc": "deepspeed.comm.bwc",
+    "deepspeed.utils.bwc": "deepspeed.comm.documented_groups",
     "deepspeed.utils.comms_logging": "deepspeed.comm.record",
     "deepspeed.utils.debug": "deepspeed.compat.utils.debug",
     "deepspeed.utils.exceptions": "deepspeed.base.exceptions",
@@ -120,7 +134,7 @@ MODULES = {
     "deepspeed.utils.pin_memory_tracker": "deepspeed.base.accelerator.pin_memory_tracker",
     "deepspeed.utils.tensor_fragment": "deepspeed.zero.tensor_fragment",
     "deepspeed.utils.timer": "deepspeed.observe.timer",
-    "deepspeed.utils.torch": "deepspeed.base.torch",
+    "deepspeed.utils.torch": "deepspeed.base.compiler",
     "deepspeed.utils.tp_shard": "deepspeed.compat.module_inject.tp_shard",
     "deepspeed.utils.types": "deepspeed.compat.types",
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.gathering.leaf_modules",
@@ -148,9 +162,8 @@ _NAMES_BY_MODULE = {
             UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS
             ZERO_STAGE
         """,
-        "deepspeed.compat.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint",
         "deepspeed.compat.checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint",
-        "deepspeed.compat.checkpoint.zero_checkpoint": "ZeROCheckpoint",
+        "deepspeed.compat.checkpoint.deepspeed_checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint",
         "deepspeed.compat.checkpoint.utils": """
             get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         """,
@@ -162,8 +175,7 @@ _NAMES_BY_MODULE = {
     },
     # installed as the entry of `ds_check` by earlier builds
     "deepspeed.config_check": {
-        "deepspeed.tools.config.check": "check_config",
-        "deepspeed.tools.config.command": "main",
+        "deepspeed.tools.config.command": "check_config main",
     },
     "deepspeed.elasticity": {
         "deepspeed.tools.elastic.elastic_agent": "DSElasticAgent",
@@ -173,18 +185,20 @@ _NAMES_BY_MODULE = {
     },
     "deepspeed.inference": {
         "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
-        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
+        "deepspeed.inference.v2.engine_v2": """
+            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
+        """,
     },
     "deepspeed.inference.v2": {
         "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": "InferenceEngineV2",
-        "deepspeed.inference.v2.engine_factory": "build_engine_from_ds_checkpoint build_hf_engine",
+        "deepspeed.inference.v2.engine_v2": """
+            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
+        """,
     },
     "deepspeed.inference.v2.checkpoint": {
-        "deepspeed.inference.v2.checkpoint.in_memory_engine": "InMemoryModelEngine",
-        "deepspeed.inference.v2.checkpoint.base_engine": "CheckpointEngineBase",
-        "deepspeed.inference.v2.checkpoint.huggingface_engine": "HuggingFaceCheckpointEngine",
+        "deepspeed.inference.v2.checkpoint.huggingface_engine": """
+            CheckpointEngineBase HuggingFaceCheckpointEngine InMemoryModelEngine
+        """,
     },
     "deepspeed.inference.v2.ragged": {
         "deepspeed.inference.v2.ragged.manager_configs": "DSStateManagerConfig",
@@ -203,8 +217,9 @@ _NAMES_BY_MODULE = {
         "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
     },
     "deepspeed.module_inject.replace_module": {
-        "deepspeed.compat.module_inject.inject": "revert_transformer_layer=revert_layers",
-        "deepspeed.compat.module_inject.replacing": "replace_transformer_layer",
+        "deepspeed.compat.module_inject.replacing": """
+            replace_transformer_layer revert_transformer_layer=revert_layers
+        """,
     },
     "deepspeed.ops": {
         "deepspeed.ops.transformer.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
@@ -222,13 +237,13 @@ _NAMES_BY_MODULE = {
         """,
         "deepspeed.compat.runtime_utils": "detach_variable",
     },
-    "deepspeed.runtime": {"deepspeed.optim.base": "ZeROOptimizer"},
+    "deepspeed.runtime": {"deepspeed.zero.optimizer": "ZeROOptimizer"},
     "deepspeed.runtime.engine": {
         "deepspeed.parallel.expert.layer": "MoE",
         "deepspeed.compat.torch_autocast": "autocast_if_enabled",
     },
     "deepspeed.runtime.utils": {
-        "deepspeed.comm.bwc": "bwc_tensor_model_parallel_rank",
+        "deepspeed.comm.documented_groups": "bwc_tensor_model_parallel_rank",
         "deepspeed.compat.absent": "graph_process",
         "torch": "inf",
     },
@@ -285,8 +300,7 @@ _NAMES_BY_MODULE = {
             InternVLFusionAdapter LlavaFusionAdapter Qwen2VLFusionAdapter
         """,
         "deepspeed.parallel.sequence.autosp_vit": "UlyssesSPViTAttention",
-        "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp",
-        "deepspeed.parallel.sequence.autosp_detector": "detect_model_sp_info",
+        "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp detect_model_sp_info",
     },
     "deepspeed.utils": {
         "deepspeed.data.loader": "RepeatingLoader",

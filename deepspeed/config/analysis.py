@@ -310,8 +310,11 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
         try:
             return TrainingConfig(**data)
         except ValidationError as error:
-            from deepspeed.config.meaning import plain_meaning  # for configs with mistakes
-            from deepspeed.config.refusals import refusals, value_at
+            from deepspeed.config.refusals import (
+                plain_meaning,  # for configs with mistakes
+                refusals,
+                value_at,
+            )
 
             before = len(refused)
             for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):

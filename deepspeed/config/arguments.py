@@ -1,7 +1,7 @@
 """Valid arguments of optimizers and schedules: `optimizer.params` and `scheduler.params` of a config.
 
-A constructor would catch some mistakes, late and in its own words; a weight decay of null or an epsilon of 1e30
-would train, to nonsense. Names mean the same in all optimizers, so one table serves all of them.
+A constructor would catch some mistakes, late and in its own words; a weight decay of null or an epsilon of 1e30 would
+train, to nonsense. Names mean the same in all optimizers, so one table serves all of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from deepspeed.config.problems import Remedy
 
 MAX_NUMBER = 1e6
-"""No rate, decay or factor of a training run is larger."""
+"""Upper bound for rates, decays and factors of a training run."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """A test of one value, and what it requires in words."""
+    """A test of one value, and its requirement in words."""
 
     test: Callable[[Any], bool]
     text: str
@@ -29,7 +29,7 @@ class Allowed:
         return Allowed(lambda value: value is None or self.test(value), f"{self.text}, or null")
 
     def or_list(self) -> Allowed:
-        """The value, or a list with one such value per parameter group."""
+        """Accept a single value, or a list with one value per parameter group."""
         return Allowed(
             lambda value: (
                 all(map(self.test, value)) if isinstance(value, (list, tuple)) else self.test(value)
@@ -39,7 +39,7 @@ class Allowed:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether it is a finite number (Python counts True as 1; here it is not a number)."""
+    """Return whether ``value`` is a finite number (True, which Python counts as 1, is not)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -91,9 +91,9 @@ def _all_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-FINITE = Allowed(_all_finite, "finite numbers")  # applies to arguments in none of the tables
+FINITE = Allowed(_all_finite, "finite numbers")  # for arguments in none of the tables
 
-_EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
+_EPSILONS = Allowed(  # Adafactor has two, the first of which may be null
     lambda value: (
         len(value) == 2 and SHARE.or_null().test(value[0]) and SHARE.test(value[1])
         if isinstance(value, (list, tuple))
@@ -103,7 +103,7 @@ _EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
 )
 
 TAKES_AUTO = frozenset({"freeze_step"})
-"""Arguments for which "auto" is a value of its own: nobody has to fill it in."""
+"""Arguments for which "auto" is a valid value, not to be filled in."""
 
 OPTIMIZER: dict[str, Allowed] = {
     **dict.fromkeys(
@@ -180,7 +180,7 @@ REQUIRED = {
     "WarmupCosineLR": ("total_num_steps",),
 }
 FILLED_IN = frozenset(OPTIMIZER.keys() | {key for table in SCHEDULES.values() for key in table}) - TAKES_AUTO
-"""Arguments that "auto" leaves to a client."""
+"""Arguments whose "auto" the client fills in."""
 WHOLE_NUMBERS = frozenset(
     key
     for table in SCHEDULES.values()
@@ -199,19 +199,19 @@ class WrongArgument(NamedTuple):
 
 
 def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Each value that no optimizer can use."""
+    """Yield the values that no optimizer can use."""
     yield from _wrong(params, OPTIMIZER)
 
 
 def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
-    """Each value that the schedule cannot use."""
+    """Yield the values that the schedule cannot use."""
     yield from _wrong(params, SCHEDULES.get(name, {}))
 
 
 def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
     for key, value in (params or {}).items():
         if not _from_json(value):
-            continue  # a tensor or function from a script, for a constructor that expects it
+            continue  # a tensor or function from a script, for a constructor that accepts it
         allowed = table.get(key, FINITE)
         if not allowed.test(value):
             yield WrongArgument(key, value, allowed.text, allowed.test)
@@ -224,7 +224,7 @@ def _from_json(value: Any) -> bool:
 
 
 def without_quotes(value: Any) -> Any:
-    """The boolean or finite number that a string spells; None for any other string."""
+    """Return the boolean or finite number that a string spells; None for any other string."""
     if not isinstance(value, str):
         return None
     word = value.strip().lower()
@@ -240,12 +240,12 @@ def without_quotes(value: Any) -> Any:
 
 
 def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
-    """The same value without quotes, if that is valid."""
+    """Return a remedy that removes the quotes, if the value is valid then."""
     spelled = without_quotes(value)
     return Remedy(value=spelled, replaces_value=True) if spelled is not None and fits(spelled) else None
 
 
 def remedy(value: Any) -> str:
-    """Say what to write instead of a string that spells a number or boolean; empty for other values."""
+    """Return a hint for a string that spells a number or boolean; empty for other values."""
     spelled = without_quotes(value)
     return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"

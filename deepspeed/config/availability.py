@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections.parallel import AutoEPConfig, TPPartitionConfig
 
 Predicate = Callable[[TrainingConfig], object]
 
@@ -34,26 +34,6 @@ class Missing:
         return f"not implemented in this release and has no effect; {self.instead}"
 
 
-def _expert_parallel(key: str) -> Predicate:
-    """Tell whether the section is on and differs from what the model does."""
-    default = AutoEPConfig.model_fields[key].default
-    return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
-
-
-def _partition_config(key: str) -> Predicate:
-    default = TPPartitionConfig.model_fields[key].default
-
-    def says_otherwise(config: TrainingConfig) -> bool:
-        rules = config.tensor_parallel.partition_config
-        return rules is not None and getattr(rules, key) != default
-
-    return says_otherwise
-
-
-def _compile(key: str) -> Predicate:
-    return lambda c: c.compile.deepcompile and getattr(c.compile, key)
-
-
 def _unsplit(config: TrainingConfig) -> bool:
     """Tell whether a pass is asked for that shares work which nothing else in the config shares."""
     wanted = (config.compile.passes or ()) if config.compile.deepcompile else ()
@@ -61,95 +41,81 @@ def _unsplit(config: TrainingConfig) -> bool:
     return ("autosp" in wanted and sequence == 1) or ("autotp" in wanted and layers <= 1)
 
 
-ROUTING = (
-    "score_func", "score_apply", "route_norm", "route_scale", "top_k", "routed_scaling_factor", "num_expert_groups",
-    "num_limited_groups",
-)  # fmt: skip
-NAMING = (
-    "preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2",
-    "expert_w3", "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern",
-    "shared_experts_gate_pattern", "expert_activation",
-)  # fmt: skip
-COMPUTING = (
-    "use_grouped_mm",
-    "combine_impl",
-    "row_weighting_impl",
-    "gate_up_impl",
-    "validate_folding_routing",
-)
-EXCHANGING = ("async_split_plan", "comm_backend", "comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank")
+def _differs(owner: str, key: str) -> Predicate:
+    """Tell whether the section ``owner`` is there, is on if it has a switch, and differs from its default."""
 
-_AUTOGRAD = "autograd keeps of a compiled graph what its backward needs, and frees it then"
+    def asked_for(config: TrainingConfig) -> bool:
+        section: Any = config
+        for part in owner.split(".") if owner else ():
+            section = getattr(section, part)
+        if section is None or owner in SWITCHES and not getattr(section, SWITCHES[owner]):
+            return False
+        return getattr(section, key) != type(section).model_fields[key].default
+
+    return asked_for
+
+
+SWITCHES = {"expert_parallel": "enabled", "compile": "deepcompile"}
+"""Keys without which nothing else of a section is asked for."""
+
+ROUTING = """
+    score_func score_apply route_norm route_scale top_k routed_scaling_factor num_expert_groups num_limited_groups
+"""
+NAMING = """
+    preset_model moe_layer_pattern router_pattern expert_pattern expert_w1 expert_w2 expert_w3 num_experts_attr
+    top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation
+"""
+COMPUTING = "use_grouped_mm combine_impl row_weighting_impl gate_up_impl validate_folding_routing"
+EXCHANGING = "async_split_plan comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank"
+COMMUNICATING = """
+    symmetric_memory sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather
+"""
+
+
+def _missing(owner: str, keys: str, instead: str, changes_numbers: bool = False) -> tuple[Missing, ...]:
+    """Make the rows of keys of one section."""
+    return tuple(
+        Missing(f"{owner}.{key}".lstrip("."), _differs(owner, key), instead, changes_numbers)
+        for key in keys.split()
+    )
+
 
 MISSING: tuple[Missing, ...] = (
-    # Parallelism
-    *(
-        Missing(
-            f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides this"
-        )
-        for key in ROUTING
-    ),
-    # Compiler
-    Missing(
-        "compile.offload_activation",
-        lambda c: c.compile.deepcompile and c.compile.offload_activation,
+    *_missing("expert_parallel", ROUTING, "remove it: the model's own router decides this", True),
+    *_missing(
+        "compile",
+        "offload_activation",
         "set activation_checkpointing.cpu_checkpointing, and checkpoint the blocks",
+        True,
     ),
     # What cannot change the numerics
-    *(
-        Missing(
-            f"expert_parallel.{key}",
-            _expert_parallel(key),
-            "experts are found by their stacked weights, and everything around them stays as it is",
-            False,
-        )
-        for key in NAMING
+    *_missing(
+        "expert_parallel",
+        NAMING,
+        "experts are found by their stacked weights, and everything around them stays as it is",
     ),
-    *(
-        Missing(
-            f"expert_parallel.{key}",
-            _expert_parallel(key),
-            "a layer's products are always one call, and its outputs are summed by their weights",
-            False,
-        )
-        for key in COMPUTING
+    *_missing(
+        "expert_parallel",
+        COMPUTING,
+        "a layer's products are always one call, and its outputs are summed by their weights",
     ),
-    *(
-        Missing(
-            f"expert_parallel.{key}",
-            _expert_parallel(key),
-            "tokens are exchanged by this package's own exchange, which chooses its transport",
-            False,
-        )
-        for key in EXCHANGING
+    *_missing(
+        "expert_parallel",
+        EXCHANGING,
+        "tokens are exchanged by this package's own exchange, which chooses its transport",
     ),
-    *(
-        Missing(
-            f"tensor_parallel.partition_config.{key}",
-            _partition_config(key),
-            "embeddings and heads are found by the model's graph and split by their vocabulary",
-            False,
-        )
-        for key in ("lm_head_patterns", "embedding_partition_dim")
+    *_missing(
+        "tensor_parallel.partition_config",
+        "lm_head_patterns embedding_partition_dim",
+        "embeddings and heads are found by the model's graph and split by their vocabulary",
     ),
-    Missing(
-        "tensor_parallel.tp_overlap_comm",
-        lambda c: c.tensor_parallel.tp_overlap_comm,
-        "sums are waited for where they are needed",
-        False,
+    *_missing("tensor_parallel", "tp_overlap_comm", "sums are waited for where they are needed"),
+    *_missing("compile", COMMUNICATING, "compiled graphs communicate outside of themselves"),
+    *_missing(
+        "compile",
+        "keep_all_input_tensors free_activation",
+        "autograd keeps of a compiled graph what its backward needs, and frees it then",
     ),
-    *(
-        Missing(f"compile.{key}", _compile(key), "compiled graphs communicate outside of themselves", False)
-        for key in (
-            "symmetric_memory",
-            "sync_before_reduce",
-            "sync_after_reduce",
-            "sync_before_allgather",
-            "sync_after_allgather",
-        )
-    ),
-    Missing("compile.keep_all_input_tensors", _compile("keep_all_input_tensors"), _AUTOGRAD, False),
-    Missing("compile.free_activation", _compile("free_activation"), _AUTOGRAD, False),
     Missing(
         "compile.passes",
         _unsplit,
@@ -157,8 +123,8 @@ MISSING: tuple[Missing, ...] = (
         False,
         value="'autosp' without sequence_parallel_size, 'autotp' without autotp_size",
     ),
-    Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
-    Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),
+    *_missing("nebula", "enabled", "checkpoints are written the ordinary way"),
+    *_missing("", "graph_harvesting", "the step runs without a CUDA graph"),
 )
 
 

@@ -1,8 +1,8 @@
-"""The axes of parallelism that the ranks of a job form: one plan, from whatever names them.
+"""The axes of parallelism over the ranks of a job: one layout, from all sources that may define it.
 
 The config (`sequence_parallel_size`, `data_parallel_size`, `tensor_parallel.autotp_size`) and `mesh_param` of
-`initialize` become one `MeshLayout`. A model-parallel unit or a device mesh that the caller hands over has its groups
-already; then only the number of data-parallel ranks is read here. Errors are problems of the config, like all others.
+`initialize` become one `MeshLayout`. A model-parallel unit or device mesh passed by the caller already has groups; then
+only the number of data-parallel ranks is read here. Errors are reported as problems of the config.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from deepspeed.base.environment import ALONE, Identity, default_group, this_process
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, shown
 
-# Named axes of parallelism and the ranks of each group along them: pure arithmetic, no torch.distributed.
+# Named axes of parallelism and the ranks of each group along them: pure arithmetic, without torch.distributed.
 
 
 BASE_AXES = ("pp", "dp", "sp", "tp")
-# derived axis -> (which size field it uses, whether it is the inner one of its pair)
+# derived axis -> (its size field, whether it is the inner one of its pair)
 DERIVED_AXES = {
     "ep": ("ep", True),
     "expert_dp": ("ep", False),
@@ -32,7 +32,7 @@ AXES = (*BASE_AXES, *DERIVED_AXES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout:
-    """Sizes of the axes, and from them the ranks of every group. Pure arithmetic: no torch.distributed."""
+    """Sizes of the axes, from which the ranks of every group follow. Pure arithmetic, without torch.distributed."""
 
     pp: int = 1
     dp: int = 1
@@ -59,18 +59,18 @@ class MeshLayout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same dense weights and average their gradients: dp * sp."""
+        """Number of ranks that hold the same dense weights and average their gradients: dp * sp."""
         return self.dp * self.sp
 
     def size(self, *axes: str) -> int:
-        """Ranks of a group over these axes (their product)."""
+        """Return the number of ranks in a group over these axes (the product of their sizes)."""
         result = 1
         for axis in axes:
             result *= self._size(axis)
         return result
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """A rank's position along each base axis."""
+        """Return a rank's position along each base axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
         result: dict[str, int] = {}
@@ -79,13 +79,13 @@ class MeshLayout:
         return {axis: result[axis] for axis in BASE_AXES}
 
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
+        """Return the group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
         if len(axes) == 1 and axes[0] in DERIVED_AXES:
             return self._derived_ranks(rank, axes[0])
         for axis in axes:
             if axis not in BASE_AXES:
                 raise ValueError(f"mesh axes {axes}: only {BASE_AXES} can be combined, not {axis!r}")
-        self.coordinate(rank)  # checks that it is one of the mesh's
+        self.coordinate(rank)  # checks that it is in the mesh
         found, stride = [rank], self.world_size
         for axis in BASE_AXES:
             size = self._size(axis)
@@ -96,7 +96,7 @@ class MeshLayout:
         return tuple(found)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group over these axes, ordered by first rank; each rank is in exactly one."""
+        """Return every group over these axes, ordered by first rank; each rank is in exactly one."""
         result: list[tuple[int, ...]] = []
         placed: set[int] = set()
         for rank in range(self.world_size):
@@ -121,8 +121,8 @@ class MeshLayout:
 
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
-    """Split `ranks` into runs of `block`; returns the run that holds `rank` (inner), or the ranks with the same
-    position in every run (not inner)."""
+    """Split `ranks` into runs of `block`; return the run of `rank` (inner), or the ranks with its position in every run
+    (not inner)."""
     place = ranks.index(rank)
     if inner:
         start = place - place % block
@@ -140,7 +140,7 @@ MESH_PARAM = "mesh_param"
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes as decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
+    """The resolved axes: `data_parallel` ranks read different data. `layout`: None if the caller has own groups."""
 
     data_parallel: int
     origin: str
@@ -158,11 +158,11 @@ def axes_of(
     mesh_param: Sequence[int] | None = None,
     split_over: int | None = None,
 ) -> Axes:
-    """The axes of a job of `ranks` ranks, given the config as written; `origin` says where their number comes from.
-    `split_over`: over how many tensor-parallel ranks the model is split already.
+    """Return the axes of a job of `ranks` ranks, given the config as written; `origin` names the source of that number.
+    `split_over`: number of tensor-parallel ranks that the model is already split over.
 
-    The ranks of a sequence are neighbours, and those of a tensor-parallel group inside it. What does not fit leaves
-    problems, and then a layout that only serves to find more of them.
+    The ranks of a sequence are consecutive, and within it those of a tensor-parallel group. Inconsistencies are
+    recorded as problems; the returned axes then only serve to find more of them.
     """
     if mpu is not None:
         if hasattr(mpu, "get_data_parallel_world_size"):
@@ -187,22 +187,22 @@ def axes_of(
 
 
 def least_ranks(data: Mapping[str, Any]) -> int:
-    """The smallest job that the sizes in a config describe."""
+    """Return the smallest world size that fits the sizes in a config."""
     return math.prod(_sizes_in(data).values())
 
 
 def tensor_parallel_size(data: Mapping[str, Any]) -> int:
-    """Over how many ranks the config splits each layer."""
+    """Return the number of ranks that the config splits each layer over."""
     return _sizes_in(data).get(TENSOR, 1)
 
 
 def sequence_parallel_size(data: Mapping[str, Any]) -> int:
-    """Read the number of ranks that share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return _sizes_in(data).get(SEQUENCE, 1)
 
 
 def _sizes_in(data: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes that the config states; what is no number is reported with the types."""
+    """Return the sizes in the config; anything that is not a number is reported by type validation."""
     tensor = data.get("tensor_parallel")
     stated = {
         SEQUENCE: data.get(SEQUENCE),
@@ -280,7 +280,7 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
 
 
 def _data_axis(mesh: Any) -> int:
-    """Size of the data-parallel axis of a torch DeviceMesh or of our ProcessMesh."""
+    """Return the size of the data-parallel axis of a torch DeviceMesh or of our ProcessMesh."""
     names = getattr(mesh, "mesh_dim_names", None)
     if names:
         axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
@@ -288,20 +288,20 @@ def _data_axis(mesh: Any) -> int:
     return int(mesh.size("dp"))
 
 
-# The number of ranks of the job that a config is read for, and the rank of this process.
+# The world size of the job that a config is read for, and the rank of this process.
 
 
 NO_LAUNCHER = "no launcher and no process group found"
 
 
 def global_rank() -> int:
-    """Return this process's rank: in the default process group, else by the launcher's environment, else 0."""
+    """Return this process's rank: in the default process group, else from the launcher's environment, else 0."""
     group = default_group()
     return _identity().rank if group is None else group[0]
 
 
 def world_size() -> tuple[int, str]:
-    """Return the number of ranks of the job and where it comes from; a process group need not exist yet."""
+    """Return the world size of the job and its source; a process group need not exist yet."""
     group = default_group()
     if group is not None:
         return group[1], "from torch.distributed"
@@ -312,7 +312,7 @@ def world_size() -> tuple[int, str]:
 
 
 def _identity() -> Identity:
-    """Read what `init_distributed` will read, and in the same way."""
+    """Read the environment in the same way as `init_distributed` will."""
     try:
         return this_process(os.environ)
     except ValueError as error:

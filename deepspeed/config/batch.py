@@ -1,5 +1,4 @@
-"""The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps *
-data_parallel_ranks`.
+"""The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps * data_parallel_ranks`.
 
 Pure arithmetic on the three numbers a user may give; any two (or one) determine the rest.
 """
@@ -27,7 +26,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Three consistent numbers, and where each came from ("given", "derived", "default" or "elasticity")."""
+    """Three consistent numbers, and the origin of each ("given", "derived", "default" or "elasticity")."""
 
     train: int
     micro: int
@@ -45,11 +44,11 @@ class BatchSizes:
 def resolve(
     train: int | None, micro: int | None, accumulation: int | None, dp_world: int, *, world_from: str = ""
 ) -> BatchSizes:
-    """The full triangle for `dp_world` data-parallel ranks.
+    """Resolve the full triangle for `dp_world` data-parallel ranks.
 
-    Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` says
-    in messages where the number of ranks was read. Raises BatchError naming all numbers, their origin, and
-    the nearest values that fit.
+    Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` names the source of
+    the number of ranks in messages. Raises BatchError naming all numbers, their origin, and the nearest values that
+    fit.
     """
     for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation)):
         if value is not None and value < 1:
@@ -82,8 +81,8 @@ def resolve(
 
 
 def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin: dict[str, str]) -> int:
-    """The one factor of `train` that is missing, of which `known` is the other: (key, number). BatchError: it is not a
-    whole number."""
+    """Return the missing factor of `train`, given the other one, `known`: (key, number). BatchError: it is not a whole
+    number."""
     key, number = known
     unit = number * dp_world
     if train % unit == 0:
@@ -128,7 +127,7 @@ def _either(values: list[int]) -> str:
 
 
 def _neighbours(value: int, unit: int) -> list[int]:
-    """The multiples of `unit` around `value`, except zero."""
+    """Return the multiples of `unit` around `value`, except zero."""
     below = value // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 
@@ -139,7 +138,7 @@ def _divisors(value: int) -> list[int]:
 
 
 def _nearest(candidates: list[int], value: int) -> list[int]:
-    """At most two of `candidates`: the closest one below and the closest one above `value`."""
+    """Return at most two of `candidates`: the closest below and the closest above `value`."""
     below = [c for c in candidates if c < value][-1:]
     above = [c for c in candidates if c > value][:1]
     return below + above

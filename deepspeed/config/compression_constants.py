@@ -24,7 +24,7 @@ ROW_PRUNING = "row_pruning"
 HEAD_PRUNING = "head_pruning"
 CHANNEL_PRUNING = "channel_pruning"
 
-# Of the section "weight_quantization".
+# Keys of the section "weight_quantization".
 WEIGHT_QUANTIZE_ENABLED = TECHNIQUE_ENABLED
 WEIGHT_QUANTIZE_KERNEL = "quantizer_kernel"
 WEIGHT_QUANTIZE_GROUPS = "quantize_groups"
@@ -38,5 +38,5 @@ WEIGHT_QUANTIZE_CHANGE_RATIO = "quantize_change_ratio"
 TECHNIQUES = (
     WEIGHT_QUANTIZATION, ACTIVATION_QUANTIZATION, SPARSE_PRUNING, HEAD_PRUNING, ROW_PRUNING, CHANNEL_PRUNING,
 )  # fmt: skip
-"""In the order in which they are made permanent: what changes shapes comes last."""
+"""In the order in which they are made permanent: those that change shapes come last."""
 SNIP_MOMENTUM = "snip_momentum"

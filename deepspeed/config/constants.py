@@ -1,7 +1,7 @@
 """Names that configs and clients share.
 
 In addition to the names below, each top-level key of the config has two constants, its spelling and its documented
-default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0. So have the keys of some
+default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0. So do the keys of some
 sections: `FP16_HYSTERESIS` is "hysteresis".
 """
 
@@ -36,7 +36,7 @@ TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 ADAM_W_MODE_DEFAULT = True
 
-# Names that the documentation lists; the config object holds these in lower case.
+# Names in the documentation; the config object has these in lower case.
 DEEPSPEED_OPTIMIZERS = (
     ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER,
     ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER,
@@ -49,7 +49,7 @@ GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM = "mean", "sum"
 BFLOAT16, BFLOAT16_OLD = "bf16", "bfloat16"  # spellings of the section
 BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = BFLOAT16_OPTIMIZER_STATES_DEFAULT = False
 
-# Entries of what an `mpu` or a group of parameters says of ranks.
+# Entries for ranks in an `mpu` or a parameter group.
 DATA_PARALLEL_GROUP = "data_parallel_group"
 GLOBAL_RANK = "global_rank"
 
@@ -58,7 +58,7 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
 
 
 def __getattr__(name: str) -> Any:
-    """The constants of config keys, from the schema, which is imported here because it imports this module."""
+    """Return the constant of a config key from the schema, imported late because it imports this module."""
     if name.isupper() and not name.startswith("_"):
         from deepspeed.config.getters import constant_of_key
 

@@ -1,4 +1,4 @@
-"""`DeepSpeedConfig`: a validated config with the attributes that the engine and clients read."""
+"""`DeepSpeedConfig`: a validated config, with the attributes that the engine and clients read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class DtypeEnum(Enum):
-    """Torch's dtypes under their short names. `DtypeEnum("torch.half")` finds fp16, and so on."""
+    """Torch dtypes under their short names; `DtypeEnum("torch.half")` is fp16, for example."""
 
     fp16 = torch.float16
     fp32 = torch.float32
@@ -72,12 +72,11 @@ class DtypeEnum(Enum):
 class DeepSpeedConfig:
     """A config, read, validated and resolved for the ranks of this job. Values do not change afterwards.
 
-    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
-    parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
-    launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`), of which `split_over` is the
-    number of ranks that a model is split over already. `clients` are the optimizer and the scheduler that
-    were passed: their sections are not used then. Raises DeepSpeedConfigError listing everything that is wrong. No
-    process group is created and nothing is allocated.
+    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-parallel ranks
+    comes from `mpu`, else `mesh_device`, else from the world size of `torch.distributed` or the launcher's environment
+    (else 1) and the sizes of the other axes (`config/axes.py`); `split_over` is the number of ranks that a model is
+    already split over. `clients` are the optimizer and scheduler passed to `initialize`, whose sections are then not
+    used. Raises DeepSpeedConfigError listing all mistakes. No process group is created and no memory allocated.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class DeepSpeedConfig:
         self.disable_allgather = c.disable_allgather
 
     def _read_optimizer(self, c: TrainingConfig, unused: Any) -> None:
-        """``unused``: the section as written, where an optimizer was passed; scripts still read its name."""
+        """Read the two sections. ``unused``: the raw section if an optimizer was passed: scripts read its name."""
         optimizer, scheduler = c.optimizer, c.scheduler
         name, self.optimizer_params = (optimizer.type, optimizer.params) if optimizer else (None, None)
         if isinstance(unused, Mapping):
@@ -172,13 +171,13 @@ class DeepSpeedConfig:
 
     @property
     def schema(self) -> TrainingConfig:
-        """Every key as a user writes it, validated: what new code reads. The attributes are those of release 0.19, for
-        clients; a new key needs none."""
+        """The validated keys, as a user writes them; read by new code. The attributes are those of release 0.19, for
+        clients; new keys need none."""
         return self._schema
 
     @property
     def given_keys(self) -> set[str]:
-        """Top-level keys that the config has, as against those with defaults."""
+        """Top-level keys present in the config, as opposed to defaults."""
         return self._schema.model_fields_set
 
     def _read_parallelism(self, c: TrainingConfig) -> None:
@@ -193,7 +192,7 @@ class DeepSpeedConfig:
         self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
 
     def _read_execution(self, c: TrainingConfig) -> None:
-        """Read how forward and backward are carried out."""
+        """Read the keys for how forward and backward run."""
         self.activation_checkpointing_config = c.activation_checkpointing
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
@@ -221,7 +220,7 @@ class DeepSpeedConfig:
         self.datastates_config = c.datastates_ckpt
 
     def _read_logging(self, c: TrainingConfig) -> None:
-        """Read what a run logs and measures."""
+        """Read the keys for logging and profiling."""
         self.steps_per_print = c.steps_per_print
         self.wall_clock_breakdown = c.wall_clock_breakdown
         self.memory_breakdown = c.memory_breakdown
@@ -233,12 +232,12 @@ class DeepSpeedConfig:
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
 
     def _read_compression(self, c: TrainingConfig) -> None:
-        """Pruning and quantization of the model."""
+        """Read the keys for pruning and quantization of the model."""
         self.compression_config = c.compression_training
         self.weight_quantization_config = c.weight_quantization
         self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
 
-    # Older attribute names, each a shorthand for a field of a section.
+    # Older attribute names, each short for a field of a section.
 
     fp16_enabled = property(attrgetter("float16_config.enabled"))
     bfloat16_enabled = property(attrgetter("bfloat16_config.enabled"))
@@ -317,7 +316,7 @@ class DeepSpeedConfig:
 
 
 class DeepSpeedConfigWriter:
-    """Reads a JSON config, takes changes, and writes it again."""
+    """Holds a JSON config for changes, and writes it to a file."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data if data is not None else {}
@@ -328,7 +327,7 @@ class DeepSpeedConfigWriter:
 
 
 def __getattr__(name: str) -> Any:
-    """The constants of config keys, `GRADIENT_CLIPPING_DEFAULT` and the like: see `config/constants.py`."""
+    """Return the constants of config keys, such as `GRADIENT_CLIPPING_DEFAULT`; see `config/constants.py`."""
     if name.isupper():
         return getattr(constants, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""Batch arithmetic of elastic training: one global batch that many numbers of ranks can train with.
+"""Batch arithmetic of elastic training: one global batch size that many world sizes can train with.
 
-A batch of B samples, cut into micro-batches of m, can be trained by every number of ranks that divides B / m. The
-batch is chosen so that as many numbers of ranks as possible do: a multiple of the micro-batch sizes by a *highly
-composite number*, one with more divisors than any smaller number (Ramanujan 1915; OEIS A002182). Version 0.1 allows
-exactly those numbers of ranks. Version 0.2 counts in whole nodes, knows ranks that share a copy of the model, and
-takes any other number of ranks as well, with the largest batch that fits.
+A batch of B samples, split into micro-batches of m, can be trained by every number of ranks that divides B / m. The
+batch is chosen to maximize how many do: a multiple of the micro-batch sizes by a *highly composite number*, one with
+more divisors than any smaller number (Ramanujan 1915; OEIS A002182). Version 0.1 allows exactly those numbers of ranks.
+Version 0.2 counts in whole nodes, supports ranks that share a copy of the model, and also accepts any other number of
+ranks, with the largest batch that fits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ HIGHLY_COMPOSITE = (
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """``train``: samples per step. ``ranks``: the numbers of data-parallel ranks it is meant for. ``micro``: the
-    micro-batch size for the present number, None if that was not given."""
+    """``train``: samples per step. ``ranks``: numbers of data-parallel ranks that can train it. ``micro``: micro-batch
+    size for the current number of ranks, None if that was not given."""
 
     train: int
     ranks: list[int]
@@ -47,8 +47,8 @@ class ElasticBatch:
 
 
 def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_size: int) -> list[int]:
-    """For each base its largest multiple by a highly composite number, up to the maximum (a base beyond that stays as
-    it is); each candidate once, in no particular order."""
+    """Return for each base its largest multiple by a highly composite number, up to the maximum (a larger base is kept
+    as it is); each candidate once, in no particular order."""
     candidates = set()
     for base in base_list:
         factors = [factor for factor in HIGHLY_COMPOSITE if base * factor <= max_acceptable_batch_size]
@@ -59,8 +59,8 @@ def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_siz
 def get_valid_gpus(
     batch_size: int, micro_batches: Iterable[int], min_valid_gpus: int, max_valid_gpus: int
 ) -> list[int]:
-    """The numbers of ranks within the bounds that can train ``batch_size`` with one of the micro-batch sizes, in
-    ascending order."""
+    """Return the numbers of ranks within the bounds that can train ``batch_size`` with one of the micro-batch sizes,
+    ascending."""
     found = set()
     for micro in micro_batches:
         if batch_size % micro == 0:
@@ -82,8 +82,8 @@ def get_best_candidates(
     max_gpus: int,
     prefer_larger: bool,
 ) -> tuple[int, list[int]]:
-    """The candidate that most numbers of ranks can train with, and these numbers. Of equals the largest, or smallest.
-    The list is empty if no candidate has one."""
+    """Return the candidate that the most rank counts can train, and these counts. Ties: the largest or smallest
+    candidate. The list is empty if no candidate has any."""
     best = min(micro_batches), list[int]()
     for size in sorted(candidate_batch_sizes, reverse=prefer_larger):
         valid = get_valid_gpus(size, micro_batches, min_gpus, max_gpus)
@@ -95,8 +95,8 @@ def get_best_candidates(
 def _widest_batch(
     section: ElasticityConfig, limit: int, min_gpus: int, max_gpus: int, per: str = ""
 ) -> tuple[int, list[int]]:
-    """Version 0.1: the batch up to ``limit`` with most numbers of ranks. Bounds of 0 are open. ``per``: what the limit
-    is a share of, for the message, if bounds are numbers of nodes."""
+    """Version 0.1: return the batch up to ``limit`` that the most rank counts can train. A bound of 0 is open.
+    ``per``: unit of the limit in the error message, if bounds are numbers of nodes."""
     micro = section.micro_batch_sizes
     min_gpus, max_gpus = min_gpus or 1, max_gpus or limit // min(micro)
     bases = [base for base in (*micro, math.lcm(*micro)) if base <= limit]
@@ -112,8 +112,8 @@ def _widest_batch(
 
 
 def _in_whole_nodes(section: ElasticityConfig, data_parallel: float | None) -> tuple[int, list[int]]:
-    """Version 0.2: the widest batch in whole nodes; if it does not fit the present number of data-parallel ranks, the
-    largest batch (or smallest, if the section prefers that) which does."""
+    """Version 0.2: return the batch that the most node counts can train; if the current number of data-parallel ranks
+    is not among them, the largest (or, if the section prefers it, smallest) batch that fits it."""
     devices = section.num_gpus_per_node
     copies = devices // section.model_parallel_size
     train, nodes = _widest_batch(
@@ -141,7 +141,7 @@ def _in_whole_nodes(section: ElasticityConfig, data_parallel: float | None) -> t
 
 
 def elastic_batch(section: ElasticityConfig, data_parallel: int | None) -> ElasticBatch:
-    """The batch that an enabled, valid section means for this number of data-parallel ranks.
+    """Return the batch of an enabled, valid section for this number of data-parallel ranks.
 
     Raises:
         ElasticityIncompatibleWorldSize: the section does not allow that number.
@@ -166,12 +166,12 @@ def elastic_batch(section: ElasticityConfig, data_parallel: int | None) -> Elast
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether the config (a dict) has an enabled `elasticity` section."""
+    """Return whether the config (a dict) has an enabled `elasticity` section."""
     return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
 
 
 def _section_of(values: Mapping[str, Any]) -> ElasticityConfig:
-    """The section, its values checked alone and together. Raises ElasticityConfigError."""
+    """Return the section, its values validated alone and together. Raises ElasticityConfigError."""
     try:
         section = ElasticityConfig(**values)
     except ValidationError as error:
@@ -187,13 +187,13 @@ def _section_of(values: Mapping[str, Any]) -> ElasticityConfig:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Compares the section with the one that the scheduler of the machines has read.
+    """Compare the section with the one that the cluster scheduler has read.
 
-    A scheduler that changes the number of ranks says in the environment variable DEEPSPEED_ELASTICITY_CONFIG (JSON)
-    which section it decides by; without the variable nothing is compared.
+    A scheduler that changes the number of ranks passes the section it uses in the environment variable
+    DEEPSPEED_ELASTICITY_CONFIG (JSON); without the variable nothing is compared.
 
     Raises:
-        ElasticityConfigError: largest batch, micro-batch sizes or version differ, or the variable is no JSON object.
+        ElasticityConfigError: largest batch, micro-batch sizes or version differ, or the variable is not a JSON object.
     """
     text = os.environ.get(SCHEDULER_CONFIG)
     if text is None:
@@ -218,16 +218,16 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """The global batch size of an elastic config, and the numbers of ranks that can train with it.
+    """Return the global batch size of an elastic config, and the numbers of ranks that can train with it.
 
-    For the scheduler of the machines, which decides how many ranks a job gets, and for the job itself: the same config
-    gives the same answer everywhere. Version 0.2 answers for a number of ranks: ``world_size``, else the environment
+    For the cluster scheduler, which decides how many ranks a job gets, and for the job itself: the same config gives
+    the same answer everywhere. Version 0.2 answers for one number of ranks: ``world_size``, else the environment
     variable WORLD_SIZE.
 
     Args:
         ds_config: the config as a dict.
         target_deepspeed_version: release that the job will run with.
-        world_size: number of ranks; with a version 0.2 section all of them, also those that share a model.
+        world_size: number of ranks; with a version 0.2 section all of them, including those that share a model.
         return_microbatch: return the micro-batch size even without ``world_size``; WORLD_SIZE must then be set.
 
     Returns:
@@ -237,7 +237,7 @@ def compute_elastic_config(
     Raises:
         ValueError: ``ds_config`` is not a dict.
         ElasticityError: the config has no enabled `elasticity` section, or the release is too old.
-        ElasticityConfigError: the section is wrong, or the number of ranks is needed and not known.
+        ElasticityConfigError: the section is invalid, or the number of ranks is needed and unknown.
         ElasticityIncompatibleWorldSize: the section does not allow ``world_size``, or it is not a multiple of
             ``model_parallel_size``.
     """

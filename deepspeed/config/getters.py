@@ -1,7 +1,6 @@
 """Documented functions that read one setting from a config dict as written: `get_gradient_clipping(param_dict)`.
 
-A missing key has its documented default, taken from the schema. Nothing is validated here; `DeepSpeedConfig`
-does that.
+A missing key has its documented default, from the schema. Nothing is validated here; `DeepSpeedConfig` does that.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from deepspeed.config.schema import TrainingConfig
 
 
 def schema_default(*path: str) -> Any:
-    """The documented default of a key; for a section, a dict of its keys' defaults."""
+    """Return the documented default of a key; for a section, a dict of its keys' defaults."""
     field = field_at(TrainingConfig, path)
     assert field is not None, path
     value = field.get_default(call_default_factory=True)
@@ -26,8 +25,8 @@ def schema_default(*path: str) -> Any:
 
 
 def constant_of_key(name: str) -> Any:
-    """`GRADIENT_CLIPPING`: the spelling of a top-level key; `GRADIENT_CLIPPING_DEFAULT`: its documented default.
-    `FP16_HYSTERESIS` and `FP16_HYSTERESIS_DEFAULT`: the same of a key of a section.
+    """Return a constant: `GRADIENT_CLIPPING` is the spelling of a top-level key, `GRADIENT_CLIPPING_DEFAULT` its
+    documented default; `FP16_HYSTERESIS` and `FP16_HYSTERESIS_DEFAULT` are those of a section's key.
 
     AttributeError for any other name.
     """
@@ -51,7 +50,7 @@ _PREFIXES = {
 
 
 def as_written(value: Any) -> Any:
-    """A section as the dict that a user would write, under documented spellings."""
+    """Return a section as the dict that a user would write, with documented spellings."""
     if isinstance(value, Enum):
         return value.value
     if not isinstance(value, BaseModel):
@@ -62,7 +61,7 @@ def as_written(value: Any) -> Any:
 
 
 def read(param_dict: Mapping[str, Any], *path: str) -> Any:
-    """The value at a path of a config, or its default."""
+    """Return the value at a path of a config, or its default."""
     found: Any = param_dict
     for key in path:
         if not isinstance(found, Mapping) or key not in found:
@@ -112,5 +111,5 @@ def _sparsity(sparsity: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 
 def get_sparse_attention_mode(param_dict: Mapping[str, Any]) -> str:
-    """`mode` of a `sparse_attention` section, passed by itself."""
+    """Return `mode` of a `sparse_attention` section, which is passed alone."""
     return read({"sparse_attention": param_dict}, "sparse_attention", "mode")

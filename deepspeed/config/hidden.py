@@ -1,4 +1,4 @@
-"""Values of a config that nobody else may read: what is logged, or saved with a checkpoint, goes without them."""
+"""Secrets in a config: removed from logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# A tokenizer's tokens are none.
+# Token entries of a tokenizer (bos_token, ...) are no secrets.
 _SECRET = re.compile(r"(?i)(api_key|access_key|password|secret|^token|(?<!bos|cls|eos|pad|sep|unk)_token)$")
-# Before a host. Elsewhere than on the web a name without a password is part of the place (abfss://container@account).
+# User and password before a host. Outside the web, a user without a password is part of the address
+# (abfss://container@account).
 _ACCOUNT = re.compile(r"(?i)(https?://)[^/?#\s]*@|([a-z][\w+.-]*://)[^/?#\s@]*:[^/?#\s]*@")
 
 
 def without_secrets(config: Any) -> Any:
-    """A copy of nested containers in which such values are replaced, and URLs have no user and password."""
+    """Copy nested containers with secrets replaced, and without user and password in URLs."""
     if isinstance(config, str):
         return _ACCOUNT.sub(r"\1\2", config)
     if isinstance(config, Mapping):

@@ -1,4 +1,4 @@
-"""Comparing a config to its schema: which keys a section has, what a field allows, where a key belongs."""
+"""Look up a config in its schema: the keys of a section, the values that a field allows, the section of a key."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ from deepspeed.config.section import AllowedValues, OneOf, extra_facts
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a section: the field behind it, and the section model below it if there is one."""
+    """A key of a section: its field, and the model of the section below it, if any."""
 
     name: str
     field: FieldInfo
     section: type[BaseModel] | None
     container: str | None
-    """"dict" or "list" when the sections below are the values of an object or the items of a list."""
+    """"dict" or "list" if the sections below are values of an object or items of a list."""
 
 
 @cache
 def keys_of(model: type[BaseModel]) -> dict[str, Key]:
-    """Every accepted spelling (field name and alias) of every key of a section; the documented spelling
-    first.
-    """
+    """Return every accepted spelling (field name and alias) of a section's keys; the documented spelling first."""
     table: dict[str, Key] = {}
     for name, field in model.model_fields.items():
         section, container = _section_in(field.annotation)
@@ -45,17 +43,17 @@ def keys_of(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
-    """A documented constant of a section, for the module that has them: ``PREFIX_KEY`` is the spelling of a key,
-    ``PREFIX_KEY_DEFAULT`` its default.
+    """Return a documented constant of a section: ``PREFIX_KEY`` is the spelling of a key, ``PREFIX_KEY_DEFAULT`` its
+    default.
 
-    ``sections``: prefix -> model; the longest prefix that fits counts. AttributeError: there is no such constant.
+    ``sections``: prefix -> model; the longest matching prefix counts. AttributeError: there is no such constant.
     """
     for prefix in sorted(sections, key=len, reverse=True):
         fields = sections[prefix].model_fields
         for key in (
             name.removeprefix(f"{prefix}_").lower(),
             name.lower(),
-        ):  # a key may begin like its section
+        ):  # a key may start like its section
             if name.startswith(f"{prefix}_") and key in fields:
                 return key
             if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
@@ -64,7 +62,7 @@ def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
 
 
 def documented_name(name: str, field: FieldInfo) -> str:
-    """The documented spelling: `stage3_*` aliases take precedence over the field's name, others do not."""
+    """Return the documented spelling: `stage3_*` aliases take precedence over the field's name, others do not."""
     return field.alias if field.alias and field.alias.endswith(name) and field.alias != name else name
 
 
@@ -84,10 +82,9 @@ def _section_in(annotation: Any) -> tuple[type[BaseModel] | None, str | None]:
 
 
 def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
-    """Every key of a section and of the sections below it, as (path of documented spellings, key).
+    """Yield every key of a section and of the sections below it, as (path of documented spellings, key).
 
-    Sections inside an object of free names are found under `<name>`, those inside a list under the list
-    itself.
+    Sections inside an object of free names are under `<name>`, those inside a list under the list itself.
     """
     for name, field in model.model_fields.items():
         key = keys_of(model)[name]
@@ -99,7 +96,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 @cache
 def paths_by_key(model: type[BaseModel]) -> dict[str, list[str]]:
-    """Key -> the dotted paths where it is valid, for keys written in the wrong section."""
+    """Return key -> dotted paths where it is valid, for keys written in the wrong section."""
     table: dict[str, list[str]] = {}
     for path, key in walk(model):
         for spelling in {path[-1], key.name}:
@@ -108,12 +105,12 @@ def paths_by_key(model: type[BaseModel]) -> dict[str, list[str]]:
 
 
 def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo | None:
-    """The field at a path of keys and list indices, None if it is not in the schema."""
+    """Return the field at a path of keys and list indices, None if it is not in the schema."""
     found: Key | None = None
     section: type[BaseModel] | None = model
     skip = False
     for part in path:
-        if isinstance(part, int) or skip:  # a list index or a free name: still the same field
+        if isinstance(part, int) or skip:  # a list index or a free name does not change the field
             skip = False
             continue
         if section is None or part not in keys_of(section):
@@ -124,7 +121,7 @@ def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo |
 
 
 def section_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """The model of the section at a path; None if a value or nothing is there."""
+    """Return the model of the section at a path; None if there is a value or nothing."""
     section: type[BaseModel] | None = model
     for part in path:
         key = keys_of(section).get(part) if section is not None and isinstance(part, str) else None
@@ -138,7 +135,7 @@ def section_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[Base
 
 
 def type_of(field: FieldInfo) -> str:
-    """The type of a field in words: "integer", "boolean", "list of text or null", ..."""
+    """Return the type of a field in words: "integer", "boolean", "list of text or null", ..."""
     return _type(field.annotation)
 
 
@@ -179,9 +176,9 @@ def _type(annotation: Any) -> str:
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """List the values that an enumerated field may have, with null where that is allowed; of other fields, none.
+    """Return the values of an enumerated field, including null where allowed; empty for other fields.
 
-    A dtype counts among the others: most fields allow some dtypes only, which `AllowedValues` lists.
+    A dtype field is not enumerated: most allow only some dtypes, which `AllowedValues` lists.
     """
     named = [name for item in field.metadata if isinstance(item, OneOf) for name in item.names()]
     return list(dict.fromkeys([*_choices(field.annotation), *named]))
@@ -217,7 +214,7 @@ _BOUNDS: Mapping[type, tuple[str, str]] = {
 
 
 def constraint_of(field: FieldInfo) -> str:
-    """Bounds or choices of a field in words; empty when its type says it all."""
+    """Return bounds or choices of a field in words; empty if its type implies them."""
     metadata = [*field.metadata, *_metadata(field.annotation)]
     for item in metadata:
         if isinstance(item, AllowedValues):
@@ -234,7 +231,7 @@ def constraint_of(field: FieldInfo) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Type and constraint in one phrase for an error message."""
+    """Return type and constraint as one phrase, for error messages."""
     constraint = constraint_of(field)
     if constraint and not constraint.startswith((">", "<")):
         listed = "a list of " if type_of(field).startswith("list") else ""

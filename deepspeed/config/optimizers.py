@@ -1,4 +1,4 @@
-"""Checking an `optimizer` section: names of optimizers, and which arguments each takes.
+"""Checks of an `optimizer` section: the optimizers' names, and the arguments of each.
 
 Built-in names are case-insensitive; every other name is a class of `torch.optim`. Nothing is built or imported, so that
 errors here can be reported with all others. A new optimizer is a class and a row of `BUILT_IN`.
@@ -21,10 +21,10 @@ from typing import Any
 from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
 from deepspeed.config.problems import MAX_LISTED, cut, nearest, shown
 
-# Names of the optimizers and schedules of the installed torch, and of their arguments.
+# Names of the installed torch's optimizers and schedules, and of their arguments.
 #
-# `ds_check` needs no more of torch, whose import takes seconds. So they are read from torch's source,
-# unless torch is loaded; then the classes themselves are asked, to which a script may have added its own.
+# `ds_check` needs nothing else of torch, whose import takes seconds. So they are parsed from torch's source, unless
+# torch is loaded; then the classes themselves are inspected, including any that a script has added.
 
 
 OPTIMIZERS, SCHEDULES = "torch.optim", "torch.optim.lr_scheduler"
@@ -45,7 +45,7 @@ def classes_of(module: str) -> set[str]:
 
 
 def arguments_of(module: str, name: str) -> dict[str, bool]:
-    """Return what the constructor of a class of `classes_of(module)` takes, in order, and what has to be given."""
+    """Return the constructor arguments of a class of `classes_of(module)`, in order, and whether each is required."""
     found = _constructor(module, name) if _loaded(module) is None else None
     if found is not None:
         return found
@@ -54,7 +54,7 @@ def arguments_of(module: str, name: str) -> dict[str, bool]:
 
 
 def _loaded(module: str) -> ModuleType | None:
-    """Return the module if it is loaded, or if its source is not installed; None: read the source."""
+    """Return the module if it is loaded, or if its source cannot be found; None: parse the source."""
     if module in sys.modules or _file(module) is None:
         return importlib.import_module(module)
     return None
@@ -79,8 +79,8 @@ def _tree(module: str) -> ast.Module:
 
 
 def _imports(module: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (name here, module, name there) of each `from ... import ...`."""
-    package = module if module == OPTIMIZERS else module.rpartition(".")[0]  # all others are no packages
+    """Yield (local name, module, name in that module) of each `from ... import ...`."""
+    package = module if module == OPTIMIZERS else module.rpartition(".")[0]  # only OPTIMIZERS is a package
     for node in _tree(module).body:
         if isinstance(node, ast.ImportFrom):
             source = f"{package}.{node.module}" if node.level else node.module or ""
@@ -88,14 +88,14 @@ def _imports(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _public_classes(module: str) -> set[str]:
-    """Find the classes that a module defines, or a package takes from its modules."""
+    """Return the classes that a module defines, or that a package imports from its submodules."""
     own = {node.name for node in _tree(module).body if isinstance(node, ast.ClassDef)}
     taken = {name for name, source, _ in _imports(module) if source.startswith(f"{module}.")}
     return {name for name in own | taken if name[0].isupper()}
 
 
 def _constructor(module: str, name: str) -> dict[str, bool] | None:
-    """Find the arguments of a class in the source, after `self`, as `arguments_of` does; None if it is not there."""
+    """Return a class's arguments after `self` from the source, as `arguments_of` does; None if it is not there."""
     for node in _tree(module).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for item in node.body:
@@ -118,7 +118,7 @@ def _in_order(of: ast.arguments) -> Iterator[tuple[str, bool]]:
 
 
 COMPACT_KEYS = ("state_bits", "stochastic_rounding")
-"""Arguments that ask for small states."""
+"""Arguments for compact optimizer states."""
 
 _ADAM = frozenset({"lr", "bias_correction", "betas", "eps", "weight_decay"})
 _FUSED_ADAM = _ADAM | {
@@ -145,16 +145,16 @@ _FUSED, _HOST = "ops.adam.fused_adam:FusedAdam", "ops.adam.cpu_adam:DeepSpeedCPU
 class BuiltIn:
     """An optimizer that ``optimizer.type`` may name.
 
-    ``path``: its class, as "module:name" under ``deepspeed``; only the one that a run uses is imported. ``arguments``:
-    keys of ``optimizer.params``, those of its class and those that choose among classes. ``host_path``: what scripts
-    expect in its place where the update is offloaded to host memory; the arithmetic is the same.
+    ``path``: its class, as "module:name" under ``deepspeed``; only the class that a run uses is imported.
+    ``arguments``: keys of ``optimizer.params``, including those that choose among classes. ``host_path``: the class
+    that scripts expect instead when the update is offloaded to host memory; the arithmetic is the same.
     """
 
     path: str
     arguments: frozenset[str]
     host_path: str | None = None
     updates_columns: bool = False
-    """ZenFlow may have it update some columns alone: it is elementwise, and has kernels for it."""
+    """ZenFlow may have it update some columns only: it is elementwise, and has kernels for that."""
     exchanges: bool = False
     """Its ranks exchange momenta or weights between copies, instead of gradients."""
 
@@ -192,14 +192,14 @@ BUILT_IN: dict[str, BuiltIn] = {
     "zerooneadam": _built_in("optim.onebit:ZeroOneAdam", _SIGNS | _ZERO_ONE, exchanges=True),
     "diloco": _built_in("optim.local_steps:DiLoCo", _ADAM | _DILOCO, exchanges=True),
 }
-"""Every name that ``optimizer.type`` accepts in upper or lower case, beside the classes of torch.optim."""
+"""Every name that ``optimizer.type`` accepts in any case, in addition to the classes of torch.optim."""
 
 OF_TORCH = {"adagrad": "Adagrad", "sgd": "SGD"}
-"""Built-in optimizer -> class of torch.optim that takes over where a key is given that only it knows."""
+"""Built-in optimizer -> class of torch.optim that is used if a key is given that only it accepts."""
 
 
 def check_optimizer(name: Any, params: Any = None) -> list[str]:
-    """List what is wrong with an `optimizer` section, as messages to its author."""
+    """Return the mistakes in an `optimizer` section, as messages to its author."""
     if not isinstance(name, str) or not name:
         return [f"optimizer.type={name!r} must be the name of an optimizer"]
     if params is not None and not isinstance(params, dict):
@@ -219,7 +219,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
 
 
 def torch_name(name: str) -> str | None:
-    """Return the class of torch.optim of that name in any case, None if there is none."""
+    """Return the class of torch.optim with that name in any case, None if there is none."""
     classes = classes_of(OPTIMIZERS)
     return (
         name
@@ -229,7 +229,7 @@ def torch_name(name: str) -> str | None:
 
 
 def settings_of(params: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments without those that are "auto", which means: as if the key were not there."""
+    """Return the arguments without those that are "auto", which counts as not given."""
     settings = {key: value for key, value in (params or {}).items() if value != "auto" or key in TAKES_AUTO}
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(settings["betas"])
@@ -268,7 +268,7 @@ def _bad_values(settings: dict[str, Any]) -> list[str]:
 
 
 def _contradictions(settings: dict[str, Any]) -> list[str]:
-    """List keys that ask for small states beside keys that choose an implementation without them."""
+    """Return errors for compact-state keys together with keys that choose an implementation without them."""
     small = [key for key in COMPACT_KEYS if settings.get(key) not in (None, 32, False)]
     others = [f"torch_adam={settings['torch_adam']}"] if settings.get("torch_adam") else []
     if settings.get("fp32_optimizer_states") is False:

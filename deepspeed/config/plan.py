@@ -1,7 +1,7 @@
-"""From the schema to decisions: the only reader of ``stage`` and of the dtype flags.
+"""Resolve the schema to decisions: the only reader of ``stage`` and of the dtype flags.
 
-``make_plan(config)`` turns what a user wrote into frozen dataclasses that say what was decided. The rest of the
-code carries these objects and never asks which stage or precision mode it serves.
+``make_plan(config)`` resolves a user's config into frozen dataclasses of decisions. The rest of the code uses these
+objects, and never asks for the stage or precision mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Cadence(enum.Enum):
-    """Times at which local gradients are summed over the data-parallel ranks. They may change between two steps
+    """Points at which local gradients are summed over the data-parallel ranks. May change between two steps
     (``StepExecutor.announce``)."""
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
@@ -32,7 +32,7 @@ class Cadence(enum.Enum):
 
 
 AUTOCAST_MODULES = tuple(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
-"""Modules that compute in autocast's dtype, so that their gradients lose nothing in a sum in it."""
+"""Modules that compute in autocast's dtype, so that summing their gradients in it loses nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class LossScalePlan:
     consecutive_hysteresis: bool = False
     minimum: float = 1.0
     stops_at_minimum: bool = True
-    """True: an overflow there is an error at once; else steps are skipped until ``Plan.max_bad_steps``."""
+    """True: an overflow at the minimum is an error at once; else steps are skipped until ``Plan.max_bad_steps``."""
 
     @property
     def active(self) -> bool:
-        """Tell whether any scale other than 1 can occur."""
+        """True: scales other than 1 can occur."""
         return self.static is None or self.static != 1.0
 
 
@@ -62,38 +62,38 @@ class PrecisionPlan:
     param: torch.dtype | None
     buffer: torch.dtype | None
     master: torch.dtype | None
-    """Dtype of the weights that the optimizer updates; ``None`` means the parameter itself."""
+    """Dtype of the weights that the optimizer updates; ``None``: the parameter itself."""
     accumulate: torch.dtype | None
-    """Dtype in which micro-batch gradients add up; ``None`` means the dtype of the parameter."""
+    """Dtype in which micro-batch gradients are accumulated; ``None``: the parameter's."""
     reduce: torch.dtype | None
-    """Dtype on the wire; ``None`` means the dtype of the parameter."""
+    """Dtype on the wire; ``None``: the parameter's."""
     state: torch.dtype | None
-    """Dtype of optimizer moments; ``None`` means that of the master weights."""
+    """Dtype of optimizer moments; ``None``: the master weights'."""
     cast_inputs: bool
     cast_kwargs: bool
     autocast: torch.dtype | None
     autocast_modules: tuple[str, ...]
-    """Class names (dotted) whose gradients travel in the autocast dtype."""
+    """Class names (dotted) whose gradients are communicated in the autocast dtype."""
     loss_scale: LossScalePlan
     check_overflow: bool
     """True: a non-finite gradient norm skips the step."""
 
     @property
     def products(self) -> torch.dtype | None:
-        """Return the dtype of matrix products; None: that of the parameters as they were created."""
+        """Dtype of matrix products; None: the dtype in which each parameter was created."""
         return self.autocast or self.param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
-    """The stage (Rajbhandari et al. 2020) as decisions about each kind of state."""
+    """The stage (Rajbhandari et al. 2020), as decisions about each kind of state."""
 
     stage: int
     shard_params: bool
     shard_grads: bool
     shard_state: bool
     in_groups: bool
-    """True: groups of ranks share a copy each (MiCS), so that copies can differ for a while."""
+    """True: groups of ranks share one copy each (MiCS), so copies can differ for a while."""
     cadence: Cadence
     overlap: bool
     reduce_scatter: bool
@@ -104,13 +104,13 @@ class ZeroPlan:
     load_from_fp32_weights: bool
     allow_untested_optimizer: bool
     refuses_untested: bool
-    """The config says ``zero_allow_untested_optimizer: false``, which is more than leaving it out."""
+    """The config has ``zero_allow_untested_optimizer: false``, rather than leaving it out."""
     host_optimizer_only: bool
-    """The same of ``zero_force_ds_cpu_optimizer: true``."""
+    """Likewise for ``zero_force_ds_cpu_optimizer: true``."""
 
     @property
     def needs_optimizer(self) -> bool:
-        """Tell whether there must be an optimizer (stages 1 and 2): only its state and gradients are sharded."""
+        """True: an optimizer is required (stages 1 and 2), as only its state and gradients are sharded."""
         return self.shard_state and not self.shard_params
 
 
@@ -119,60 +119,60 @@ class StateOffload:
     """Master weights and optimizer state outside the device (``offload_optimizer``)."""
 
     folder: Path | None
-    """Folder of the files that hold them; None: they stay in host memory."""
+    """Folder of the swap files; None: host memory."""
     pin: bool
     ratio: float
-    """Share of the elements that the host updates (Twin-Flow); the rest stays on the device."""
+    """Fraction of the elements that the host updates (Twin-Flow); the rest stays on the device."""
     slots: int
-    """Buffers that sub-groups pass through."""
+    """Buffers for sub-groups in flight."""
     sub_group_numel: int
     read_ahead: bool
     write_behind: bool
     storage: AioOptions
-    """Options of reading and writing files (the ``aio`` section)."""
+    """Options of file I/O (the ``aio`` section)."""
     speculate: bool = False
-    """Update while backward runs, before the step is validated (``super_offload``)."""
+    """Update during backward, before the step is validated (``super_offload``)."""
     cores: float = 0.8
-    """Share of a rank's threads that do so."""
+    """Fraction of a rank's threads used for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZenFlowPlan:
-    """Update of some columns in every step and of the others more rarely (``zenflow``)."""
+    """Updates of some columns in every step, and of the others less often (``zenflow``)."""
 
     ratio: float
-    """Share of the columns that are updated in every step."""
+    """Fraction of the columns that are updated in every step."""
     select_interval: int | None
-    """Steps or epochs after which columns are chosen again; None: chosen by us."""
+    """Steps or epochs between selections of columns; None: chosen automatically."""
     by_epoch: bool
     update_interval: int | None
-    """Steps of a round; None: by the share of the gradient that the chosen columns hold."""
+    """Steps per round; None: from the fraction of the gradient in the selected columns."""
     auto_ratio: float
-    """The share from which on rounds grow."""
+    """The fraction above which rounds grow."""
     warm_up_rounds: int
     overlap: bool
     offload: bool
-    """State of the chosen columns on the host."""
+    """Keep the state of the selected columns on the host."""
     cores: float
-    """Share of a rank's threads that update the other columns."""
+    """Fraction of a rank's threads that update the other columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamOffload:
-    """Parameter shards of stage 3 outside the device (``offload_param``)."""
+    """Stage-3 parameter shards outside the device (``offload_param``)."""
 
     folder: Path | None
     pin: bool
     host_numel: int
-    """Elements that stay in host memory although there is a folder."""
+    """Elements kept in host memory even if there is a folder."""
     buffers: int
-    """Shards that are read ahead of their use."""
+    """Number of shards to read ahead."""
     buffer_numel: int
-    """Largest shard that is read ahead."""
+    """Largest shard to read ahead, in elements."""
     storage: AioOptions
 
     def files(self, numel: int, host_numel: int) -> bool:
-        """Tell whether a shard of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        """Return whether a shard of ``numel`` elements goes to the file, given ``host_numel`` in host memory."""
         return self.folder is not None and host_numel + numel > self.host_numel
 
 
@@ -186,10 +186,10 @@ class GradientPlan:
     mean: bool
     sparse: bool
     formats: tuple[Callable[[Any], Any], ...] = ()
-    """Wire formats around the dense sum, the innermost first (``zero/gradients/sums.py``)."""
+    """Wire formats around the dense sum, innermost first (``zero/gradients/sums.py``)."""
 
     def factors(self, ranks: int) -> tuple[float, float]:
-        """``(pre, post)``: with the defaults (1, 1/ranks)."""
+        """Return ``(pre, post)``; with the defaults (1, 1/ranks)."""
         total = 1.0 / ranks if self.mean else 1.0
         if self.prescale:
             return total, 1.0
@@ -198,33 +198,33 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Communication in a few bits per element, and the ranks that do it (ZeRO++, G. Wang et al. 2023)."""
+    """Quantized communication, and the ranks that use it (ZeRO++, G. Wang et al. 2023)."""
 
     weights: int = 0
-    """Bits of gathered weights at stage 3 (qwZ); 0: as they are."""
+    """Bits of gathered weights at stage 3 (qwZ); 0: not quantized."""
     frozen_weights: int = 0
-    """The same for those that are not trained."""
+    """Likewise for frozen weights."""
     gradients: int = 0
     """Bits of gradients where each rank keeps a shard of their sum (qgZ)."""
     feedback: tuple[float, int] | None = None
-    """Weight of the old error, and sums after which it is dropped (LoCo)."""
+    """Weight of the old error, and number of sums after which it is reset (LoCo)."""
     random: bool = False
-    """True: integers are rounded at random."""
+    """True: integers are rounded stochastically."""
     codec: Codec | None = None
-    """Format of gradients on the wire at every stage (``gradient_compression``); None: by ``gradients``."""
+    """Wire format of gradients at every stage (``gradient_compression``); None: by ``gradients``."""
     keeps_errors: bool = False
-    """True: its errors are added to the next gradients."""
+    """True: with error feedback."""
     group: int = 1
-    """Neighbouring ranks that hold a copy of all weights together (hpZ); gathers stay among them."""
+    """Consecutive ranks that together hold a copy of all weights (hpZ); gathers stay among them."""
 
     @property
     def loses(self) -> bool:
-        """Tell whether sums of gradients are inexact."""
+        """True: sums of gradients are inexact."""
         return self.gradients > 0 or self.codec is not None
 
     @property
     def rounds(self) -> bool:
-        """Tell whether anything travels rounded, gradients or weights."""
+        """True: gradients or weights are quantized on the wire."""
         return self.loses or self.weights > 0 or self.frozen_weights > 0
 
 
@@ -240,17 +240,17 @@ class Plan:
     param_offload: ParamOffload | None = None
     packing: Packing = Packing()
     max_bad_steps: int = 50
-    """fp32 and bf16 raise after this many skipped steps in a row; with fp16 only those at the minimum scale count, at
-    which stages 1 to 3 raise at once."""
+    """fp32 and bf16 raise after this many consecutive skipped steps; with fp16 only those at the minimum scale count,
+    at which stages 1 to 3 raise at once."""
 
     @property
     def wraps_optimizer(self) -> bool:
-        """Tell whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
+        """True: the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
         return self.zero.shard_state or self.precision.master is not None or self.precision.loss_scale.active
 
     @property
     def speculates(self) -> bool:
-        """Tell whether the host updates while backward runs, before a step is known to be valid."""
+        """True: the host updates during backward, before the step is known to be valid."""
         return self.state_offload is not None and self.state_offload.speculate
 
     @property
@@ -316,8 +316,8 @@ def _zero_packing(config: DeepSpeedConfig) -> Packing:
 
 
 SUB_GROUP_NUMEL = 4 * 1024 * 1024
-"""Elements updated between two transfers, unless ``sub_group_size`` is smaller: enough for storage to reach its speed,
-little compared to the state of a model that has to be swapped."""
+"""Upper bound for the elements of a sub-group: enough for storage to reach full bandwidth, and small compared to the
+state of a model that needs swapping."""
 
 
 def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
@@ -376,7 +376,7 @@ def _param_offload(config: DeepSpeedConfig) -> ParamOffload | None:
 
 def storage_options(settings: Mapping[str, Any]) -> AioOptions:
     """Return the options of a file I/O engine, from the values of the section ``aio``."""
-    from deepspeed.ops.aio.engine import AioOptions  # for plans with files
+    from deepspeed.ops.aio.engine import AioOptions  # only for plans with files
 
     return AioOptions(**{name: settings[name] for name in AioOptions.__dataclass_fields__})
 
@@ -389,7 +389,7 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
     zero = config.zero_config
     stage = int(zero.stage)
     cadence = Cadence.EVERY_MICRO_BATCH if stage >= 2 else Cadence.AT_BOUNDARY
-    # The documented default is off below stage 3; here overlap cannot change a result, so it is on unless disabled.
+    # Documented as off by default below stage 3; here overlap cannot change a result, so it is on unless disabled.
     overlap = zero.overlap_comm if "overlap_comm" in zero.model_fields_set else True
     return ZeroPlan(
         stage=stage,
@@ -398,7 +398,7 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
         shard_state=stage >= 1,
         in_groups=stage >= 1 and zero.mics_shard_size > 0,
         cadence=cadence,
-        # Without managed accumulation only a reduction per micro-batch can start before step() is called.
+        # Without managed accumulation, only per-micro-batch sums can start before step() is called.
         overlap=bool(overlap) and (config.managed_gradient_accumulation or stage >= 2),
         reduce_scatter=bool(zero.reduce_scatter),
         reduce_bucket_numel=max(1, int(zero.reduce_bucket_size)),
@@ -429,7 +429,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         return _bf16(config, common)
     param = config.param_dtype
     low = param is not None and param != torch.float32
-    # Gradient scaling is needed wherever products are fp16, however that was chosen.
+    # Loss scaling is needed wherever products are fp16, however that was chosen.
     scaled = autocast is torch.float16 or param is torch.float16
     return PrecisionPlan(
         name=_name(param or torch.float32, autocast),

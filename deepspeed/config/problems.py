@@ -1,4 +1,4 @@
-"""Problems of a config and their report: one problem per key, all in one message."""
+"""Problems of a config, and their report: one problem per key, all in one message."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from deepspeed.base.exceptions import ExplainedError
 
 FROM_DICT, FROM_BASE64, FROM_INFERENCE = "config", "base64 config", "config of init_inference"
 WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
-"""Names of configs that come from no file."""
+"""Names of configs that do not come from a file."""
 
 
 MAX_LISTED = 50
-"""Entries of one list in a message; what follows is counted."""
+"""Most entries of one list in a message; the rest is counted."""
 MAX_NAME = 200
-"""Characters; a longer key is no misspelling of any."""
+"""Characters; a longer key is not matched as a misspelling."""
 MAX_MESSAGE = 4000
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A correction whose meaning is clear: another name for the key, or another value."""
+    """An unambiguous correction: another name for the key, or another value."""
 
     rename: str | None = None
     value: Any = None
@@ -32,14 +32,14 @@ class Remedy:
 
 
 class ConfigLocation(NamedTuple):
-    """Line and column of a key in the text of a config, from 1. ``file``: None for text in an argument."""
+    """Line and column of a key in the config's text, from 1. ``file``: None for text passed as an argument."""
 
     file: str | None
     line: int
     column: int
 
     def __str__(self) -> str:
-        """As editors and terminals open it."""
+        """Format as editors and terminals recognize it."""
         return (
             f"{self.file}:{self.line}:{self.column}"
             if self.file
@@ -49,8 +49,8 @@ class ConfigLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key (dotted), the message about it, the place if it came from a file, and, if that
-    is clear, what was meant.
+    """One mistake: the key (dotted), the message, the place if it came from a file, and, if unambiguous, the
+    remedy.
     """
 
     key: str
@@ -58,9 +58,9 @@ class Problem:
     place: ConfigLocation | None = None
     remedy: Remedy | None = field(default=None, compare=False)
     path: tuple[str | int, ...] = field(default=(), compare=False)
-    """The key in its parts, which may hold dots themselves."""
+    """The key as parts, which may contain dots."""
     raised_as: type[DeepSpeedConfigError] | None = field(default=None, compare=False)
-    """The documented exception for this problem, where it has one of its own."""
+    """The documented exception for this problem, if it has a specific one."""
 
     @property
     def line(self) -> int | None:
@@ -72,7 +72,7 @@ class Problem:
 
 
 class DeepSpeedConfigError(ExplainedError, ValueError, AssertionError):
-    """A config that cannot be used. `problems` lists everything that is wrong with it."""
+    """A config that cannot be used. `problems` lists all mistakes."""
 
     def __init__(self, *args: Any, problems: Iterable[Problem] = ()) -> None:
         super().__init__(*args)
@@ -80,7 +80,7 @@ class DeepSpeedConfigError(ExplainedError, ValueError, AssertionError):
 
     @classmethod
     def of(cls, problems: Iterable[Problem], source: str = FROM_DICT) -> DeepSpeedConfigError:
-        """One error for all of them, of the class that is documented for the first that has one."""
+        """Return one error for all problems, of the first specific class among them."""
         listed = list(problems)
         count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
         text = "\n".join(first_lines(listed))
@@ -89,12 +89,12 @@ class DeepSpeedConfigError(ExplainedError, ValueError, AssertionError):
 
 
 def named(source: str) -> str:
-    """The config as named in a sentence: with its file, or just "DeepSpeed config" if a dict or text was passed."""
+    """Name the config in a sentence: with its file, or just "DeepSpeed config" if a dict or text was passed."""
     return f"DeepSpeed {source}" if source in WITHOUT_FILE else f"DeepSpeed config {source}"
 
 
 def shown(value: Any) -> str:
-    """A value as it would appear in JSON, shortened; only the beginning of a long one is looked at."""
+    """Return a value as it would appear in JSON, shortened; only the beginning of a long one is formatted."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(_beginning(value))
@@ -102,7 +102,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> Any:
-    """Cut a value down to what the first 80 characters of its text need."""
+    """Truncate a value to what the first 80 characters of its text need."""
     if isinstance(value, str):
         return value[:100]
     if isinstance(value, dict):
@@ -111,18 +111,18 @@ def _beginning(value: Any) -> Any:
 
 
 def cut(text: str, longest: int = MAX_NAME) -> str:
-    """At most ``longest`` characters of a text, with dots if there are more."""
+    """Return at most ``longest`` characters of a text, with dots if there are more."""
     return text if len(text) <= longest else text[:longest] + "..."
 
 
 def first_lines(problems: Sequence[Problem]) -> list[str]:
-    """A line for each of the first ``MAX_LISTED`` problems, and one that counts the others."""
+    """Return a line for each of the first ``MAX_LISTED`` problems, and one that counts the rest."""
     more = len(problems) - MAX_LISTED
     return [f"  {problem}" for problem in problems[:MAX_LISTED]] + [f"  and {more} more"] * (more > 0)
 
 
 def cut_list(items: Sequence[object]) -> str:
-    """The items with commas, the first ``MAX_LISTED`` of them."""
+    """Join the items with commas, the first ``MAX_LISTED`` of them, and count the rest."""
     more = f", and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
     return ", ".join(map(str, items[:MAX_LISTED])) + more
 
@@ -131,7 +131,7 @@ def cut_list(items: Sequence[object]) -> str:
 
 
 def distance(a: str, b: str, limit: int) -> int:
-    """Damerau-Levenshtein distance (optimal string alignment: insert, delete, replace, swap neighbours).
+    """Return the Damerau-Levenshtein distance (optimal string alignment: insert, delete, replace, swap neighbours).
 
     Anything above `limit` is returned as `limit + 1`.
     """
@@ -156,7 +156,7 @@ def _plain(key: str) -> str:
 
 
 def misspelt(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` is a misspelling of: distance 1, or 2 when both have six letters or more."""
+    """Return the known key that `key` is a misspelling of: distance 1, or 2 if both have six letters or more."""
     best: tuple[int, str] | None = None
     if len(key) > MAX_NAME:
         return None
@@ -169,7 +169,7 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known key or value that was probably meant, even if it is farther away than a misspelling."""
+    """Return the known key or value that was probably meant, even if more distant than a misspelling."""
     if len(key) > MAX_NAME:
         return None
     candidates = list(known)

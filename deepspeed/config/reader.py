@@ -1,6 +1,4 @@
-"""Reading a config: from a dict, a JSON or HJSON file, or urlsafe-base64 JSON text. Nothing is interpreted
-here.
-"""
+"""Read a config from a dict, a JSON or HJSON file, or urlsafe-base64 JSON text, without interpreting it."""
 
 from __future__ import annotations
 
@@ -35,22 +33,22 @@ class UnreadableConfig(ExplainedError, ValueError):
 
 
 MAX_DEPTH = 100
-"""Objects and lists within each other; the deepest documented key is within 8."""
+"""Nesting depth of objects and lists; the deepest documented key is at 8."""
 
 
 @dataclass
 class ConfigSource:
-    """A config as written. `text` is kept so that messages about a key can say where it is."""
+    """A config as written. `text` is kept to locate keys for messages."""
 
     data: dict[str, Any]
     name: str = FROM_DICT
     text: str | None = None
     not_json: str = ""
-    """Place and reason for which a text that HJSON's reader took is not JSON; empty: it is JSON."""
+    """Place and reason why a text that HJSON's parser accepted is not JSON; empty: it is JSON."""
     _places: dict[Path, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
     def place(self, path: Path) -> ConfigLocation | None:
-        """Find a key in the text, else its nearest enclosing key; None if there is no text, or neither."""
+        """Locate a key in the text, else its nearest enclosing key; None if there is no text, or neither."""
         if self.text is None:
             return None
         if self._places is None:
@@ -63,13 +61,13 @@ class ConfigSource:
         return None
 
     def line(self, path: Path) -> int | None:
-        """The line of `place`."""
+        """Return the line of `place`."""
         place = self.place(path)
         return place.line if place else None
 
 
 class DuplicateKeys(UnreadableConfig):
-    """An object of the config holds a key twice. ``source`` has the last value of each."""
+    """An object of the config has a key twice. ``source`` has the last value of each."""
 
     def __init__(self, message: str, source: ConfigSource) -> None:
         super().__init__(message)
@@ -85,7 +83,7 @@ def load_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """Read a config into a new dict and say where it came from. Raises UnreadableConfig."""
+    """Read a config into a new dict, with its source. Raises UnreadableConfig."""
     if isinstance(config, Mapping):
         check_depth(config, FROM_DICT)
         return ConfigSource(copy_containers(config))
@@ -122,7 +120,7 @@ def text_of(name: str, formats: str = "JSON or HJSON") -> str:
 
 
 def copy_containers(value: Any) -> Any:
-    """A copy of nested dicts and lists; leaves (process groups, dtypes, classes) stay the same objects."""
+    """Copy nested dicts and lists; leaves (process groups, dtypes, classes) stay the same objects."""
     if isinstance(value, Mapping):
         return {key: copy_containers(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -139,7 +137,7 @@ def _decode_base64(text: str) -> str | None:
 
 
 def check_depth(value: Any, name: str) -> None:
-    """UnreadableConfig: objects and lists are nested deeper than ``MAX_DEPTH``, or contain themselves."""
+    """Raise UnreadableConfig if objects and lists are nested deeper than ``MAX_DEPTH``, or contain themselves."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -161,7 +159,7 @@ def _too_deep(name: str) -> UnreadableConfig:
 
 
 def parse_text(text: str, name: str) -> ConfigSource:
-    """Parse JSON, else HJSON. Raises UnreadableConfig; DuplicateKeys, which names the keys and their lines."""
+    """Parse JSON, else HJSON. Raises UnreadableConfig; DuplicateKeys names the keys and their lines."""
     twice: list[str] = []
 
     def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,9 +212,9 @@ def _duplicates(text: str, name: str, otherwise: str) -> str:
     return f"Duplicate keys in {named(name)}: {cut_list(listed)}"
 
 
-# Comments, strings, structure and bare words: enough to follow keys through JSON and HJSON alike. No package on PyPI
-# gives the places of keys in both: json-source-map (1.0.5 of 2022) refuses comments and bare words and keeps only the
-# last of two equal keys, json-five reads JSON5, which has no bare values, and hjson, which parses here, keeps none.
+# Comments, strings, structure and bare words: enough to track keys in both JSON and HJSON. No package on PyPI gives the
+# positions of keys in both: json-source-map (1.0.5 of 2022) refuses comments and bare words and keeps only the last of
+# two equal keys, json-five reads JSON5, which has no bare values, and hjson, our parser, keeps none.
 _TOKEN = re.compile(
     r"""(?P<comment>\#[^\n]*|//[^\n]*|/\*.*?\*/)
       | (?P<text>'''.*?''')
@@ -229,7 +227,7 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class _Level:
-    """An object or list that is open at the current position in the text."""
+    """An open object or list at the current position in the text."""
 
     is_list: bool
     path: Path
@@ -242,7 +240,7 @@ class _Level:
 
 
 def key_places(text: str) -> dict[Path, list[tuple[int, int]]]:
-    """Path of every key -> the (line, column) where it appears, from 1; list items are addressed by index.
+    """Map the path of every key to the (line, column) where it appears, from 1; list items are addressed by index.
 
     Best effort for HJSON, where an unquoted string may contain structural characters.
     """
@@ -252,7 +250,7 @@ def key_places(text: str) -> dict[Path, list[tuple[int, int]]]:
     position, line, line_start = 0, 1, 0
     for token in _TOKEN.finditer(text):
         breaks = text.count("\n", position, token.start())
-        if breaks:  # only then, as a search in one long line would take quadratic time
+        if breaks:  # otherwise searching one long line would take quadratic time
             line += breaks
             line_start = text.rindex("\n", position, token.start()) + 1
         position = token.start()

@@ -1,4 +1,4 @@
-"""The whole config as one model: every top-level key with its default, and the section models behind it."""
+"""The whole config as one model: every top-level key with its default, and the section models below it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
 def _without_auto(value: Any) -> Any:
-    """Arguments left for a client to fill in that it did not: treated as absent. Those whose names nothing knows are
-    kept, so that they are found to be unknown."""
+    """Drop "auto" arguments that a client was to fill in and did not. Those with unknown names are kept, so that they
+    are reported as unknown."""
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if not (is_auto(item) and key in FILLED_IN)}
     return value
@@ -95,7 +95,7 @@ def _print_period(value: Any) -> int | float | None:
 
 
 def _spelled_in_any_case(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a word in lower case and keep it as written: `engine.log_level()` returns it."""
+    """Validate a word in lower case, and keep it as written: `engine.log_level()` returns it."""
     check(lower(value))
     return value
 

@@ -1,9 +1,8 @@
-"""Building blocks of every config section: the pydantic base class, whose validators are built when a config names
-the section, the value types, and small dict helpers.
+"""Building blocks of config sections: the pydantic base class, whose validators are built when a config names the
+section, the value types, and small dict helpers.
 
-A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
-nothing: `config/plan.py` reads the finished models. Each field's `description` is its text in
-`docs/config.md`.
+A *section model* defines the keys a user may write, with their documented defaults and bounds. It decides nothing:
+`config/plan.py` reads the finished models. Each field's `description` is its text in `docs/config.md`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from deepspeed.config.problems import DeepSpeedConfigError
 
 
 class BuiltWhenNamed:
-    """Annotation of a field that is a section, or a section or None: a value is passed to the section's own validators,
-    which are built by then.
+    """Annotation of a field that is a section, or a section or None: its value is passed to the section's own
+    validators, which are only built then.
 
     A config names a handful of the 90 section models. pydantic would build the validators of all of them, and those of
-    the whole config with every one inside: a third of the CPU time of `ds_check`."""
+    the whole config with all of them nested: a third of the CPU time of `ds_check`."""
 
     def __init__(self, section: type[BaseModel]) -> None:
         self.section = section
@@ -60,19 +59,19 @@ class BuiltWhenNamed:
 
 
 def _with_serializer(value: Any) -> Any:
-    """Return the value, built: the serializer of one that never was is a stand-in that pydantic does not take."""
+    """Build the value's model and return it: the serializer of an unbuilt model is a mock that pydantic rejects."""
     if isinstance(value, BaseModel):
         type(value).model_rebuild()
     return value
 
 
 def defer_validators(model: type[BaseModel]) -> None:
-    """Annotate the fields of a model that are sections, before its own validators are built."""
+    """Annotate the section fields of a model, before its own validators are built."""
     for field in model.model_fields.values():
         section = _section_in(field.annotation)
         inherited = any(isinstance(item, BuiltWhenNamed) for item in field.metadata)
         if section is not None and not inherited:
-            field.metadata.insert(0, BuiltWhenNamed(section))  # below the field's other validators
+            field.metadata.insert(0, BuiltWhenNamed(section))  # inside the field's other validators
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
@@ -89,9 +88,7 @@ _notes: ContextVar[list[str] | None] = ContextVar("deepspeed_config_notes", defa
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list instead of
-    the log.
-    """
+    """Collect notes on deprecated or ineffective settings in a list within the block, instead of logging them."""
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -101,7 +98,7 @@ def collect_notes() -> Iterator[list[str]]:
 
 
 def note(message: str) -> None:
-    """Remark on a setting that is accepted: collected inside `collect_notes`, else logged as a warning."""
+    """Report an accepted setting: collected inside `collect_notes`, else logged as a warning."""
     notes = _notes.get()
     if notes is None:
         logger.warning(message)
@@ -113,15 +110,15 @@ def note(message: str) -> None:
 
 
 class AllowedValues:
-    """Annotation for a field whose type alone does not tell the user what is allowed."""
+    """Annotation of a field whose type alone does not tell users which values are allowed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class OneOf:
-    """Annotation of a text that must be in ``names()``, a table of a feature. It is imported when a config gives the
-    key, or somebody asks what is allowed."""
+    """Annotation of a text that must be in ``names()``, a feature's table, which is only imported when a config has the
+    key, or for documentation."""
 
     def __init__(self, names: Callable[[], Iterable[str]]) -> None:
         self.names = names
@@ -130,14 +127,14 @@ class OneOf:
         return no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: str) -> str:
-        """Return ``value``; ValueError: it is not in the table."""
+        """Return ``value``; ValueError if it is not in the table."""
         if value not in self.names():
             raise ValueError(f"must be one of {', '.join(map(repr, self.names()))}")
         return value
 
 
 def _not_bool(value: Any) -> Any:
-    """Python counts True as 1; in a config it is a mistake where a number is expected."""
+    """Refuse booleans, which Python counts as numbers; in a config that is a mistake."""
     if isinstance(value, bool):
         raise ValueError("a boolean stands where a number is expected")
     return value
@@ -169,9 +166,9 @@ def _float_or_auto(value: Any) -> float | str:
     raise ValueError("must be a number or 'auto'")
 
 
-# Integral floats such as 5e8 are accepted for both (JSON has no other short way to write a large round number).
+# Both accept integral floats such as 5e8 (JSON has no other short way to write a large round number).
 Int = Annotated[int, BeforeValidator(_not_bool)]
-# A size that scripts compute, as 0.9 x hidden x hidden: what is behind the point is dropped.
+# A size computed by scripts, such as 0.9 x hidden x hidden: the fraction is dropped.
 Elements = Annotated[int, BeforeValidator(_not_bool), BeforeValidator(_whole_part)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
 FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
@@ -180,9 +177,9 @@ FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), AllowedValues("a nu
 
 
 def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -> Dtype | None:
-    """The dtype that a config means by a word ("bf16", "bfloat16", "torch.bfloat16"), by a dtype of torch, or None.
+    """Return the dtype for a word ("bf16", "bfloat16", "torch.bfloat16"), a torch dtype, or None.
 
-    Raises ValueError for anything that is not one of the `allowed` types (given by their short names).
+    Raises ValueError if it is not one of the `allowed` types (short names).
     """
     if value is None:
         return None
@@ -197,7 +194,7 @@ def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -
 
 
 def parse_sum_dtype(value: Any) -> Dtype | None:
-    """As ``parse_dtype``, of a sum, which may be wider than what is added."""
+    """Parse as ``parse_dtype`` does, for a sum, whose dtype may be wider than its terms'."""
     return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
 
 
@@ -213,22 +210,22 @@ SumDtypeOrNull = Annotated[
 
 
 def section(model: type[BaseModel], description: str) -> Any:
-    """A field that is another section, by default with its defaults, which are not validated."""
+    """Define a field that is another section; its default is the section's defaults, which are not validated."""
     return Field(model.model_construct(), description=description)
 
 
 def required(description: str) -> Any:
-    """A field that is required once its section says `enabled: true`."""
+    """Define a field that is required if its section has `enabled: true`."""
     return Field(None, description=description, json_schema_extra={"required_when_enabled": True})
 
 
 def lower(value: Any) -> Any:
-    """Accept a word in any case: the documents write "FLOPS"."""
+    """Lower-case a word, so that any case is accepted: the documents write "FLOPS"."""
     return value.lower() if isinstance(value, str) else value
 
 
 def key(default: Any, description: str, **more: Any) -> Any:
-    """Define a key with its default, its text in `docs/config.md`, and its bounds as pydantic's `Field` has them."""
+    """Define a key with its default, its text in `docs/config.md`, and bounds as arguments of pydantic's `Field`."""
     return Field(default, description=description, **more)
 
 
@@ -241,7 +238,7 @@ def deprecated(
     message: str = "",
     alias: str | None = None,
 ) -> Any:
-    """An old spelling: accepted with one note and, if `new_param` is given, carried over to that field."""
+    """Define an old spelling: accepted with one note and, if `new_param` is given, copied to that field."""
     extra: dict[str, Any] = {"deprecated": True, "deprecated_msg": message}
     if new_param is not None:
         extra |= {"new_param": new_param, "set_new_param": True, "new_param_fn": new_param_fn or _same}
@@ -253,23 +250,23 @@ def _same(value: Any) -> Any:
 
 
 def keeps_value(facts: Mapping[str, Any]) -> bool:
-    """Tell whether a deprecated key maps to its successor with the value unchanged."""
+    """Return whether a deprecated key maps to its successor with the value unchanged."""
     return facts.get("new_param_fn", _same) is _same
 
 
 def extra_facts(field: FieldInfo) -> dict[str, Any]:
-    """The `json_schema_extra` of a field as a dict (empty when there is none)."""
+    """Return the `json_schema_extra` of a field as a dict (empty if there is none)."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def _says_nothing(value: Any, default: Any) -> bool:
-    """Tell whether an old key has its default, or, if that is empty, another empty value."""
+    """Return whether an old key has its default, or, if that is empty, another empty value."""
     return value is None or value == default or not (value or default)
 
 
 @cache
 def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """(deprecated fields, fields that `enabled: true` requires, fields with a choice "auto") of a model class."""
+    """Return (deprecated fields, fields required by `enabled: true`, fields with a value "auto") of a model class."""
     facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
     return (
         frozenset(name for name, fact in facts.items() if fact.get("deprecated")),
@@ -279,13 +276,12 @@ def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[s
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are
-    validated.
+    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are validated.
 
-    Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that
-    replaces it, relative to the model), `set_new_param` (copy the value there, default True),
-    `new_param_fn` (converts the value) and `deprecated_msg` (added to the note); `takes_auto: True`: "auto" is a
-    choice of its own. `strict=True` keeps all "auto" values, so that they are validated like any other.
+    Fields may have in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that replaces it,
+    relative to the model), `set_new_param` (copy the value there, default True), `new_param_fn` (converts the value)
+    and `deprecated_msg` (added to the note); `takes_auto: True`: "auto" is a valid value. `strict=True` keeps all
+    "auto" values, so that they are validated like any other.
     """
 
     model_config = ConfigDict(
@@ -318,7 +314,7 @@ class DeepSpeedConfigModel(BaseModel):
                 raise ValueError(f"enabled, but without {', '.join(missing)}")
 
     def _needs(self, name: str) -> bool:
-        """Tell whether a `required` field is needed beside the values of the others; a section may override this."""
+        """Return whether a `required` field is needed, given the others; sections may override this."""
         return True
 
     def _carry_over(self, name: str) -> None:
@@ -330,7 +326,7 @@ class DeepSpeedConfigModel(BaseModel):
         note(text)
         default = type(self).model_fields[name].get_default()
         if not target or not facts.get("set_new_param", True) or _says_nothing(getattr(self, name), default):
-            return  # nothing to carry over, or the old switch stays where it is
+            return  # nothing to copy, or the old switch is still read
         owner: Any = self
         *parents, leaf = target.split(".")
         for parent in parents:
@@ -347,9 +343,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class LenientConfigModel(DeepSpeedConfigModel):
-    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys get one
-    note.
-    """
+    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys get one note."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -366,8 +360,8 @@ def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_defau
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of a JSON or HJSON reader that refuses an object with the same key twice
-    (ValueError).
+    """Build an object from key-value pairs, as `object_pairs_hook` of a JSON or HJSON parser. ValueError: a key is
+    duplicated.
     """
     pairs = list(ordered_pairs)
     result = dict(pairs)
@@ -392,7 +386,7 @@ class pp_int(int):
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """Writes large numbers (>= 1000) as 1.000000e+03 and everything unknown as text."""
+    """Writes large numbers (>= 1000) as 1.000000e+03, and unknown types as text."""
 
     def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
         pad = "    " * (level + 1)

@@ -1,4 +1,4 @@
-"""Low-rank adapters inside the weights that they adapt, while a model generates (E. J. Hu et al.: LoRA, 2021)."""
+"""Fuse low-rank adapters into the weights that they adapt, while a model generates (E. J. Hu et al.: LoRA, 2021)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 _METHODS = (("fuse_lora_weight", "unfuse_lora_weight"), ("merge", "unmerge"))
-"""Of the layers of DeepSpeed-Chat, and of PEFT's."""
+"""(fuse, unfuse) methods of DeepSpeed-Chat's LoRA layers, and of PEFT's."""
 
 _PARTS = ("lora_right_weight", "lora_left_weight", "lora_scaling", "fuse_lora")
-"""Of layers like DeepSpeed-Chat's that have no such methods. With ``fuse_lora`` a forward uses the weight alone."""
+"""Attributes of similar layers without these methods. With ``fuse_lora`` set, forward uses the weight alone."""
 
 
 class FusedAdapters:
-    """The adapted layers of ``module``. Fused, a layer costs one product instead of three. Unfusing gives the weights
-    back bit for bit: copies of them are kept meanwhile."""
+    """The adapted layers of ``module``. A fused layer costs one product instead of three. Copies of the original
+    weights are kept while fused, so unfusing restores them bit for bit."""
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = [
@@ -41,7 +41,7 @@ class FusedAdapters:
 
     @torch.no_grad()
     def fuse(self) -> None:
-        """Nothing happens if they are."""
+        """Merge the adapters into the weights; no-op if already fused."""
         if self.fused:
             return
         for layer, (fuse, _) in self._layers:
@@ -52,7 +52,7 @@ class FusedAdapters:
 
     @torch.no_grad()
     def unfuse(self) -> None:
-        """Nothing happens if they are not fused."""
+        """Restore the original weights; no-op if not fused."""
         if not self.fused:
             return
         for (_, (_, unfuse)), (weight, before) in zip(self._layers, self._kept, strict=True):
@@ -63,7 +63,7 @@ class FusedAdapters:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """A block in which they are fused, for weights that are whole; as before behind it."""
+        """Fuse the adapters within the block, then restore the previous state. Requires whole weights."""
         before = self.fused
         self.fuse()
         try:
@@ -91,11 +91,11 @@ def _fuse_parts(layer: Any) -> None:
 
 
 def _unfuse_parts(layer: Any) -> None:
-    """Its weight is put back by ``FusedAdapters``."""
+    """Clear the flag; ``FusedAdapters`` restores the weight."""
     layer.fuse_lora = False
 
 
 def _weight(layer: Any) -> Any:
-    """The matrix that a layer adapts."""
+    """Return the weight matrix that ``layer`` adapts, or None."""
     base = getattr(layer, "base_layer", layer)
     return getattr(base, "weight", None)

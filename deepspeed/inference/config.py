@@ -1,4 +1,4 @@
-"""Arguments of `init_inference`: as keyword arguments, as a dict, or as a JSON file."""
+"""Arguments of `init_inference`: given as keyword arguments, a dict, or a JSON file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
 class DtypeEnum(Enum):
-    """Dtypes of inference; the value is a tuple of the torch dtype and the words for it."""
+    """Dtypes of inference; each value is a tuple of the torch dtype and its accepted names."""
 
     fp16 = (torch.float16, "torch.float16", "fp16", "float16", "half")
     fp32 = (torch.float32, "torch.float32", "fp32", "float32", "float")
@@ -22,7 +22,7 @@ class DtypeEnum(Enum):
 
     @classmethod
     def from_str(cls, value: str) -> DtypeEnum:
-        """The member that a word means; ValueError for an unknown word."""
+        """Return the member named ``value``; ValueError if unknown."""
         for member in cls:
             if value in member.value:
                 return member
@@ -127,7 +127,7 @@ def _moe_switch(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """A number is the same for every layer."""
+    """Turn a single number into a list: it holds for every layer."""
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 

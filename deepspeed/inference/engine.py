@@ -1,4 +1,4 @@
-"""``InferenceEngine``: a module made ready for inference."""
+"""``InferenceEngine``: a module prepared for inference."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from deepspeed.zero.params import make_whole
 
 
 class InferenceEngine(nn.Module):
-    """Runs ``module``. What is asked of the engine and is not here is asked of the module, so that it can take the
-    module's place in a pipeline of Transformers.
+    """Runs ``module``. Attributes that the engine lacks are looked up on the module, so that the engine can replace it
+    in a pipeline of Transformers.
 
     Args:
         model: the module; it is changed in place.
-        config: what to do with it.
+        config: the settings.
 
     Raises:
-        DeepSpeedConfigError: the config asks for what this release does not have, or the model cannot be split.
+        DeepSpeedConfigError: the config asks for a feature that this release lacks, or the model cannot be split.
     """
 
     def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
@@ -101,12 +101,12 @@ class InferenceEngine(nn.Module):
     # ---------------------------------------------------------------------------------------------- running
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output. Ranks that share its layers are given the same inputs."""
+        """Run the module and return its output. Ranks of one tensor-parallel group must get the same inputs."""
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module's ``generate``, with all of its features: sampling, beams, streamers, left padding.
-        Ranks that share its layers draw the same random numbers.
+        Ranks of one tensor-parallel group draw the same random numbers.
 
         Raises:
             AttributeError: the module has no ``generate``.
@@ -125,8 +125,8 @@ class InferenceEngine(nn.Module):
     # ------------------------------------------------------------------------------------------- measuring
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """Time every forward of the module from now on, in milliseconds. ``use_cuda_events`` makes no difference: the
-        device is waited for."""
+        """Time every forward of the module from now on, in milliseconds. ``use_cuda_events`` has no effect: the device
+        is synchronized."""
         if self._timing:
             return
         started: list[float] = []
@@ -145,7 +145,7 @@ class InferenceEngine(nn.Module):
         ]
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call. AssertionError: ``profile_model_time`` was not called."""
+        """Return and clear the times of forwards, in ms. AssertionError: ``profile_model_time`` was not called."""
         if not self._timing:
             raise AssertionError("model times are measured after engine.profile_model_time()")
         times, self._times = self._times, []
@@ -167,13 +167,13 @@ class InferenceEngine(nn.Module):
 
     @property
     def cuda_graph_created(self) -> bool:
-        """Forwards are not captured as CUDA graphs."""
+        """False: forwards are not captured as CUDA graphs."""
         return False
 
     def load_model_with_checkpoint(self, r_module: nn.Module) -> None:
-        """Give ``r_module`` the weights that the config's ``checkpoint`` names, if it does.
+        """Load the weights named by the config's ``checkpoint``, if any, into ``r_module``.
 
-        DeepSpeedConfigError: weights are missing, also those of a module on the meta device without a ``checkpoint``.
+        DeepSpeedConfigError: weights are missing, or the module is on the meta device and there is no ``checkpoint``.
         """
         config = self._config
         folder = config.base_dir or config.checkpoint_config.base_dir or ""
@@ -188,7 +188,7 @@ class InferenceEngine(nn.Module):
             )
 
     def destroy(self) -> None:
-        """Nothing of the engine is left on the module, which still runs."""
+        """Remove the engine's hooks from the module, which remains usable."""
         for handle in self._timing:
             handle.remove()
         self._timing = []
@@ -199,7 +199,7 @@ class InferenceEngine(nn.Module):
     # -------------------------------------------------------------------------------------------- at the start
 
     def _split(self) -> Communicator | None:
-        """The ranks that share each layer, None if this one has them all."""
+        """Split the layers over ranks; return the tensor-parallel group, None without tensor parallelism."""
         tp = self._config.tensor_parallel
         if tp.tp_size == 1 or not tp.enabled:
             return None
@@ -209,7 +209,7 @@ class InferenceEngine(nn.Module):
         return group
 
     def _spread_experts(self) -> Communicator | None:
-        """The ranks that share the experts of each layer, None if this one has them all."""
+        """Split the experts over ranks; return the expert-parallel group, None without expert parallelism."""
         moe = self._config.moe
         if not moe.enabled or moe.ep_size == 1:
             return None
@@ -221,14 +221,14 @@ class InferenceEngine(nn.Module):
         return spread_experts(self.module, moe.ep_size, moe.ep_group)
 
     def _save_parts(self) -> None:
-        """Before weights become integers: any number of ranks loads the files, in any dtype."""
+        """Save the weights before they are quantized: the files load at any world size, in any dtype."""
         path = self._config.save_mp_checkpoint_path or self._config.checkpoint_config.save_mp_checkpoint_path
         if path:
             written = save_parts(self.module, path, self._dtype)
             log_dist(f"inference: the weights of all ranks are in {written.parent}", ranks=[0])
 
     def _prepare(self, part: nn.Module) -> None:
-        """A part of the module, before its weights leave the device."""
+        """Cast a part of the module and inject kernels, before its weights are offloaded."""
         _cast(part, self._dtype)
         self._use_kernels(part)
 
@@ -245,7 +245,7 @@ class InferenceEngine(nn.Module):
 
 
 def _summed_layers(config: DeepSpeedInferenceConfig) -> tuple[str, ...]:
-    """Those that ``injection_policy`` names, or ``injection_policy_tuple``; policy classes name none."""
+    """Return the layers listed in ``injection_policy`` and ``injection_policy_tuple``; policy classes list none."""
     named: list[str] = []
     for value in (*(config.injection_policy or {}).values(), config.injection_policy_tuple):
         listed = (value,) if isinstance(value, str) else value if isinstance(value, (tuple, list)) else ()
@@ -259,10 +259,10 @@ def _compute_dtype() -> torch.dtype:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters, and buffers that are saved with them. Others are computed (frequencies of rotary positions, say), and
-    keep the precision in which they were."""
+    """Cast parameters and persistent buffers. Non-persistent buffers are computed (rotary frequencies, for example) and
+    keep their precision."""
     for layer in module.modules():
-        if isinstance(layer, IntegerLinear):  # its scales keep their dtype
+        if isinstance(layer, IntegerLinear):  # scales keep their dtype
             continue
         computed = layer._non_persistent_buffers_set
         for param in layer._parameters.values():
@@ -287,7 +287,7 @@ _WITHOUT_EFFECT = {
 
 
 def _remark(config: DeepSpeedInferenceConfig) -> None:
-    """On keys without effect."""
+    """Warn about keys without effect."""
     for key, why in _WITHOUT_EFFECT.items():
         if getattr(config, key) != type(config).model_fields[key].default:
             note(f"init_inference: '{key}' has no effect: {why}")

@@ -16,7 +16,7 @@ from deepspeed.inference.engine import InferenceEngine
 
 
 def default_inference_config() -> dict[str, Any]:
-    """Every key with its default."""
+    """Return every key with its default."""
     return DeepSpeedInferenceConfig().model_dump()
 
 
@@ -25,17 +25,17 @@ def init_inference(
     config: str | os.PathLike[str] | dict[str, Any] | DeepSpeedInferenceConfig | None = None,
     **kwargs: Any,
 ) -> InferenceEngine:
-    """An engine that runs ``model`` for inference: cast, on the device, split over ranks as the config says.
+    """Return an engine that runs ``model`` for inference: cast, on the device, split over ranks as configured.
 
     Args:
-        model: any module; it is changed in place, and is ``engine.module``. Or a pipeline, such as those of diffusers,
-            that keeps modules in its attributes: each is changed in place, and the pipeline itself is returned.
-        config: a dict, the path of a JSON file, or the finished config.
-        kwargs: single keys of the config; they must not contradict it. None stands for the default.
+        model: any module; it is changed in place and becomes ``engine.module``. Or a pipeline, such as diffusers', with
+            modules as attributes: each is changed in place, and the pipeline itself is returned.
+        config: a dict, the path of a JSON file, or a ``DeepSpeedInferenceConfig``.
+        kwargs: single keys of the config, which must not contradict it. None means the default.
 
     Raises:
-        DeepSpeedConfigError: a key is unknown, given twice, or asks for what this release does not have.
-        UnreadableConfig: the path is no file, or its text no JSON.
+        DeepSpeedConfigError: a key is unknown, given twice, or asks for a feature that this release lacks.
+        UnreadableConfig: the path is not a file, or its text is not JSON.
     """
     settings = inference_config(config, kwargs)
     modules = {} if isinstance(model, nn.Module) else _modules_of(model)
@@ -49,9 +49,9 @@ def _modules_of(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def _prepared_pipeline(pipeline: Any, modules: dict[str, nn.Module], config: DeepSpeedInferenceConfig) -> Any:
-    """Its modules stay in their places: pipelines look at their classes, and call other methods than ``forward``.
+    """Prepare each module in place, because pipelines check module classes and call methods other than ``forward``.
 
-    DeepSpeedConfigError: the config says where the weights of a single model are.
+    DeepSpeedConfigError: the config names weight files, which belong to a single model.
     """
     for key in ("checkpoint", "save_mp_checkpoint_path"):
         if getattr(config, key) is not None:
@@ -66,7 +66,7 @@ def _prepared_pipeline(pipeline: Any, modules: dict[str, nn.Module], config: Dee
 def inference_config(
     config: str | os.PathLike[str] | dict[str, Any] | DeepSpeedInferenceConfig | None, more: dict[str, Any]
 ) -> DeepSpeedInferenceConfig:
-    """The config with single keys added. DeepSpeedConfigError: see ``init_inference``."""
+    """Merge single keys into the config. DeepSpeedConfigError: see ``init_inference``."""
     if isinstance(config, DeepSpeedInferenceConfig):
         if more:
             raise DeepSpeedConfigError(

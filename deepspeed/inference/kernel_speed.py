@@ -1,9 +1,9 @@
-"""Speed of the inference kernels on this machine, each compared with the equivalent PyTorch operations: for
+"""Benchmark the inference kernels on this machine, each against the equivalent PyTorch operations, for
 ``ds_report --bench``.
 
-A case is what one forward asks of one kernel, in the sizes of a small model that decodes ``ROWS`` sequences. Weights
-and the paged cache are read from memory, as in a model whose other layers were read since: something larger than the
-caches is read before each call. These cases are compared with the memory stream, too; others with PyTorch only.
+A case is one kernel call of a forward, in the sizes of a small model that decodes ``ROWS`` sequences. Weights and the
+paged cache are cold, as after the other layers of a model: a buffer larger than the CPU caches is read before each
+call. These cases are also compared with memory bandwidth; the others only with PyTorch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix, quantized_product
 from deepspeed.parallel.expert.grouped import grouped_linear
 
-COLUMNS, OUTPUTS = 2048, 8192  # of a matrix of weights: 64 MiB in fp32
+COLUMNS, OUTPUTS = 2048, 8192  # of a weight matrix: 64 MiB in fp32
 ROWS = 16  # sequences that decode together
-CONTEXT = 1024  # tokens of each, and of a prompt
+CONTEXT = 1024  # tokens per sequence, and per prompt
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 16, 8, 64, 16
 EXPERTS = 8
 VOCABULARY = 32_000
@@ -45,8 +45,8 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``kernel``: None if there is none here, and PyTorch computes. Both calls return their result. ``nbytes``: what
-    has to be read from memory; 0: it fits into caches."""
+    """``kernel``: None if this machine has none and PyTorch computes. Both calls return their result. ``nbytes``: bytes
+    read from memory; 0: the data fits into the caches."""
 
     name: str
     kernel: Call | None
@@ -56,9 +56,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeed:
-    """Speed of one call. ``share``: of the memory stream, None if memory is not what limits it. ``times``: how many
-    times
-    faster than PyTorch's operations, None if these are what runs."""
+    """Speed of one call. ``share``: fraction of memory bandwidth, None if the call is not memory-bound. ``times``:
+    speed-up over PyTorch's operations, None if these are what runs."""
 
     name: str
     path: str
@@ -74,7 +73,7 @@ class KernelSpeed:
 
 
 class Machine:
-    """The device that models run on here, and what its kernels are."""
+    """The device that models run on here, and its kernels."""
 
     def __init__(self) -> None:
         accelerator = get_accelerator()
@@ -94,13 +93,14 @@ class Machine:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Call, *, cold: bool = False) -> float:
-        """Measure the seconds of a call. ``cold``: its inputs are in memory, not in caches."""
+        """Measure the seconds of one call. ``cold``: with its inputs evicted from the caches."""
         synchronize = (lambda: None) if self.is_host else get_accelerator().synchronize
         before = self._other.sum if cold else (lambda: None)
         return seconds_of(call, synchronize, before=before, span=SECONDS)
 
     def stream(self) -> float:
-        """Bytes per second: what a sum reads on the host, by the faster of two; what a copy moves on a device."""
+        """Measure memory bandwidth in bytes/s: on the host the read rate of the faster of two sums, on a device the
+        traffic of a copy."""
         values = torch.ones(OUTPUTS * COLUMNS, device=self.device)
         if not self.is_host:
             return 2 * values.nbytes / self.seconds(values.clone, cold=True)
@@ -110,7 +110,7 @@ class Machine:
 
 @torch.inference_mode()
 def kernel_speeds(machine: Machine, stream: float) -> Iterator[KernelSpeed]:
-    """Each kernel's. ``stream``: of the machine."""
+    """Yield the speed of each kernel. ``stream``: memory bandwidth of the machine, in bytes/s."""
     for case in cases(machine):
         cold = case.nbytes > 0
         plain = machine.seconds(case.plain, cold=cold)
@@ -125,13 +125,13 @@ def kernel_speeds(machine: Machine, stream: float) -> Iterator[KernelSpeed]:
 
 
 def cases(machine: Machine) -> Iterator[Case]:
-    """All of them, each made when it is asked for."""
+    """Yield all cases, creating each on demand."""
     for group in (_products, _norm, _rotary, _attention, _gate, _experts, _sampling):
         yield from group(machine)
 
 
 def _products(machine: Machine) -> Iterator[Case]:
-    """Compared with PyTorch's product with the weights before they were rounded to integers."""
+    """Yield matrix products; quantized ones are compared with PyTorch's product with the unquantized weights."""
     weight = machine.draw(OUTPUTS, COLUMNS)
     integers = {bits: QuantizedMatrix.of(weight, bits, min(128, COLUMNS)) for bits in (8, 4)}
     half = weight.bfloat16()
@@ -172,7 +172,7 @@ def _running(program: HostGraph, step: GraphStep, output: Tensor) -> Call:
 def _norm(machine: Machine) -> Iterator[Case]:
     stream, delta, weight = (machine.draw(*shape) for shape in ((ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,)))
 
-    other = stream.clone()  # both add to theirs
+    other = stream.clone()  # both calls add in place
 
     def plain() -> Tensor:
         return functional.rms_norm(other.add_(delta), (COLUMNS,), weight, 1e-6)
@@ -190,7 +190,7 @@ def _norm(machine: Machine) -> Iterator[Case]:
 
 
 def _rotary(machine: Machine) -> Iterator[Case]:
-    """With the store to the cache."""
+    """Yield the rotary embedding, including the store to the cache."""
     projected = machine.draw(ROWS, (HEADS + 2 * KV_HEADS) * HEAD_SIZE)
     angles = torch.rand(CONTEXT, HEAD_SIZE // 2, device=machine.device)
     cosines, sines = angles.cos(), angles.sin()
@@ -198,7 +198,7 @@ def _rotary(machine: Machine) -> Iterator[Case]:
     positions, slots = batch.positions[0], (batch.blocks, batch.offsets)
     sizes = [HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE]
 
-    other = projected.clone()  # both rotate theirs
+    other = projected.clone()  # both calls rotate in place
 
     def plain() -> Tensor:
         cos, sin = cosines[positions, None].to(machine.dtype), sines[positions, None].to(machine.dtype)
@@ -236,7 +236,7 @@ def _rotated_on_gpu(projected: Tensor, *where: Any) -> Tensor:
 
 
 def _attention(machine: Machine) -> Iterator[Case]:
-    """Over the paged cache: the next token of every sequence, and the tokens of one prompt."""
+    """Yield attention over the paged cache: one decode step of every sequence, and the prefill of one prompt."""
     cache, decoding = _decoding(machine)
     prompt = PackedBatch([PagePiece([0] * CONTEXT, 0, decoding.pieces[0].blocks)], cache, machine.device)
     token_bytes = cache.shapes[0].token_bytes
@@ -258,7 +258,7 @@ def _attention(machine: Machine) -> Iterator[Case]:
 
 
 def _decoding(machine: Machine) -> tuple[PagedCache, PackedBatch]:
-    """A cache of one layer, and ``ROWS`` sequences of ``CONTEXT`` tokens in it, of which the last is to be computed."""
+    """Return a one-layer cache and ``ROWS`` sequences of ``CONTEXT`` tokens in it, whose last token is not computed."""
     shape = LayerShape(KV_HEADS, HEAD_SIZE, HEAD_SIZE, machine.dtype, machine.device)
     each = -(-CONTEXT // BLOCK)
     cache = PagedCache({0: shape}, ROWS * each, BLOCK)
@@ -269,7 +269,7 @@ def _decoding(machine: Machine) -> tuple[PagedCache, PackedBatch]:
 
 
 def _plainly(batch: PackedBatch) -> PackedBatch:
-    """The same, for PyTorch to compute."""
+    """Return the same batch, to be computed by PyTorch."""
     plain = PackedBatch(batch.pieces, batch.cache, batch.device)
     plain.kernel = plain.of_gpu = None
     plain.by_kernel = [False] * len(plain.pieces)
@@ -277,7 +277,7 @@ def _plainly(batch: PackedBatch) -> PackedBatch:
 
 
 def _gate(machine: Machine) -> Iterator[Case]:
-    """Yield the case of the activation of a gated MLP, between its matrix products."""
+    """Yield the activation of a gated MLP, between its matrix products."""
     gate, up = machine.draw(ROWS, OUTPUTS), machine.draw(ROWS, OUTPUTS)
     kernel = None
     if machine.native:
@@ -292,7 +292,7 @@ def _gate(machine: Machine) -> Iterator[Case]:
 
 
 def _experts(machine: Machine) -> Iterator[Case]:
-    """Products of stacked experts, each with its share of the rows."""
+    """Yield the products of stacked experts, each with its share of the rows."""
     rows, weight = machine.draw(4 * EXPERTS, COLUMNS), machine.draw(EXPERTS, COLUMNS, OUTPUTS // EXPERTS)
     counts = [4] * EXPERTS
     plain = partial(grouped_linear, rows, weight, counts, triton=False)

@@ -1,4 +1,4 @@
-"""Layers that run by kernels of ours, in the place of a model's own: found by what they are, not by lists of models."""
+"""Replace a model's layers with layers that run our kernels: matched by type and behaviour, not by a list of models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepspeed.ops.small_product import (
 
 
 class HostLinear(nn.Linear):
-    """A linear layer of bfloat16 on the host; a few rows are as fast as its weights are read."""
+    """A bfloat16 linear layer on the host; for few rows it is limited by memory bandwidth only."""
 
     products: SmallProducts
 
@@ -32,14 +32,14 @@ class HostLinear(nn.Linear):
 
 
 class IntegerLinear(nn.Module):
-    """A linear layer with integer weights of 8 or 4 bits, and inputs and outputs of any floating-point dtype.
+    """A linear layer with 8-bit or 4-bit integer weights, and inputs and outputs of any floating-point dtype.
 
     Args:
         matrix: [outputs, inputs].
         bias: [outputs], or None.
-        dtype: of ``weight``, as others see it.
+        dtype: dtype that ``weight`` reports.
 
-    ``rounds_inputs``: whether inputs are rounded to 8 bits as well.
+    ``rounds_inputs``: inputs are rounded to 8 bits as well.
     """
 
     rounds_inputs = False
@@ -62,7 +62,7 @@ class IntegerLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], made anew each time."""
+        """The dequantized weight [outputs, inputs], recomputed at each access."""
         return self.matrix.values(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class IntegerLinear(nn.Module):
         return quantized_product(input, self.matrix, self.bias, self.products)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Scales keep their dtype."""
+        """Apply ``fn`` to all but the scales, which keep their dtype."""
         scales = self.scales
         super()._apply(fn, recurse)
         self.scales = scales.to(self.words.device)
@@ -82,7 +82,7 @@ class IntegerLinear(nn.Module):
 
 
 def inject_kernels(module: nn.Module) -> str:
-    """Change layers in place. Returns a line that says which, and which are as they were."""
+    """Replace linear layers in place. Return a log line that counts replaced and remaining layers."""
     changed = 0
     for layer in module.modules():
         if type(layer) is nn.Linear and takes_bfloat16(layer.weight) and _is_right(layer):
@@ -99,7 +99,7 @@ def inject_kernels(module: nn.Module) -> str:
 
 
 def _is_right(layer: nn.Linear) -> bool:
-    """Return whether the kernel's output is the layer's, for one row."""
+    """Return whether the kernel's output matches the layer's, for one row."""
     row = torch.linspace(-1, 1, layer.in_features, dtype=torch.bfloat16)[None]
     with torch.no_grad():
         wanted, found = layer(row).float(), product(row, layer.weight, layer.bias).float()
@@ -107,15 +107,14 @@ def _is_right(layer: nn.Linear) -> bool:
 
 
 def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> str:
-    """Give every linear layer integer weights, in place; weights that other modules have too stay. Returns a line that
-    says what was done.
+    """Quantize every linear layer's weights in place, except weights shared with other modules. Return a log line.
 
     Args:
         bits: 8 or 4.
-        groups: scales of a row; columns are padded so that they divide it.
+        groups: scales per row; columns are padded to a multiple of the packing width.
         dtype: of the layers' inputs and outputs.
 
-    ValueError: other bits, or a layer whose rows cannot be divided so; nothing is changed then.
+    ValueError: other bits, or ``groups`` does not divide the rows of some layer; nothing is changed then.
     """
     owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
     layers = [found for found in _linears(module) if owners[id(found[2].weight)] == 1]
@@ -134,7 +133,7 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
 
 
 def _matrix_of(layer: Any) -> Tensor:
-    """[outputs, inputs]"""
+    """Return the weight as [outputs, inputs]."""
     return layer.weight.detach() if isinstance(layer, nn.Linear) else layer.weight.detach().T
 
 
@@ -151,7 +150,7 @@ def _require_groups(name: str, columns: int, bits: int, groups: int) -> None:
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Parent, name and layer: those of torch, and GPT-2's, whose weights are transposed."""
+    """Yield (parent, name, layer) of torch's linear layers, and of GPT-2's Conv1D, whose weights are transposed."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear or type(child).__name__ == "Conv1D":

@@ -1,4 +1,4 @@
-"""Weights of a model that was built without them (on the meta device), from the files that a config names."""
+"""Load the weights of a model that was built on the meta device, from the files that a config names."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Checkpoint = str | dict[str, Any] | Sequence[str]
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, base_dir: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and value of the whole weights that ``checkpoint`` names:
+    """Yield (name, value) of the whole weights that ``checkpoint`` names:
 
-    - a list of files that hold whole weights;
-    - an object {"type", "checkpoints", "version", "base_dir"}: such a list; with the type "Megatron" the files of the
-      ranks that shared the layers, in their order; or what ``save_mp_checkpoint_path`` wrote;
+    - a list of files with whole weights;
+    - an object {"type", "checkpoints", "version", "base_dir"}: such a list; for the type "Megatron" the files of the
+      tensor-parallel ranks, in rank order; or the description that ``save_mp_checkpoint_path`` wrote;
     - a JSON file with such an object, or with a list;
-    - the weights themselves: a file, or a folder as ``save_pretrained`` or ``save_mp_checkpoint_path`` write it.
+    - the weights themselves: a file, or a folder written by ``save_pretrained`` or ``save_mp_checkpoint_path``.
 
-    Relative paths start from ``base_dir``, which is for a JSON file its folder if nothing else is said.
+    Relative paths start from ``base_dir``, which defaults to the folder of a JSON file.
 
-    DeepSpeedConfigError: nothing is there, or it is in a form that cannot be read.
+    DeepSpeedConfigError: there is no such file, or its format cannot be read.
     """
     if isinstance(checkpoint, str):
         return _from_path(Path(base_dir) / checkpoint, base_dir)
@@ -85,7 +85,7 @@ def _files(listed: Sequence[str], folder: str) -> list[Path]:
 
 
 def _parts(listed: dict[str, Any], folder: str, beside: str) -> list[Path]:
-    """The files of ranks. If the folder that the description names is gone, it may have been moved along with it."""
+    """Return the rank files: next to the description if all are there (the folder was moved), else in ``folder``."""
     names = [name for key in ("non_tp", "tp") for name in listed.get(key, ())]
     if beside and all((Path(beside) / name).is_file() for name in names):
         folder = beside
@@ -93,7 +93,7 @@ def _parts(listed: dict[str, Any], folder: str, beside: str) -> list[Path]:
 
 
 def _merged(files: Sequence[Path], version: float | None) -> Iterator[tuple[str, Tensor]]:
-    """Megatron's files, one of each rank that shared the layers."""
+    """Yield merged tensors of Megatron files, one per tensor-parallel rank."""
     loader = MegatronSDLoader([str(file) for file in files], version, None)
     try:
         _, state, _ = loader.load(1, 0)
@@ -118,15 +118,15 @@ def load_weights(
     cast: bool = True,
     keep: Callable[[nn.Module, str, GroupedIntegers], bool] | None = None,
 ) -> None:
-    """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes, or (``cast=False``) in those
-    of the file, which may stay mapped then. Names may lack, or have, that of the model without its head; those of a
-    Transformers model may be those of its files (`checkpoint/foreign/hub_weights.py`). Buffers that no file holds,
-    such as the frequencies of rotary positions, are computed as Transformers does. Weights in few bits
-    (`checkpoint/foreign/packed_weights.py`) become whole ones, unless ``keep`` (of the module, the weight's name and
-    itself) puts them into the module and returns True.
+    """Load those of ``tensors`` (name, value) that ``module`` has, cast to its dtypes, or (``cast=False``) in the
+    file's dtypes, possibly still memory-mapped. Names may lack or carry the prefix of the model without its head; names
+    of a Transformers model may be those of its files (`checkpoint/foreign/hub_weights.py`). Buffers that no file holds,
+    such as rotary frequencies, are computed as Transformers does. Packed low-bit weights
+    (`checkpoint/foreign/packed_weights.py`) are dequantized, unless ``keep`` (module, name of the weight, packed
+    weight) installs them in the module and returns True.
 
-    DeepSpeedConfigError: a parameter or buffer has no values then, a shape differs, or weights are packed in a layout
-    that is not known; ``source`` is named.
+    DeepSpeedConfigError, naming ``source``: a parameter or buffer gets no values, a shape differs, or weights are
+    packed in an unknown layout.
     """
     known = dict(_state(module))
     prefix = getattr(module, "base_model_prefix", "")
@@ -141,7 +141,7 @@ def load_weights(
                 f"{source}: {name} is {list(value.shape)}, the model's is {list(known[name].shape)}"
             )
         found[name] = value.to(known[name].dtype) if cast else value
-    for alias, name in shared_names(module).items():  # the file may have any of the names
+    for alias, name in shared_names(module).items():  # the file may use either name of a shared weight
         present, absent = (name, alias) if name in found else (alias, name)
         if present in found:
             found.setdefault(absent, found[present])
@@ -163,8 +163,7 @@ def _whole(
     source: str,
     keep: Callable[[nn.Module, str, GroupedIntegers], bool] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """``tensors``, or, where the model's config tells of a library that packed them, what they stand for; the config
-    tells of whole weights then."""
+    """Yield ``tensors``, unpacked if the model's config has a ``quantization_config``, which is then deleted."""
     config: Any = getattr(module, "config", None)
     told = getattr(config, "quantization_config", None)
     if told is None:
@@ -185,7 +184,7 @@ def _whole(
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of all tensors, file by file."""
+    """Yield (name, value) of all tensors, file by file."""
     for file in files:
         yield from tensors_of(file)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,60 +12,131 @@ from torch import nn
 
 from deepspeed.base.extras import install_hint
 from deepspeed.checkpoint.foreign.packed_weights import can_unpack, method_of
+from deepspeed.inference.model.facts import DEFAULT_LENGTH
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
 
+_CLASSIFIER = "ForSequenceClassification"
 
-def load_causal(name: str, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
-    """Load a model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its device.
 
-    Args:
-        name: of a folder, of a model in the hub, or of a ``.gguf`` file.
-        dtype: of weights that were packed; None: what the config says. Other weights have the folder's.
-        keeps_integers: leave integers as they are where kernels compute with them (`quantized/stored.py`).
+def classifier_in(folder: str) -> str | None:
+    """Return the name of the class if the model in ``folder`` classifies texts (a cross-encoder): loaded as one that
+    generates, it would have a head of random weights. Only the file is looked at."""
+    try:
+        named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # whoever loads it tells
+    return next((str(each) for each in named or () if str(each).endswith(_CLASSIFIER)), None)
 
-    OSError, ValueError: there is no such model, or its weights cannot be read.
+
+class Pretrained:
+    """A model of a folder, of the hub, or of a ``.gguf`` file. Its config is read once.
+
+    OSError, ValueError: there is no such model. ``config`` is None for a GGUF file, which Transformers reads whole.
     """
-    import transformers
-    from transformers import AutoModelForCausalLM
 
-    arguments = _from_pretrained_arguments(name)
-    if can_unpack(_quantization_of(name)):
-        source = HuggingFaceCheckpointEngine(name)
-        return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model("cpu")
-    if "gguf_file" not in arguments and int(transformers.__version__.split(".")[0]) < 5:
-        arguments["torch_dtype"] = "auto"  # later releases do so by themselves
-    return AutoModelForCausalLM.from_pretrained(**arguments)
+    def __init__(self, name: str) -> None:
+        from transformers import AutoConfig
 
+        self.name = name
+        self._arguments = _from_pretrained_arguments(name)
+        self.config: Any = None
+        if "gguf_file" not in self._arguments:
+            self.config = AutoConfig.from_pretrained(name)
+        self._quantization = getattr(self.config, "quantization_config", None)
 
-def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of what ``load_causal`` loads: of a GGUF file, the one beside it, if there is one, else its
-    own. OSError, ValueError: there is none."""
-    from transformers import AutoTokenizer
+    @property
+    def is_classifier(self) -> bool:
+        """Return whether it classifies texts: see `classifier_in`."""
+        named = getattr(self.config, "architectures", None) or ()
+        return any(str(each).endswith(_CLASSIFIER) for each in named)
 
-    arguments = _from_pretrained_arguments(name)
-    if "gguf_file" in arguments and (Path(name).parent / "tokenizer_config.json").is_file():
-        del arguments["gguf_file"]
-    return AutoTokenizer.from_pretrained(**arguments)
+    def load_causal(self, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
+        """Load the model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its
+        device.
 
+        Args:
+            dtype: of weights that were packed; None: what the config says. Other weights have the folder's.
+            keeps_integers: leave integers as they are where kernels compute with them (`quantized/stored.py`).
 
-def check_quantization(name: str, method: str) -> None:
-    """ValueError: the weights of ``name`` are not stored by ``method``, as vLLM calls it (``gptq_marlin`` is gptq)."""
-    found = _quantization_of(name)
-    stored = None if found is None else method_of(found)
-    if method.removesuffix("_marlin") != stored:
-        raise ValueError(
-            f"--quantization {method}: {name} has {f'weights of {stored}' if stored else 'whole weights'}: leave it "
-            "out; --dtype int8 rounds weights to 8 bits"
+        OSError, ValueError: its weights cannot be read.
+        """
+        import transformers
+        from transformers import AutoModelForCausalLM
+
+        if can_unpack(self._quantization):
+            source = HuggingFaceCheckpointEngine(self.name, config=copy.deepcopy(self.config))
+            return InferenceV2Policy(source, dtype=dtype, keeps_integers=keeps_integers).build_model("cpu")
+        more = {} if self.config is None else {"config": self.config}
+        if self.config is not None and int(transformers.__version__.split(".")[0]) < 5:
+            more["torch_dtype"] = "auto"  # later releases do so by themselves
+        return AutoModelForCausalLM.from_pretrained(**self._arguments, **more)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Return whether each token of a text sees all others; as one that generates, it would have random weights."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+        if self.config is None or self.config.model_type not in ENCODERS:
+            return False
+        return not (self.config.is_encoder_decoder or getattr(self.config, "is_decoder", False))
+
+    @property
+    def _kind(self) -> Any:
+        """Return the class that loads it."""
+        from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        if self.is_classifier:
+            return AutoModelForSequenceClassification
+        return AutoModel if self.is_encoder else AutoModelForCausalLM
+
+    def load_encoder(self) -> nn.Module:
+        """Load an encoder, with its head if it classifies. OSError, ValueError: its weights cannot be read."""
+        return self._kind.from_pretrained(self.name, config=self.config)
+
+    def load_tokenizer(self) -> Any:
+        """Load the tokenizer: of a GGUF file, the one beside it, if there is one, else its own. OSError, ValueError:
+        there is none."""
+        from transformers import AutoTokenizer
+
+        arguments: dict[str, Any] = dict(self._arguments)
+        if self.config is not None:
+            arguments["config"] = self.config
+        elif (Path(self.name).parent / "tokenizer_config.json").is_file():
+            del arguments["gguf_file"]
+        return AutoTokenizer.from_pretrained(**arguments)
+
+    def check_quantization(self, method: str) -> None:
+        """ValueError: the weights are not stored by ``method``, as vLLM calls it (``gptq_marlin`` is gptq)."""
+        found = self._quantization
+        stored = None if found is None else method_of(found)
+        if method.removesuffix("_marlin") != stored:
+            raise ValueError(
+                f"--quantization {method}: {self.name} has {f'weights of {stored}' if stored else 'whole weights'}: "
+                "leave it out; --dtype int8 rounds weights to 8 bits"
+            )
+
+    def least_bytes(self, dtype: torch.dtype | None, tokens: int | None) -> tuple[int, int]:
+        """Return bytes that weights in ``dtype`` (None: the config's) take at least, and those of keys and values of
+        ``tokens`` tokens (None: as many as a server takes by default). Nothing is loaded."""
+        if self.config is None:
+            return Path(self.name).stat().st_size, 0
+        config = copy.deepcopy(self.config)
+        with torch.device("meta"):
+            module = self._kind.from_config(config)
+        used: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
+        # Of packed weights a part may have 2 bits.
+        weights = sum(param.numel() for param in module.parameters()) * used.itemsize
+        weights = weights // 8 if can_unpack(self._quantization) else weights
+        if self.is_classifier or self.is_encoder:
+            return weights, 0
+        text = config.get_text_config(decoder=True)
+        tokens = tokens or min(
+            getattr(text, "max_position_embeddings", None) or DEFAULT_LENGTH, DEFAULT_LENGTH
         )
-
-
-def _quantization_of(name: str) -> Any:
-    from transformers import AutoConfig
-
-    if "gguf_file" in _from_pretrained_arguments(name):
-        return None
-    return getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+        heads = getattr(text, "num_key_value_heads", None) or 1  # models that do not say may share one
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return weights, 2 * text.num_hidden_layers * heads * size * max(used.itemsize, 2) * tokens
 
 
 def _from_pretrained_arguments(name: str) -> dict[str, str]:

@@ -1,12 +1,11 @@
-"""ZeRO-Inference: a model whose weights rest in a file or in host memory, and come to the device layer by layer.
+"""ZeRO-Inference: a model whose weights are kept in a file or in host memory, and streamed to the device by layer.
 
-The weights of a block lie together in one region of a store. A few buffers, each as large as the largest block, are
-all that the device has of them: before a block runs, its weights become views of the buffer that was filled for it,
-and while it runs the next ones are read. Which comes next is learned from what came after it last time, so that the
-first block is on its way before the next token needs it.
+A block's weights are contiguous in one region of a store. The device only has a few buffers, each as large as the
+largest block: before a block runs, its weights become views of the buffer that holds it, and while it runs the next
+blocks are read ahead. The order is predicted from the previous pass, so the first block of the next token is read while
+the last ones of this token run.
 
-Nothing is known here of what a weight means: integers with their scales, and parts of tensor-parallel layers, stream as
-they are.
+Weights are treated as bytes: integers with their scales, and parts of tensor-parallel layers, stream like any other.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from deepspeed.inference.weight_stores import WeightStore
 from deepspeed.zero.partitioning import blocks_of
 
 ALIGN = 4096
-"""Bytes: regions and, in part of it, the tensors in them start at multiples, for reads that bypass the page cache."""
+"""Alignment of regions in bytes, for reads that bypass the page cache; of tensors within: ``_TENSOR_ALIGN``."""
 _TENSOR_ALIGN = 64
 MIN_BYTES = 1024
-"""Bytes from which on a buffer (integers of quantized weights, say) streams with its layer's parameters."""
+"""Buffers of at least this many bytes (quantized weights, for example) stream with their layer's parameters."""
 
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """Weights that come together. ``offsets``: of each tensor in ``region``."""
+    """Weights that are read together. ``offsets``: byte offset of each tensor in ``region``."""
 
     module: nn.Module
     tensors: list[Tensor]
@@ -44,7 +43,7 @@ class Unit:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A buffer; ``views[n]`` are the tensors of unit n in it. ``ticket``: of the read that fills it."""
+    """A device buffer; ``views[n]`` are the tensors of unit n in it. ``ticket``: handle of the read that fills it."""
 
     buffer: Tensor
     views: list[list[Tensor]] = field(default_factory=list)
@@ -54,15 +53,15 @@ class _Slot:
 
 
 class StreamedWeights:
-    """Moves the weights of ``module`` to ``store`` and brings them back around every forward.
+    """Moves the weights of ``module`` to ``store``, and streams them to the device around every forward.
 
     Args:
         module: in evaluation mode, on the host or wherever its weights are now.
-        store: where they are to rest.
-        device: where forwards run.
-        ahead: blocks that are read ahead.
+        store: keeps the weights.
+        device: runs the forwards.
+        ahead: number of blocks to read ahead.
         least: elements; layers outside of blocks with fewer stay on the device.
-        prepare: called with each block before it is stored, and at last with the module: casts, quantization.
+        prepare: called with each block before it is stored, and finally with the module: casts, quantization.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class StreamedWeights:
             self._hook(number, unit)
 
     def describe(self) -> str:
-        """A line for the log."""
+        """Return a line for the log."""
         return (
             f"{len(self.units)} parts of the model, {self.bytes_streamed / 1e6:.1f} MB, pass through "
             f"{len(self._slots)} buffers of {self.bytes_held / 1e6:.1f} MB"
@@ -115,8 +114,8 @@ class StreamedWeights:
         return sum(slot.buffer.numel() for slot in self._slots)
 
     def destroy(self) -> None:
-        """The module runs on without this: with its weights on the device, or mapped from the file, where that can be
-        read in place."""
+        """Restore the module for use without this: weights on the device, or mapped from the file if it can be read in
+        place."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -131,10 +130,10 @@ class StreamedWeights:
     # --------------------------------------------------------------------------------------------- at the start
 
     def _add(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Store a unit. Of weights that another one has already, a layer without others reads that one's region."""
+        """Store a unit. A layer whose only tensor is stored already streams from that region."""
         if isinstance(module, nn.Embedding) and self.store.readable:
             self._put(module, [each for each in tensors if id(each) not in self._placed])
-            return  # a lookup reads a few rows, which it finds at rest
+            return  # a lookup reads only a few rows, directly from the store
         new = [each for each in tensors if id(each) not in self._placed]
         unit = self._put(module, new) if new else self._of_others(module, tensors)
         if unit is not None:
@@ -165,7 +164,7 @@ class StreamedWeights:
                 tensor.data = tensor.data.to(self.device)
 
     def _new_slot(self) -> _Slot:
-        """Views are made here, outside of inference mode: weights take no others."""
+        """Allocate a buffer. Views are made outside of inference mode: ``param.data`` takes no inference tensor."""
         largest = max(unit.region.numel() for unit in self.units)
         with torch.inference_mode(False), torch.no_grad():
             buffer = _aligned(largest, self.device)
@@ -221,7 +220,7 @@ class StreamedWeights:
                 return
 
     def _start(self, number: int, *, needed: bool) -> _Slot | None:
-        """Fill a buffer that is free; if it is ``needed`` now, one that was filled for something else, or a new one."""
+        """Start a read into a free buffer. If ``needed`` now and none is free, take an idle one or allocate one."""
         slot = next((slot for slot in self._slots if slot.unit is None), None)
         if slot is None and needed:
             idle = [
@@ -248,9 +247,7 @@ class StreamedWeights:
 
 
 def blocks_ahead(module: nn.Module, zero: DeepSpeedZeroConfig) -> int:
-    """Return how many blocks are read ahead: as many as ``stage3_prefetch_bucket_size`` elements are, if it is
-    given, else
-    one."""
+    """Return the number of blocks to read ahead: ``stage3_prefetch_bucket_size`` elements' worth if given, else 1."""
     if "prefetch_bucket_size" not in zero.model_fields_set:
         return 1
     largest = max((sum(each.numel() for each in _tensors(block)) for block in blocks_of(module)), default=1)
@@ -258,7 +255,7 @@ def blocks_ahead(module: nn.Module, zero: DeepSpeedZeroConfig) -> int:
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
-    """The parameters of a layer and its larger buffers, each once."""
+    """Return the parameters of a layer and its larger buffers, each once."""
     buffers = [each for each in module.buffers(recurse) if each.nbytes >= MIN_BYTES]
     return list({id(each): each for each in (*module.parameters(recurse), *buffers)}.values())
 
@@ -275,7 +272,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _aligned(nbytes: int, device: torch.device) -> Tensor:
-    """uint8 [nbytes] whose address is a multiple of ``ALIGN``."""
+    """Allocate uint8 [nbytes] at an address that is a multiple of ``ALIGN``."""
     raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGN
     return raw[start : start + nbytes]

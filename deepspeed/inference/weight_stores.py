@@ -1,6 +1,6 @@
 """Stores for the weights of a model larger than its device: a file, or host memory.
 
-A store hands out flat regions of bytes, and fills buffers on the device from them in the background.
+A store allocates flat byte regions, and fills device buffers from them in the background.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from deepspeed.zero.offload.swap_file import SwapFile
 
 
 class WeightStore(Protocol):
-    """Regions at rest, and reads of them."""
+    """Allocates regions and reads them into buffers."""
 
     @property
     def bytes_read(self) -> int:
-        """Into buffers so far."""
+        """Bytes read into buffers so far."""
         ...
 
     @property
     def readable(self) -> bool:
-        """Return whether modules can compute with stored weights as they are."""
+        """True: modules can compute with stored weights in place."""
         ...
 
     def region(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] at rest, to be written by plain copies."""
+        """Allocate uint8 [nbytes] in the store, to be filled by plain copies."""
         ...
 
     def start(self, buffer: Tensor, region: Tensor) -> Any:
-        """Begin to fill the first bytes of ``buffer``; a ticket for ``finish``."""
+        """Start filling the first bytes of ``buffer``; return a ticket for ``finish``."""
         ...
 
     def finish(self, ticket: Any) -> None:
@@ -50,11 +50,11 @@ class WeightStore(Protocol):
 
 
 class FileStore:
-    """A file without a name in ``folder``, read past the page cache.
+    """An unlinked file in ``folder``, read past the page cache.
 
     Args:
         folder: ``offload_param.nvme_path``.
-        device: where the buffers are; from a file they are filled by way of host memory if that is elsewhere.
+        device: device of the buffers; unless it is the host, reads are staged in host memory.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class FileStore:
 
 
 class HostStore:
-    """Memory of the host, page-locked if ``pin``, copied to the device on a stream of its own."""
+    """Host memory, page-locked if ``pin``, copied to the device on a separate stream."""
 
     readable = False
 
@@ -116,7 +116,7 @@ class HostStore:
         if self._stream is None:
             target.copy_(region)
             return None
-        # Whoever computes with the buffer's last content comes first.
+        # Wait for kernels that use the buffer's previous content.
         self._stream.wait_stream(self._accelerator.current_stream())
         with self._accelerator.stream(self._stream):
             target.copy_(region, non_blocking=True)
@@ -127,11 +127,11 @@ class HostStore:
             self._accelerator.current_stream().wait_event(ticket)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No-op: nothing is open."""
 
 
 def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore | None:
-    """Make the store that the section ``zero`` of `init_inference` asks for; None: the weights stay where they are.
+    """Make the store for the section ``zero`` of `init_inference`; None: weights stay where they are.
 
     DeepSpeedConfigError: stage 3 without ``offload_param``, or without the folder for files.
     """

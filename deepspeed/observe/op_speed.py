@@ -164,18 +164,14 @@ def _shared_memory() -> list[Speed]:
         for channel in channels:
             channel.start(timedelta(seconds=30), cores=len(available_cores()))
         tensors = [torch.ones(NUMEL) for _ in channels]
-        sums = [shared_memory.SharedMemoryAllReduce(channel, _no_fallback) for channel in channels]
-        seconds = seconds_of(lambda: _all_reduce(sums, tensors))
+        ranks = [shared_memory.SharedMemoryTransport(channel) for channel in channels]
+        seconds = seconds_of(lambda: _all_reduce(ranks, tensors))
     finally:
         for channel in channels:
             channel.close()
     return [Speed("all-reduce of two ranks, fp32", 4 * NUMEL, seconds, NUMEL)]
 
 
-def _all_reduce(sums: list[Any], tensors: list[Tensor]) -> None:
-    for pending in [all_reduce(tensor, scale=0.5) for all_reduce, tensor in zip(sums, tensors, strict=True)]:
+def _all_reduce(ranks: list[shared_memory.SharedMemoryTransport], tensors: list[Tensor]) -> None:
+    for pending in [rank.all_reduce(tensor, scale=0.5) for rank, tensor in zip(ranks, tensors, strict=True)]:
         pending.wait()
-
-
-def _no_fallback(*_: object, **__: object) -> Any:
-    raise AssertionError("fp32 is summed natively")

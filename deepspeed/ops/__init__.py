@@ -1,7 +1,7 @@
-"""Arithmetic: host and GPU kernels and the optimizers built on them, number formats, attention, asynchronous files.
+"""Kernels for host and GPU, the optimizers built on them, number formats, attention, and asynchronous file I/O.
 
-`native.py` loads the host library that `csrc/` builds; `gpu/` has the Triton kernels, each beside a plain reference;
-`formats/` has every few-bit number format. Uses `base`; submodules are imported on first use. Start reading:
+`native.py` loads the host library that `csrc/` builds; `gpu/` has the Triton kernels, each next to a plain reference;
+`formats/` has every low-bit number format. Uses `base`; submodules are imported on first use. Start reading:
 `native.py`, `multi_tensor.py`.
 """
 

@@ -31,7 +31,7 @@ CAUSAL; or None: every row sees every column."""
 
 
 class BlockKernel(Protocol):
-    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+    def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
         """Tell whether it computes blocks of such tensors."""
         ...
 
@@ -53,7 +53,7 @@ class BlockKernel(Protocol):
 class Plain:
     """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; needs rows x columns memory."""
 
-    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+    def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class Plain:
 class CpuFlash:
     """Torch's flash attention for CPUs, which takes masks and shared heads, and gives its log-sum-exp."""
 
-    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+    def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
         """Also tensors without values: to count memory as of flash attention."""
         return (q.is_cpu or q.is_meta) and q.shape[-1] == v.shape[-1]
 
@@ -143,7 +143,7 @@ class CudaFlash:
 
     SIZES = range(8, 257, 8)
 
-    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+    def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
         size, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
         return (
             q.is_cuda and half and size == v.shape[-1] and size in self.SIZES and not isinstance(mask, Tensor)
@@ -199,7 +199,7 @@ KERNELS: tuple[BlockKernel, ...] = (CPU_FLASH, CUDA_FLASH, PLAIN)
 
 def kernel_for(q: Tensor, v: Tensor, mask: Mask) -> BlockKernel:
     """Return the fastest kernel that computes blocks of these tensors."""
-    return next(kernel for kernel in KERNELS if kernel.takes(q, v, mask))
+    return next(kernel for kernel in KERNELS if kernel.supports(q, v, mask))
 
 
 class JoinedBlocks:

@@ -1,12 +1,12 @@
-"""A linear layer whose products are of 8-bit floating-point numbers, in forward and in backward.
+"""A linear layer whose matrix products use 8-bit floating-point operands, in forward and in backward.
 
-Inputs and weights are rounded to E4M3 (448 at most), gradients of outputs to E5M2 (57,344), as in Micikevicius et al.:
-FP8 formats for deep learning, 2022. Each tensor has one scale, the largest power of two with which its largest value
-still fits, found anew each time: nothing is kept between steps or saved. Multiplying by a power of two rounds nothing,
-so the scale only decides which of the smallest values are lost.
+Inputs and weights are rounded to E4M3 (at most 448), gradients of outputs to E5M2 (at most 57,344), as in Micikevicius
+et al.: FP8 formats for deep learning, 2022. Each tensor has one scale, the largest power of two with which its largest
+value still fits, recomputed at each use: nothing is kept between steps or saved. A power of two scales exactly, so the
+scale only decides which of the smallest values underflow.
 
-Products add up in fp32. Where the device has none of this kind they are computed from the same rounded values in the
-dtype of the input ("emulated"): the same numbers but for the order of sums, and no faster.
+Products accumulate in fp32. On devices without FP8 products, the same rounded values are multiplied in the dtype of the
+input ("emulated"): the same results up to the order of summation, but no faster.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
-"""Sizes of matrices that devices multiply are multiples of this."""
+"""Devices multiply matrices whose sizes are multiples of this."""
 
 
 class Scaled(NamedTuple):
-    """``codes.float() * scale`` are the values; ``scale`` has no dimensions. NaN where a value was not finite."""
+    """The values are ``codes.float() * scale``; ``scale`` is a scalar tensor. NaN if any value was not finite."""
 
     codes: Tensor
     scale: Tensor
 
 
 def scaled(values: Tensor, dtype: torch.dtype) -> Scaled:
-    """``values`` rounded to ``dtype``, with the largest power of two at which none exceeds it."""
+    """Round ``values`` to ``dtype``, scaled by the largest power of two with which none exceeds its range."""
     limit = torch.finfo(dtype).max
     largest = values.abs().amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
     fits = torch.frexp(limit / largest)[1] - 1
@@ -42,20 +42,20 @@ def scaled(values: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Exactly, from its bits: ``exp2`` may be off by one."""
+    """Return 2**exponent exactly, built from its bits: ``exp2`` may be off by one."""
     return (exponent + 127 << 23).view(torch.float32)
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Return whether ``device`` multiplies such matrices itself: NVIDIA's from compute capability 8.9 on."""
+    """Return whether ``device`` has FP8 matrix products: NVIDIA GPUs from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class Rounded:
-    """The last input that was rounded: layers that are given the same tensor one after another (queries, keys, values)
-    share its codes, and backward keeps them once."""
+    """Cache of the last rounded input: consecutive layers with the same input tensor (queries, keys, values) share its
+    codes, and backward keeps them once."""
 
     def __init__(self) -> None:
         self._of: Callable[[], Tensor | None] = lambda: None
@@ -63,8 +63,8 @@ class Rounded:
         self._found: Scaled | None = None
 
     def rows(self, input: Tensor) -> Scaled:
-        """The codes of ``input`` as rows [.., inputs]."""
-        if torch.compiler.is_compiling() or input.is_inference():  # no place for notes; no versions
+        """Return the codes of ``input``, as rows [n, inputs]."""
+        if torch.compiler.is_compiling() or input.is_inference():  # no side effects; no version counter
             return _rows(input)
         if self._found is None or self._of() is not input or self._version != input._version:
             self._found = _rows(input)
@@ -93,14 +93,14 @@ def float8_linear(
     emulate: bool,
     rounded: Rounded | None = None,
 ) -> Tensor:
-    """``input @ weight.T + bias`` [.., outputs] in the dtype of ``input``.
+    """Return ``input @ weight.T + bias`` [.., outputs] in the dtype of ``input``.
 
     Args:
-        input: [.., inputs]. Backward keeps its codes: one byte per value.
-        weight: [outputs, inputs], of any floating-point dtype. Backward rounds it again, so a weight that is gathered
-            for forward may be released meanwhile.
-        emulate: compute without the device's own products of this kind.
-        rounded: of the layers around this one.
+        input: [.., inputs]. Its codes are saved for backward: one byte per value.
+        weight: [outputs, inputs], any floating-point dtype. Backward rounds it again, so a gathered weight may be
+            released between forward and backward.
+        emulate: compute without the device's FP8 products.
+        rounded: input cache shared with neighbouring layers.
     """
     codes, scale = _rows(input) if rounded is None else rounded.rows(input)
     out: Any = _Float8Linear.apply(input, codes, scale, weight, emulate)
@@ -134,7 +134,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _product(left: Scaled, right: Scaled, dtype: torch.dtype, emulate: bool) -> Tensor:
-    """``left @ right`` [m, n] in ``dtype``: m and n as they are, what is added over filled up to whole tiles."""
+    """Return ``left @ right`` [m, n] in ``dtype``; the inner dim is zero-padded to whole tiles."""
     if emulate:
         wide = _wide(dtype)
         return ((left.codes.to(wide) @ right.codes.to(wide)) * (left.scale * right.scale).to(wide)).to(dtype)
@@ -144,7 +144,7 @@ def _product(left: Scaled, right: Scaled, dtype: torch.dtype, emulate: bool) -> 
 
 
 def _filled(codes: Tensor, missing: int) -> Tensor:
-    """Rows one after another in memory, each with that many zeros at its end."""
+    """Return the rows contiguous in memory, each followed by ``missing`` zeros."""
     if not missing:
         return codes.contiguous()
     filled = codes.new_zeros(codes.shape[0], codes.shape[1] + missing, dtype=torch.uint8)
@@ -153,5 +153,5 @@ def _filled(codes: Tensor, missing: int) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which products of codes for a result of ``dtype`` are computed: codes are exact in it, and sums fit."""
+    """Return the dtype for emulated products with a result of ``dtype``: codes are exact in it, and sums fit."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -1,4 +1,4 @@
-"""Common part of FusedAdam and FusedLion: the methods of an interface that is older than `torch.optim`'s."""
+"""Common base of FusedAdam and FusedLion: methods of an interface that predates `torch.optim`'s."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer, refuse
 
 
 class FusedOptimizer(MultiTensorOptimizer):
-    """Stands before the class that computes the update."""
+    """Mixin, listed before the class that computes the update."""
 
     documented_name: ClassVar[str]
-    """In messages."""
+    """Name in messages."""
     set_grad_none: bool
-    """Whether `zero_grad` drops gradients unless it is told otherwise."""
+    """Default of `zero_grad`: drop gradients."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -1,7 +1,7 @@
-"""Programs of host kernels: the operations of a whole forward, given to the native library in one call (`ds_run`).
+"""Host graphs: the operations of a whole forward, passed to the native library in one call (`ds_run`).
 
 An operation is described once, with the addresses of its tensors; a run then costs one call, whatever the number of
-operations. Tensors must stay where they are as long as the program is used; it keeps them alive.
+operations. Tensors must keep their addresses while the graph is in use; it keeps them alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.ops.native import DTYPE_CODES, library
 
 
 class Weights(enum.IntEnum):
-    """Storage formats of a matrix."""
+    """Storage formats of a weight matrix."""
 
     BFLOAT16 = 0
     INT8 = 1
@@ -28,7 +28,7 @@ class Weights(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """GELU by the error function; GELU_TANH by the hyperbolic tangent."""
+    """Activations. GELU uses the error function, GELU_TANH the hyperbolic tangent."""
 
     SILU = 0
     GELU = 1
@@ -47,7 +47,7 @@ class _Kind(enum.IntEnum):
 
 
 def _fields(pointers: str, int64s: str = "", floats: str = "", int32s: str = "") -> list[tuple[str, Any]]:
-    """Fields in this order of types, as the structs of the header have them."""
+    """Return struct fields in this order of types, as in the header."""
     kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32)
     names = (pointers, int64s, floats, int32s)
     return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
@@ -123,7 +123,7 @@ class _Step(ctypes.Structure):
 class GraphMatrix:
     """Weights [outputs, columns] of a product.
 
-    ``values``: [outputs, columns] of fp32 or bfloat16, or the words of a ``QuantizedMatrix`` with its ``scales`` and
+    ``values``: [outputs, columns] in fp32 or bfloat16, or the words of a ``QuantizedMatrix`` with its ``scales`` and
     ``group``.
     """
 
@@ -140,8 +140,8 @@ class GraphMatrix:
 
 
 class GraphStep:
-    """The tokens of a forward. ``tokens`` and ``positions``: of each row; ``last``: the rows after which results are
-    wanted; ``pieces``: an array of `PagedPiece`."""
+    """The tokens of a forward. ``tokens`` and ``positions``: one per row; ``last``: rows whose results are wanted;
+    ``pieces``: an array of `PagedPiece`."""
 
     __slots__ = ("_kept", "count", "rows", "struct")
 
@@ -163,8 +163,8 @@ class GraphStep:
 
 
 class HostGraph:
-    """Operations in their order, each on all rows of a step, or on those of its last tokens (``on_last``). Tensors are
-    on the host and contiguous, with at least as many rows as a step that is run."""
+    """A sequence of operations, each on all rows of a step, or on the rows of its last tokens (``on_last``). Tensors
+    are contiguous and on the host, with at least as many rows as any step."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
@@ -172,7 +172,7 @@ class HostGraph:
         self._array: Any = None
 
     def embedding(self, table: Tensor, output: Tensor) -> None:
-        """output [rows, size] fp32 = the rows of the step's tokens."""
+        """Append: output [rows, size] fp32 = the table's rows of the step's tokens."""
         made = _GraphEmbedding(output.data_ptr(), table.data_ptr(), table.shape[1], DTYPE_CODES[table.dtype])
         self._add(_Kind.EMBEDDING, made, table, output)
 
@@ -190,9 +190,9 @@ class HostGraph:
         centered: bool = False,
         on_last: bool = False,
     ) -> None:
-        """stream += delta (or, where one is given, sum = stream + delta, which leaves the stream), and output = its
-        normalised rows times (weight + offset), plus bias. ``centered``: by mean and deviation, else by the root mean
-        square. ``on_last`` takes rows of the stream; delta has them all."""
+        """Append: stream += delta (or, with ``sum``, sum = stream + delta, leaving stream unchanged), and output = the
+        normalized rows times (weight + offset), plus bias. ``centered``: LayerNorm, else RMSNorm. With
+        ``on_last``, stream and delta still have all rows of the step; output has only the selected ones."""
         code = DTYPE_CODES[stream.dtype]
         weights = weight if weight is not None else bias
         made = _Norm(
@@ -205,9 +205,9 @@ class HostGraph:
     def product(
         self, input: Tensor, output: Tensor, matrices: Sequence[GraphMatrix], *, on_last: bool = False
     ) -> _Product:
-        """output [rows, outputs of all matrices] = input [rows, columns] times their transposes, plus their biases.
-        Rows of both may lie further apart than they are long. ``matrices`` are all of one kind. In what is returned,
-        ``output`` is the address of the output, which may change."""
+        """Append: output [rows, outputs of all matrices] = input [rows, columns] times their transposes, plus their
+        biases. Input and output may have row strides. ``matrices`` are all of one kind. ``output`` of the returned
+        struct is the output's address, which the caller may change."""
         described = (_Matrix * len(matrices))(
             *[
                 (
@@ -244,9 +244,9 @@ class HostGraph:
         key_weight: Tensor | None = None,
         eps: float = 1e-6,
     ) -> _Rotary:
-        """Rotate the queries and keys in rows of ``projected`` in place, after a norm of each head where there are
-        weights for it, by ``cosines`` and ``sines`` [positions, pairs]. The caller sets where keys and values are
-        stored in what is returned, by ``bind``."""
+        """Append: rotate queries and keys in the rows of ``projected`` in place by ``cosines`` and ``sines``
+        [positions, pairs], after a per-head norm if it has weights. The caller sets the destination of keys and values
+        in the returned struct with ``bind``."""
         weight = query_weight if query_weight is not None else key_weight
         code = DTYPE_CODES[projected.dtype]
         made = _Rotary(
@@ -283,8 +283,8 @@ class HostGraph:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> GraphPagedLayer:
-        """output [rows, heads * value size] = attention of the queries in rows of ``projected`` over the pages. The
-        caller sets the pages in what is returned, by ``bind``."""
+        """Append: output [rows, heads * value size] = attention of the queries in the rows of ``projected`` over the
+        pages, which the caller sets in the returned struct with ``bind``."""
         code = DTYPE_CODES[projected.dtype]
         row = projected.stride(0)
         made = GraphPagedLayer(
@@ -296,7 +296,7 @@ class HostGraph:
         return made
 
     def gate(self, gate: Tensor, up: Tensor | None, output: Tensor, activation: Activation) -> None:
-        """output = activation(gate) * up, of [rows, size]. Rows may lie further apart than they are long."""
+        """Append: output [rows, size] = activation(gate) * up. Rows may be strided."""
         made = _Gate(
             *map(_address, (output, gate, up)),
             *(gate.shape[-1], gate.stride(0), output.stride(0), activation, DTYPE_CODES[gate.dtype]),
@@ -304,14 +304,14 @@ class HostGraph:
         self._add(_Kind.GATE, made, gate, up, output)
 
     def largest(self, input: Tensor, output: Tensor) -> None:
-        """output [rows] int64 = the place of the largest number of each row, the first of equals."""
+        """Append: output [rows] int64 = argmax of each row, the first of ties."""
         made = _Largest(
             *(output.data_ptr(), input.data_ptr(), input.shape[-1], input.stride(0), DTYPE_CODES[input.dtype])
         )
         self._add(_Kind.LARGEST, made, input, output)
 
     def run(self, step: GraphStep, threads: int | None = None) -> None:
-        """``threads``: at most; None: as many as torch has."""
+        """Run all operations. ``threads``: at most this many; None: torch's number."""
         lib = library()
         assert lib is not None
         if self._array is None:
@@ -339,7 +339,7 @@ def bind(made: GraphPagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
 
 
 def largest_of(rows: Tensor) -> list[int]:
-    """The place of the largest number of each of ``rows`` [rows, size]; by torch where there is no kernel."""
+    """Return the argmax of each of ``rows`` [rows, size]; by torch without a kernel."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPE_CODES or rows.stride(1) != 1 or library() is None:
         return rows.argmax(-1).tolist()
     output, program = torch.empty(rows.shape[0], dtype=torch.int64), HostGraph()

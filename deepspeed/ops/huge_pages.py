@@ -1,9 +1,8 @@
-"""Memory that is read over and over, put on huge pages where it lies.
+"""Collapse frequently read memory into huge pages, in place.
 
-A processor remembers where a few thousand pages are: with pages of 4 KiB, some megabytes. The weights of a model are
-more, so a step of decoding looks up each of their pages again, and processors stop reading ahead at the end of a page.
-Linux 6.1 and later collapse pages into large ones of 2 MiB when asked to (`MADV_COLLAPSE`). Addresses and contents stay
-what they are.
+The TLB covers a few thousand pages: with pages of 4 KiB, some megabytes. Model weights are larger, so every decode step
+misses the TLB for each of their pages, and hardware prefetch stops at page ends. Linux 6.1 and later collapse pages
+into huge ones of 2 MiB on request (`MADV_COLLAPSE`), keeping addresses and contents.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _PATIENCE = 1.0  # seconds per request, and per 512 MiB of it
 
 
 def search_deadline(nbytes: int) -> float:
-    """Until when, on the monotonic clock, to ask for huge pages for so much memory: a system with little free memory
-    may have to move other pages for each."""
+    """Return when to stop requesting huge pages for ``nbytes`` bytes, on the monotonic clock: with little free memory,
+    the system may have to move other pages for each."""
     return time.monotonic() + _PATIENCE * (1 + nbytes / (512 << 20))
 
 
 def collapse(tensors: Iterable[Tensor]) -> int:
-    """Put the memory of host tensors on huge pages: those of which they have at least half. It takes about 0.5 to 5 ms
-    per page, once.
+    """Collapse the memory of host tensors into huge pages, where they cover at least half of one. Takes about 0.5 to
+    5 ms per page, once.
 
-    Returns the bytes of huge pages that hold them now: 0 on other systems, and less than asked for where memory is a
-    mapped file or the system has no huge pages left, or does not find them in reasonable time.
+    Returns the bytes of huge pages in use: 0 on other systems, and fewer than requested if memory is a mapped file, or
+    the system has no huge pages left or does not find them in time.
     """
     advise = _madvise()
     if advise is None:
@@ -45,12 +44,12 @@ def collapse(tensors: Iterable[Tensor]) -> int:
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """All that a forward of the module may read."""
+    """Yield all tensors that a forward of the module may read."""
     return itertools.chain(module.parameters(), module.buffers())
 
 
 def _held(tensors: Iterable[Tensor]) -> Counter[int]:
-    """Bytes that contiguous tensors have of each large page, by the page's number."""
+    """Count the bytes that contiguous tensors cover of each huge page, by page number."""
     held: Counter[int] = Counter()
     spans = {(each.data_ptr(), each.nbytes) for each in tensors if _is_plain(each)}
     for begin, size in spans:
@@ -60,7 +59,7 @@ def _held(tensors: Iterable[Tensor]) -> Counter[int]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Not one that keeps its numbers in other tensors, or elsewhere."""
+    """Return whether a tensor owns contiguous host memory, rather than wrapping other tensors."""
     wraps = hasattr(tensor, "__tensor_flatten__")
     return tensor.device.type == "cpu" and not wraps and tensor.is_contiguous()
 

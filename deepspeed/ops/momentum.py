@@ -1,4 +1,4 @@
-"""Updates by a momentum over the root of a variance that stays, natively in one pass (``csrc/adam/momentum.cpp``)."""
+"""Updates by momentum over the root of a frozen variance, natively in one pass (``csrc/adam/momentum.cpp``)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class FrozenUpdate(ctypes.Structure):
 
 
 def follow(momentum: Tensor, grad: Tensor, grad_scale: float, beta: float) -> bool:
-    """``momentum`` = beta * momentum + (1 - beta) * grad_scale * grad. False: the library cannot, and nothing was
-    done."""
+    """Update ``momentum`` = beta * momentum + (1 - beta) * grad_scale * grad. Return False, changing nothing, if the
+    native library cannot."""
     lib = native.library()
     if lib is None or not _is_fp32(momentum) or not native.is_native(grad):
         return False
@@ -51,9 +51,10 @@ def frozen_step(
     local: tuple[Tensor, Tensor] | None = None,
     keeps_param: bool = False,
 ) -> bool:
-    """``param`` = decay * param - rate * momentum / (sqrt(variance / variance_correction) + eps), and ``low`` that in
-    its own type. With ``local``, two tensors (agreed, local): agreed decays, local gets what the update takes away, and
-    ``param`` becomes their difference unless ``keeps_param``. False: the library cannot, and nothing was done."""
+    """Update ``param`` = decay * param - rate * momentum / (sqrt(variance / variance_correction) + eps), and ``low``, a
+    copy in its dtype. With ``local`` = (agreed, local): agreed decays, the update is accumulated into local, and
+    ``param`` becomes their difference unless ``keeps_param``. Return False, changing nothing, if the native library
+    cannot."""
     lib = native.library()
     operands = [param, momentum, variance, *(local or ())]
     if lib is None or not all(_is_fp32(one) for one in operands):

@@ -1,13 +1,13 @@
-"""Base class of our optimizers: one update of many tensors, each on the fastest path available to it.
+"""Base class of our optimizers: one update of many tensors, each on the fastest available path.
 
-An optimizer declares its per-element state (`state_names`) and implements its arithmetic twice: as a call of a
-native kernel and in plain PyTorch. Tensors on the CPU go to the kernel, all of one group in one call; tensors
-that it does not support (other devices or dtypes, strided memory, no library) go through PyTorch with the same
-operations in the same order, so that both give bitwise equal results.
+An optimizer declares its per-element state (`state_names`) and implements its arithmetic twice: as a call of a native
+kernel and in plain PyTorch. Tensors on the CPU go to the kernel, all tensors of a group in one call; tensors that it
+does not support (other devices or dtypes, strided memory, no library) go through PyTorch with the same operations in
+the same order, so that both are bit-identical.
 
-[Note: pointer tables] A kernel reads the addresses of its tensors from a table. It is kept between steps as
-long as parameters, state and low-precision copies are the same tensors at the same addresses, which is checked
-in every step; new gradients at other addresses only rewrite their column.
+[Note: pointer tables] A kernel reads the addresses of its tensors from a table. The table is reused between steps while
+parameters, state and low-precision copies are the same tensors at the same addresses, which every step checks; new
+gradients at other addresses only rewrite their column.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import Tensor
 from deepspeed.ops import native
 from deepspeed.ops.update import ALONE, Fragments, Group, Tensors, UpdateContext, UpdateTraits
 
-_GRAD = 1  # column of the addresses of gradients
-_MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
+_GRAD = 1  # column of gradient addresses
+_MAX_TABLES = 64  # kept per optimizer: bounds them if a caller always passes new tensors
 
 _address = Tensor.data_ptr
 
 
 class Launch:
-    """One call of a kernel: the segments on one device that have the same storage types."""
+    """One call of a kernel: all segments on one device with the same storage types."""
 
     def __init__(self, storage: tuple[int, int, int, int], device: torch.device) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class Launch:
         self.indices: list[int] = []  # positions in the lists of the step
         self.words = array("q")  # rows of struct ds_segment
         self.pointer = 0  # address of `words`, set when complete
-        self.uploaded: Any = None  # copy of `words` for a kernel on another device; None: they have changed
+        self.uploaded: Any = None  # copy of `words` on another device; None: out of date
 
     def arguments(self) -> tuple[int, int, int]:
         return self.pointer, len(self.indices), self.storage_pointer
@@ -121,7 +121,7 @@ class Table:
             launch.pointer = launch.words.buffer_info()[0]
 
     def count_steps(self, indices: list[int]) -> list[int]:
-        """Increment the steps of these tensors and return them; host kernels do this themselves."""
+        """Increment the step counts of these tensors and return them; host kernels do this themselves."""
         for i in indices:
             self.states[i]["step"] += 1
         return [int(self.states[i]["step"]) for i in indices]
@@ -138,7 +138,7 @@ class Table:
         )
 
     def follow_grads(self, grads: Sequence[Tensor]) -> bool:
-        """Switch to new gradients; False if they differ in more than their addresses."""
+        """Switch to new gradients. Return False if they differ in more than their addresses."""
         if len(grads) != len(self.grads):
             return False
         if not _same(grads, self.grads):
@@ -158,7 +158,7 @@ class Table:
 
 
 def result_of(closure: Callable[[], Any] | None) -> Any:
-    """Return the result of the closure of a ``step``, run with gradients; None without one."""
+    """Return the result of a ``step``'s closure, run with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -166,7 +166,7 @@ def result_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def fits_kernel(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a kernel on `device` can work on this tensor's memory."""
+    """Return whether a kernel on `device` can use this tensor's memory."""
     return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
 
 
@@ -177,8 +177,8 @@ def _same(left: Iterable[Any], right: Iterable[Any]) -> bool:
 class MultiTensorOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose update is one pass over memory for all tensors of a group.
 
-    State per parameter: "step" (0-d fp32 on the CPU, as in torch.optim) and the tensors named by
-    `state_names`, fp32 unless the group says `fp32_optimizer_states=False` (then in the parameter's dtype).
+    State per parameter: "step" (0-d fp32 on the CPU, as in torch.optim) and the tensors named by `state_names`, in
+    fp32, or in the parameter's dtype if the group has `fp32_optimizer_states=False`.
     """
 
     update_traits = UpdateTraits(elementwise=True)
@@ -187,14 +187,14 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     _starts: tuple[
         int, ...
-    ] = ()  # where the tensors of this step begin in their parameters, if the update asks
+    ] = ()  # offsets of this step's tensors in their parameters, if the update needs them
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__init__(self, params, defaults)  # a base between may take other arguments
+        torch.optim.Optimizer.__init__(self, params, defaults)  # a base in between may take other arguments
         self._tables: dict[tuple[Any, ...], Table] = {}
 
     def add_param_group(self, param_group: Group) -> None:
-        # torch hides its method from the compiler, for which the first call imports the compiler (0.6 s).
+        # torch hides this method from the compiler, and the first such call imports the compiler (0.6 s).
         method = torch.optim.Optimizer.add_param_group
         if "torch._dynamo" not in sys.modules:
             method = getattr(method, "__wrapped__", method)
@@ -217,19 +217,19 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return param.is_cpu and native.library() is not None
 
     def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
-        """Call the kernel of a device other than the CPU; `steps` counts this update."""
+        """Call the kernel of a device other than the CPU; `steps` includes this update."""
         raise NotImplementedError
 
     def _torch_update(
         self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
     ) -> None:
-        """The same update in PyTorch, in place. All tensors are fp32; `states[k]` is the list for `state_names[k]`;
-        `steps` counts this update. Only single, correctly rounded operations (no `alpha=`, `lerp`,
-        `addcmul`), in the kernel's order."""
+        """Compute the same update in PyTorch, in place. All tensors are fp32; `states[k]` is the list for
+        `state_names[k]`; `steps` includes this update. Use only single, correctly rounded operations (no `alpha=`,
+        `lerp`, `addcmul`), in the kernel's order."""
         raise NotImplementedError
 
     def _sparse_update(self, group: Group, param: Tensor, grad: Tensor) -> None:
-        """Update the rows in a sparse gradient, if the method has such an update."""
+        """Update the rows in a sparse gradient, if the method supports that."""
         raise RuntimeError(
             f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}): make the "
             "embedding with sparse=False, or use Adagrad or torch.optim.SparseAdam."
@@ -244,7 +244,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
-        """State of a parameter, created on first use."""
+        """Return a parameter's state, created on first use."""
         state = self.state[param]
         step = state.get("step", 0)
         if not isinstance(step, Tensor) or step.dtype is not torch.float32 or step.device.type != "cpu":
@@ -270,13 +270,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         owners = [(group, param) for group in self.param_groups for param in group["params"]]
         for saved_id, (group, param) in zip(saved_ids, owners, strict=True):
             saved = state_dict["state"].get(saved_id)
-            if saved is None or param not in self.state:  # the latter: an engine has taken it
+            if saved is None or param not in self.state:  # the latter: an engine has taken over the state
                 continue
             state, dtype = self.state[param], self._state_dtype(param, group)
             for name in self._names_for(group):
                 if isinstance(saved.get(name), Tensor):
                     state[name] = saved[name].to(param.device, dtype, copy=True)
-            # torch.optim.SGD counts no steps: only its state shows that there was one
+            # torch.optim.SGD counts no steps: that it has state shows that there was one
             state["step"] = torch.tensor(float(saved.get("step", 1)), dtype=torch.float32)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns what `closure` returned."""
+        """Update all parameters that have a gradient; return the closure's result."""
         loss = result_of(closure)
         context = self._own_context()
         for group in self.param_groups:
@@ -299,15 +299,15 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     params.append(p)
             if params:
                 self.multi_tensor_step(group, params, [p.grad for p in params], context=context)
-                torch.autograd.graph.increment_version(params)  # a kernel's writes are not seen by autograd
+                torch.autograd.graph.increment_version(params)  # autograd does not see a kernel's writes
         return loss
 
     def forget_tables(self) -> None:
-        """Release the tensors of earlier steps that are kept for the next one."""
+        """Release the tensors of earlier steps that tables keep alive."""
         self._tables.clear()
 
     def _own_context(self) -> UpdateContext:
-        """Return the context of ``step`` itself, to which all tensors are whole."""
+        """Return the context for ``step``, where all tensors are whole."""
         return ALONE
 
     def step_fragments(
@@ -338,15 +338,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         low_precision: Sequence[Tensor | None] | None = None,
         context: UpdateContext = ALONE,
     ) -> None:
-        """One update of `params` with the hyperparameters of `group`.
+        """Update `params` once, with the hyperparameters of `group`.
 
         Args:
-            params: fp32, or bf16/fp16 (computed in fp32 and rounded), any shape, contiguous for the fast
-                path.
-            grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32
-                product.
+            params: fp32, or bf16/fp16 (computed in fp32 and rounded), any shape; contiguous for the fast path.
+            grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32 product.
             low_precision: where not None, receives the updated parameter rounded to its dtype, in the same pass.
-            context: what whoever holds the tensors does for updates that need more than them.
+            context: the caller's operations for updates that need more than the given tensors.
         """
         if not params:
             return
@@ -407,13 +405,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
 # ---- the PyTorch path --------------------------------------------------------------------------------------
 
-_CHUNK_NUMEL = {"cpu": 1 << 15}  # on CPUs the temporaries of a batch stay in the cache
+_CHUNK_NUMEL = {"cpu": 1 << 15}  # on CPUs a batch's temporaries stay in the cache
 _CHUNK_NUMEL_DEVICE = 1 << 26  # on devices they stay small compared to the tensors
 
 
 @dataclass
 class TensorBatch:
-    """Tensors (or flat pieces of them) that are updated together in PyTorch."""
+    """Tensors (or flat chunks of them) that are updated together in PyTorch."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -432,8 +430,8 @@ class TensorBatch:
         self.numel += param.numel()
 
     def widen(self, grad_scale: float) -> TensorBatch:
-        """The same batch in fp32 (fp64 stays): the tensors themselves if they are fp32, otherwise copies;
-        gradients scaled."""
+        """Return the batch in fp32 (fp64 stays), with gradients scaled: the same tensors where they are fp32, else
+        copies."""
         return TensorBatch(
             params=[_wide(p) for p in self.params],
             grads=[_wide(g) * grad_scale for g in self.grads],
@@ -452,7 +450,7 @@ class TensorBatch:
 
 
 def _batches(table: Table, names: tuple[str, ...], steps: list[int]) -> Iterator[TensorBatch]:
-    """The table's `others`, large contiguous tensors in pieces, small ones together."""
+    """Yield the table's `others`: large contiguous tensors in chunks, small ones together."""
     batch = TensorBatch(states=[[] for _ in names])
     for i, step in zip(table.others, steps, strict=True):
         param, low = table.params[i], None if table.low_precision is None else table.low_precision[i]
@@ -485,7 +483,7 @@ def _write_back(tensor: Tensor, wide: Tensor) -> None:
 
 
 def foreach_sqrt(tensors: list[Tensor]) -> list[Tensor]:
-    """Correctly rounded square roots. On CPUs, torch.sqrt of fp32 is MKL's, which is not correctly rounded; via
+    """Return correctly rounded square roots. On CPUs, torch.sqrt of fp32 is MKL's, which is not correctly rounded; via
     fp64 it is."""
     if any(t.device.type == "cpu" for t in tensors):
         return [t.double().sqrt_().float() if t.dtype is torch.float32 else t.sqrt() for t in tensors]
@@ -493,8 +491,7 @@ def foreach_sqrt(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def refuse(optimizer: str, **arguments: Any) -> None:
-    """Raise for arguments that are in the documented signature but not implemented, unless None or
-    False."""
+    """Raise RuntimeError for unsupported arguments of the documented signature, unless None or False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise RuntimeError(f"{optimizer} does not support {name}={value!r}: leave it out")

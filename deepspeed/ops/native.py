@@ -1,8 +1,8 @@
-"""The native host library: where it is, what it offers, and its plain tensor operations.
+"""The native host library: how it is found, its functions, and its plain tensor operations.
 
-The library (`csrc/`, C++ with a plain C interface) is built with the package and found as a package resource;
-nothing is compiled at run time. Without it every operation here, and every optimizer built on it, runs in
-PyTorch with the same results. Optimizer kernels are called through `deepspeed.ops.multi_tensor`.
+The library (`csrc/`, C++ with a plain C interface) is built with the package and found as a package resource; nothing
+is compiled at run time. Without it every operation here, and every optimizer built on it, runs in PyTorch with the same
+results. Optimizer kernels are called through `deepspeed.ops.multi_tensor`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch import Tensor
 from deepspeed.base.logging import log_dist
 
 ABI = 4
-"""Version of `deepspeed_host.h` that the table below describes."""
+"""Version of `deepspeed_host.h` that the tables below describe."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Storage types that the kernels take (`enum ds_dtype`)."""
+"""Storage dtypes of the kernels (`enum ds_dtype`)."""
 
 ISA_NAMES = ("plain", "avx2", "avx512")
 
@@ -50,7 +50,7 @@ class Copy(ctypes.Structure):
 
 
 class Storage(ctypes.Structure):
-    """Storage types of all segments of one optimizer call (`struct ds_storage`)."""
+    """Storage dtypes of all segments of one optimizer call (`struct ds_storage`)."""
 
     _fields_ = [(name, ctypes.c_int32) for name in ("param", "grad", "state", "low_precision")]
 
@@ -96,7 +96,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def declare(lib: ctypes.CDLL, signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> str | None:
-    """Set the types of a library's functions, by name (result, arguments). Returns the first name that it lacks."""
+    """Set result and argument types of a library's functions. Return the name of the first missing one, else None."""
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name, None)
         if function is None:
@@ -107,8 +107,7 @@ def declare(lib: ctypes.CDLL, signatures: Mapping[str, tuple[Any, tuple[Any, ...
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library with its signatures set, or None (logged once) if the package was built without
-    it."""
+    """Return the library with its signatures set, or None (logged once) if the package was built without it."""
     suffix = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
     path = str(resources.files("deepspeed").joinpath("lib").joinpath(f"libdeepspeed_host.{suffix}"))
     try:
@@ -129,22 +128,21 @@ def library() -> ctypes.CDLL | None:
 
 
 def isa() -> str | None:
-    """Instruction set that the kernels use: "avx512", "avx2" or "plain"; None without the library.
+    """Return the instruction set of the kernels: "avx512", "avx2" or "plain"; None without the library.
 
-    The environment variable DS_NATIVE_ISA, read when the library is loaded, lowers it. Results do not depend
-    on it.
+    The environment variable DS_NATIVE_ISA, read when the library is loaded, lowers it. Results do not depend on it.
     """
     lib = library()
     return None if lib is None else ISA_NAMES[lib.ds_isa()]
 
 
 def path_of_ops() -> str:
-    """Return what `ds_report` prints for operations on the host: the instruction set, or "torch" for the fallback."""
+    """Return the path of host operations for `ds_report`: the instruction set, or "torch" for the fallback."""
     return isa() or "torch"
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Return whether the kernels can work on this tensor's memory: on the CPU, contiguous, fp32, bf16 or fp16."""
+    """Return whether the kernels can use this tensor's memory: on the CPU, contiguous, fp32, bf16 or fp16."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPE_CODES and tensor.is_contiguous()
 
 
@@ -152,20 +150,20 @@ def is_native(tensor: Tensor) -> bool:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum of the squares of all elements, in fp64; inf or nan if and only if some element is not finite.
+    """Sum the squares of all elements, in fp64; inf or nan if and only if some element is not finite.
 
-    Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: partitioning the tensors
-    differently changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
+    Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: a different partitioning of the
+    tensors changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
     """
     on_host = [t for t in tensors if t.device.type == "cpu"]
     total = float(sum(sums_of_squares(on_host)))
-    if len(on_host) < len(tensors):  # one transfer for all of them
+    if len(on_host) < len(tensors):  # a single transfer for all of them
         total += float(sum(_sum_of_squares(t) for t in tensors if t.device.type != "cpu"))
     return total
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
-    """`sum_of_squares` of each tensor."""
+    """Return `sum_of_squares` of each tensor."""
     lib = library()
     if lib is None or not all(map(is_native, tensors)):
         return torch.stack([_sum_of_squares(t).cpu() for t in tensors]).tolist() if tensors else []
@@ -175,8 +173,8 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
 
 
 class SumOfSquares:
-    """`sum_of_squares` of the same tensors again and again: calling it reads their values as they are then. Their
-    memory must stay where it is."""
+    """Repeated `sum_of_squares` of the same tensors: each call reads their current values. Their addresses
+    must not change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -196,12 +194,12 @@ def _spans(tensors: Sequence[Tensor]) -> ctypes.Array[NativeSpan]:
 
 
 HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22
-"""Elements that are widened to fp64 at a time: 8 and 32 MiB. More on devices, where each piece is a few launches."""
+"""Elements that are widened to fp64 at a time: 8 and 32 MiB. More on devices, where each chunk is a few launches."""
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """fp64 scalar on the tensor's device; piece by piece, as fp64 copies of everything would take 16 bytes per
-    element."""
+    """Return an fp64 scalar on the tensor's device. Works in chunks, as fp64 copies of everything would take 16 bytes
+    per element."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
     piece = min(flat.numel(), HOST_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)
@@ -212,7 +210,7 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float = 1.0) -> None:
-    """`output = input * scale` for each pair, converted; fp32 product, rounded once. An output may be its own
+    """Compute `output = input * scale` for each pair, converted; fp32 product, rounded once. An output may be its own
     input."""
     pairs = list(zip(outputs, inputs, strict=True))
     lib = library()
@@ -230,8 +228,8 @@ def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float
 
 
 def copy_bytes(runs: Sequence[tuple[int, int, int]]) -> None:
-    """Copies memory: (target, source, number of bytes) each, addresses on the host. Much at once goes past the cache,
-    to be read by other cores or later. Other threads can run meanwhile."""
+    """Copy host memory: (target address, source address, bytes) each. Large copies bypass the cache, as other cores
+    read them, or later. Releases the GIL."""
     lib = library()
     if lib is None:
         for target, source, nbytes in runs:
@@ -241,7 +239,7 @@ def copy_bytes(runs: Sequence[tuple[int, int, int]]) -> None:
 
 
 def crc32_blocks(address: int, nbytes: int, block: int) -> np.ndarray:
-    """zlib's CRC-32 of each block of the bytes at `address`: [blocks] uint32. Other threads can run meanwhile."""
+    """Return zlib's CRC-32 of each block of the bytes at `address`: [blocks] uint32. Releases the GIL."""
     crcs = np.empty(-(-nbytes // block), dtype=np.uint32)
     lib = library()
     if lib is None or not lib.ds_crc32_blocks(address, nbytes, block, crcs.ctypes.data):
@@ -251,7 +249,7 @@ def crc32_blocks(address: int, nbytes: int, block: int) -> np.ndarray:
 
 
 def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -> None:
-    """`output = (inputs[0] + inputs[1] + ...) * scale`: summed in this order in fp32 (fp64 and integers keep
+    """Compute `output = (inputs[0] + inputs[1] + ...) * scale`: summed in this order in fp32 (fp64 and integers keep
     their dtype), rounded once to the output's dtype. All have the same number of elements, and all inputs the
     same dtype; the output may be one of the inputs."""
     lib = library()
@@ -276,5 +274,5 @@ def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) 
 
 
 def _widest(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype used for its sums."""
+    """Return the tensor in the dtype of its sums."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

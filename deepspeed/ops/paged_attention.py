@@ -28,7 +28,7 @@ class PagedPieces:
         self.tokens = row
 
 
-def takes(dtype: torch.dtype, device: torch.device) -> bool:
+def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether there is a kernel for a cache of this dtype on this device."""
     return device.type == "cpu" and dtype in DTYPE_CODES and library() is not None
 

@@ -1,4 +1,4 @@
-"""Partitioning a sequence of items into runs of equal length or equal weight."""
+"""Partition a sequence of items into runs of equal length or equal weight."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from itertools import accumulate
 
 
 def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
-    """Inclusive prefix sums: ``[1, 2, 3]`` gives ``[1, 3, 6]``."""
+    """Return inclusive prefix sums: ``[1, 2, 3]`` gives ``[1, 3, 6]``."""
     return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., num_items]`` of ``num_parts`` runs of equal length; the first ones take the
-    remainder.
-    """
+    """Return bounds ``[0, ..., num_items]`` of ``num_parts`` equal runs; the first ones take the remainder."""
     size, left_over = divmod(num_items, num_parts)
     return [part * size + min(part, left_over) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as possible.
+    """Return bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs that minimize the heaviest run.
 
-    Among such partitions the weights, then the lengths, are spread as evenly as possible (least sum of squares),
-    and the earlier runs are the longer ones, unless what makes the longer one longer is an item without weight: it goes
-    with the one behind it. Empty runs occur only if there are fewer items than runs.
+    Ties are broken by the most even weights, then the most even lengths (least sum of squares), then longer runs first,
+    except that a trailing item without weight that makes a run longer than the next moves to the next. Empty runs occur
+    only if there are fewer items than runs.
     """
     items = len(weights)
     if items <= num_parts:
@@ -59,14 +57,14 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         before, after = bounds[cut] - bounds[cut - 1], bounds[cut + 1] - bounds[cut]
         loaded = any(weights[bounds[cut - 1] : bounds[cut]])
         if loaded and weights[bounds[cut] - 1] == 0 and before == after + 1:
-            bounds[cut] -= 1  # the same two lengths, the other way round
+            bounds[cut] -= 1  # swaps the two lengths
     return bounds
 
 
 def _lightest_bottleneck(sums: Sequence[float], num_parts: int) -> float:
-    """Least weight of the heaviest of ``num_parts`` non-empty runs; ``sums`` are prefix sums from 0."""
+    """Return the least weight of the heaviest of ``num_parts`` non-empty runs; ``sums`` are prefix sums from 0."""
     items = len(sums) - 1
-    heaviest = [math.inf] * items + [-math.inf]  # of items i.. in the runs so far, counted from the last
+    heaviest = [math.inf] * items + [-math.inf]  # for items i.. in the runs so far, counted from the last
     for _ in range(num_parts):
         following, heaviest = heaviest, [math.inf] * (items + 1)
         for start in range(items):

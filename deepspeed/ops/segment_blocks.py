@@ -1,4 +1,4 @@
-"""The tables of a launch on a device where each program has one block of one tensor."""
+"""Block tables of a device launch, in which each program updates one block of one tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Uploaded(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Tensors that one run of the kernel updates: those with the same count of steps."""
+    """One run of the kernel, over the tensors with the same step count."""
 
     steps: int
     segments: Tensor
@@ -28,9 +28,9 @@ class Round(NamedTuple):
 
 
 def rounds(launch: Launch, steps: Sequence[int], elements: int, numel_column: int) -> Iterator[Round]:
-    """All segments of ``launch`` with elements, in blocks of ``elements``; ``steps[i]`` counts for segment i.
-    ``numel_column``: where a segment's row has its number of elements. Usually one round: counts differ only if some
-    tensors had no gradient for a while."""
+    """Yield the rounds of ``launch``: all non-empty segments, in blocks of ``elements``; ``steps[i]`` is the step count
+    of segment i. ``numel_column``: column of the number of elements in a segment's row. There is usually one
+    round: step counts differ only if some tensors had no gradient for a while."""
     row_words = len(launch.words) // len(launch.indices)
     if launch.uploaded is None:
         words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, row_words)

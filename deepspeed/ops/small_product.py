@@ -208,7 +208,7 @@ def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
     if input.numel() and gpu.usable(input, matrix.words, matrix.scales, bias):
         from deepspeed.ops.gpu import integer_products  # imports Triton
 
-        if integer_products.takes(input, bias) and integer_products.takes_integers(
+        if integer_products.supports(input, bias) and integer_products.supports_integers(
             matrix.bits, matrix.scales, matrix.group
         ):
             shape = matrix.words, matrix.scales, bias
@@ -231,7 +231,7 @@ def quantized_product(
         from deepspeed.ops.gpu import integer_products  # imports Triton
 
         graph = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
-        if integer_products.takes(input, bias) and not graph:
+        if integer_products.supports(input, bias) and not graph:
             words, scales = matrix.words, matrix.scales
             return integer_products.product(
                 input, words, scales, bias, bits=matrix.bits, columns=matrix.columns

@@ -1,8 +1,8 @@
-"""The optimizer protocol: what an optimizer and whoever holds its tensors tell each other.
+"""The protocol between an optimizer and its caller, which holds the tensors.
 
-An optimizer that takes part declares ``update_traits`` and has ``step_fragments``; ``MultiTensorOptimizer`` does. Any
-other ``torch.optim.Optimizer`` has the traits ``FOREIGN``: it is given its tensors in its own groups, and its ``step``
-is called. ``traits_of`` is the only place that decides; training, the memory planner and the reports ask it.
+An optimizer of the protocol declares ``update_traits`` and has ``step_fragments``; ``MultiTensorOptimizer`` does. Any
+other ``torch.optim.Optimizer`` has the traits ``FOREIGN``: it gets its tensors in its own groups, and its ``step`` is
+called. ``traits_of`` is the only place that decides; training, the memory planner and the reports ask it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Ranks = Any
 """A `comm.collectives.Communicator`; `ops` lies below `comm`."""
 
 SegmentSum = Callable[[list[Tensor], Tensor], Tensor]
-"""Given fragments and their sums [n, k] fp64, the sums of the whole tensors that they are parts of. Collective."""
+"""Maps fragments and their sums [n, k] fp64 to the sums over the whole tensors. Collective."""
 
 
 HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple[Ranks, list[int]]]]
-"""Given masters, those ranks that hold the same ones as this rank, with the positions of these masters: one entry per
-kind of weights, always the same ones in one order, some maybe without positions."""
+"""Maps masters to the ranks that hold the same ones as this rank, and those masters' positions: one entry per kind of
+weights, always in the same order, some possibly without positions."""
 
 
 class WholeMatrixUpdate(Protocol):
-    """Given fragments of the matrices of ``group`` and values for them, replace the values by those of
-    ``function`` applied to the whole matrices: [rows, columns] -> the same shape, or for a stack of them
-    [n, rows, columns]. Collective."""
+    """Applies ``function`` to whole matrices of which each rank has fragments. Given fragments of the matrices of
+    ``group`` and their values, replaces the values by those of ``function``: [rows, columns] -> the same shape, or for
+    a stack [n, rows, columns]. Collective."""
 
     def __call__(
         self,
@@ -46,66 +46,66 @@ class WholeMatrixUpdate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTraits:
-    """Traits of an optimizer's update: what it needs besides tensors and their gradients."""
+    """Requirements of an optimizer's update besides tensors and gradients."""
 
     fused: bool = True
-    """Whether it has ``step_fragments``: one pass over memory, without copies of gradients."""
+    """Has ``step_fragments``: one pass over memory, without copies of gradients."""
     elementwise: bool | None = None
-    """Whether tensors may be updated in pieces; None: to be found by trial."""
+    """Tensors may be updated in parts; None: determined by a trial."""
     segment_sums: bool = False
-    """Sums over whole tensors in the middle of the update (LAMB)."""
+    """Needs sums over whole tensors in the middle of the update (LAMB)."""
     whole_matrices: bool = False
-    """Functions of whole matrices in the middle of the update (Muon)."""
+    """Needs functions of whole matrices in the middle of the update (Muon)."""
 
     grain: int = 1
     """Tensors may be cut at multiples of this many elements from the start of a parameter."""
     coded: tuple[str, ...] = ()
-    """Entries of its state that are codes of numbers; it is a ``CodedStateOptimizer``."""
+    """State entries that are codes of numbers; requires a ``CodedStateOptimizer``."""
     positions: bool = False
-    """Whether its update is told where in its parameter a fragment starts."""
+    """Its update needs the start of each fragment in its parameter."""
 
     gradient_norm: bool = False
-    """The norm of the whole gradient, of all groups and ranks (LAMB's own clipping)."""
+    """Needs the norm of the whole gradient, over all groups and ranks (LAMB's own clipping)."""
     own_communication: bool = False
-    """Whether it may ask for gradients that are not summed over ranks, and then exchanges what it needs itself (1-bit
-    Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned, groups of ranks share a copy each, and
-    gradients are those of a group: were there one copy, no rank could say what another one's shard lacks."""
+    """It may ask for gradients that are not summed over ranks, and then communicates by itself (1-bit Adam); requires a
+    ``CommunicatingOptimizer``. With partitioned tensors, each group of ranks shares one copy, and gradients are a
+    group's: with a single copy, no rank could know what another one's shard lacks."""
     rank_state: tuple[str, ...] = ()
-    """Entries of its state that differ between ranks with the same weights (error feedback); per element."""
+    """State entries that differ between ranks with the same weights (error feedback); per element."""
     script_keys: tuple[str, ...] = ()
-    """Entries of its groups that are the script's alone: never saved, nor loaded."""
+    """Group entries that belong to the script: neither saved nor loaded."""
 
     @property
     def joins_ranks(self) -> bool:
-        """Return whether the update is collective, so that ranks without a fragment participate as well."""
+        """Return whether the update is collective, so that ranks without a fragment must participate."""
         return self.segment_sums or self.whole_matrices or self.own_communication
 
     @property
     def needs_context(self) -> bool:
-        """Return whether an ``UpdateContext`` can make a difference to it."""
+        """Return whether an ``UpdateContext`` can affect the update."""
         return self.joins_ranks or self.gradient_norm
 
 
 FOREIGN = UpdateTraits(fused=False)
-"""An optimizer that knows nothing of this protocol."""
+"""Traits of optimizers outside this protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext:
-    """Services of whoever holds the tensors to an update, as far as its traits ask for them. None: the tensors are
-    whole, and nobody knows more."""
+    """Services of the caller, which holds the tensors, to an update, as far as its traits require. None: the tensors
+    are whole, and nothing else is known."""
 
     gradient_norm: float | None = None
-    """Norm of the whole gradient, ``grad_scale`` included."""
+    """Norm of the whole gradient, including ``grad_scale``."""
     segment_sum: SegmentSum | None = None
     segment_largest: SegmentSum | None = None
-    """Beside ``segment_sum``: the same for the largest of numbers [n, k] fp64 that are not negative."""
+    """With ``segment_sum``: the maximum instead, for non-negative numbers [n, k] fp64."""
     copy_sum: Callable[[Tensor], Tensor] | None = None
-    """Beside ``segment_sum``: the sum of numbers [k] fp64 over the ranks that share one copy. Collective."""
+    """With ``segment_sum``: the sum of numbers [k] fp64 over the ranks that share one copy. Collective."""
     whole_matrices: WholeMatrixUpdate | None = None
     holders: HoldersOf | None = None
-    """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges
-    what keeps the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
+    """Set if the gradients are this rank's own, to be averaged over the holders. The update then exchanges what keeps
+    the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
     parts: Ranks | None = None
     """The ranks that share one copy, if masters are shards of it; only for updates with ``own_communication``."""
 
@@ -114,7 +114,7 @@ ALONE = UpdateContext()
 
 
 class Fragments(Protocol):
-    """The tensors of one optimizer group that are updated here, in parallel lists."""
+    """One optimizer group's tensors to update on this rank, as parallel lists."""
 
     @property
     def masters(self) -> Sequence[Tensor]: ...
@@ -122,24 +122,24 @@ class Fragments(Protocol):
     def grads(self) -> Sequence[Tensor]: ...
     @property
     def lows(self) -> Sequence[Tensor | None]:
-        """Return the tensors that receive the updated master rounded to their dtype; None where there is none."""
+        """Return the tensors that receive the updated masters, rounded to their dtype; None where there is none."""
         ...
 
     @property
     def starts(self) -> Sequence[int]:
-        """Index of each one's first element in its parameter."""
+        """Return the index of each fragment's first element in its parameter."""
         ...
 
 
 class CodedStateOptimizer(Protocol):
-    """One with ``coded`` entries in its state."""
+    """An optimizer with ``coded`` state entries."""
 
     def decoded_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with values (fp32 copies, of the parameter's shape) for codes, and without their scales."""
+        """Return ``state`` with codes replaced by values (fp32 copies, of the parameter's shape), without scales."""
         ...
 
     def set_decoded_state(self, state: dict[str, Any], name: str, values: Tensor) -> None:
-        """Write one entry; decoded values get their codes back."""
+        """Write one entry; decoded values get the same codes back."""
         ...
 
 
@@ -159,40 +159,40 @@ class FragmentOptimizer(Protocol):
 
 
 class CommunicatingOptimizer(FragmentOptimizer, Protocol):
-    """One with ``own_communication``. An engine calls these methods at the same time on every rank."""
+    """An optimizer with ``own_communication``. Engines call these methods at the same time on all ranks."""
 
     def keeps_own_gradients(self) -> bool:
-        """Return whether, once the coming step is applied, the following gradients should be left as they are on each
-        rank.
+        """Return whether, after the coming step, this rank wants gradients that are not summed over ranks.
 
-        They are as soon as every rank says so, and summed again as soon as one does not; the update is told which by
-        ``UpdateContext.holders``. Asked before each step, maybe repeatedly."""
+        They stay local as soon as all ranks agree, and are summed again as soon as one does not; the update learns it
+        from ``UpdateContext.holders``. Called before each step, possibly repeatedly."""
         ...
 
     def own_state(self) -> dict[str, Any]:
-        """Return the rank's own state for a checkpoint, besides the groups and the state by parameter: plain values and
+        """Return this rank's own state for a checkpoint, besides groups and per-parameter state: plain values and
         tensors."""
         ...
 
     def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
-        """``saved[r]``: what rank r had saved, of as many ranks as there were then, read when it is asked for; none if
-        another optimizer was saved. This is ``rank`` of ``ranks`` now."""
+        """Load ``saved[r]``, the own state of rank r of the saving world size, read lazily; empty if another optimizer
+        was saved. This is ``rank`` of ``ranks`` now."""
         ...
 
 
 @runtime_checkable
 class ServerErrorOwner(Protocol):
-    """A ``CommunicatingOptimizer`` that keeps server errors (1-bit Adam): what compressing an average has lost."""
+    """A ``CommunicatingOptimizer`` with server errors (1-bit Adam): the compression errors of averages."""
 
     def server_errors(
         self, masters: Sequence[Sequence[Tensor]]
     ) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
-        """Return, by id of a master, errors of what this rank averages, and where in the master they begin.
-        ``masters``: all of them, by group, copies of whole tensors first; asked before a checkpoint reads the state."""
+        """Return, by id of a master, errors of the averages of this rank, each with its start in the master.
+        ``masters``: all of them, by group, copies of whole tensors first. Called before a checkpoint reads the
+        state."""
         ...
 
     def forget_server_errors(self) -> None:
-        """Drop them: they have become part of ``rank_state``."""
+        """Drop the server errors, which have become part of ``rank_state``."""
         ...
 
 
@@ -203,7 +203,7 @@ def traits_of(optimizer: Any) -> UpdateTraits:
 
 
 def corrections(group: Group, step: int) -> tuple[float, float]:
-    """Return Adam's bias corrections, in fp64, which the kernels round once: the step size lr / (1 - beta1^t), and the
+    """Return Adam's bias corrections in fp64, which the kernels round once: the step size lr / (1 - beta1^t), and the
     factor 1 / sqrt(1 - beta2^t) of the square root."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     if not group["bias_correction"]:

@@ -7,7 +7,7 @@ import difflib
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,58 @@ class _Parser(argparse.ArgumentParser):
         found = super().parse_args(args, namespace)
         if found.config is not None:
             try:
-                given = _from_file(found.config)
+                given = _values_of(_mapping_in(found.config))
             except (OSError, ValueError) as problem:
                 self.error(f"--config {found.config}: {problem}")
-            if vars(_given_by(args)).keys() & _SIZES:
-                given = {name: value for name, value in given.items() if name not in _SIZES}
+            said = vars(_given_by(args)).keys()
+            for together in (_SIZES, {"model", "models"}):
+                if said & together:
+                    given = {name: value for name, value in given.items() if name not in together}
             self.set_defaults(**given)
             found = super().parse_args(args, namespace)
-        if found.model is None:
+        if found.model is None and not found.models:
             self.error("the following arguments are required: model")
+        try:
+            found.each = _each_of(found)
+        except ValueError as problem:
+            self.error(f"--model {problem}")
+        found.model, found.name = found.each[0].model, found.each[0].name
         return found
+
+
+def _each_of(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """Return the options of each model. Those that tell of a model are the first one's; the others hold for all, and
+    the options of its own override them. Sizes of caches are those of all together, but for a model's own. ValueError:
+    ``--model`` has no options of a model."""
+    given: list[dict[str, Any]] = [] if args.model is None else [{"model": args.model}]
+    given += map(_options_of_model, args.models)
+    made, defaults = [], parser()
+    for own in given:
+        one = argparse.Namespace(**vars(args))
+        for name in _SIZES if not made else (*_SIZES, *_OF_FIRST):
+            setattr(one, name, defaults.get_default(name))
+        vars(one).update(own)
+        one.name = one.name or one.model
+        made.append(one)
+    return made
+
+
+def _options_of_model(text: str) -> dict[str, Any]:
+    """Read ``[name=]folder``, or an object of options in JSON. ValueError: it is none, or has other options."""
+    if not text.startswith("{"):
+        name, separator, folder = text.partition("=")
+        return {"name": name, "model": folder} if separator and not Path(text).exists() else {"model": text}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text} is no JSON: {error}") from None
+    values = _values_of(given)
+    if "model" not in values:
+        raise ValueError(f"{text}: 'model' is missing, the folder or the name on the hub")
+    if others := values.keys() - _OF_ONE:
+        option = min(others).replace("_", "-")
+        raise ValueError(f"{text}: {option!r} holds for all models of a server: give it outside")
+    return values
 
 
 def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
@@ -48,34 +90,38 @@ def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
     return alone.parse_known_args(args)[0]
 
 
-def _from_file(path: str) -> dict[str, Any]:
-    """The values of the options in a file of YAML or JSON, checked as on the command line, by their destinations."""
-    given = _mapping_in(path)
+def _values_of(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """The values of options by their names, as on the command line, by their destinations. ValueError: there is no such
+    option, or a value is missing."""
     options = {name.removeprefix("--"): action for name, action in parser()._option_string_actions.items()}
     known = [name for name in options if name[0] != "-" and name not in ("config", "help", "local_rank")]
     arguments = []
     for key, value in given.items():
         name = str(key).replace("_", "-")
-        if name not in known and name != "model":
+        if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             raise ValueError(f"{key!r} is no option{f', did you mean {close[0]!r}?' if close else ''}")
-        several = name != "model" and options[name].nargs == "+"
+        several = name == "model" or options[name].nargs == "+"
         if value is None or (isinstance(value, list) and not (several and value)):
             raise ValueError(f"{key!r} is {json.dumps(value)}: leave it out, or give it a value")
-        if name == "model":
+        if name == "model" and not isinstance(value, (dict, list)):
             arguments.insert(0, str(value))
         elif isinstance(value, bool):
             arguments += [f"--{name}"] if value else [f"--no-{name}"] if f"no-{name}" in options else []
-        elif isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
+        elif isinstance(value, list) and name != "model":
+            arguments += [f"--{name}", *map(_text_of, value)]
         else:
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
-            arguments.append(f"--{name}={text}")
+            each_of = value if isinstance(value, list) else [value]
+            arguments += [f"--{name}={_text_of(each)}" for each in each_of]
     return vars(_given_by(arguments))
 
 
+def _text_of(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
 def _mapping_in(path: str) -> dict[Any, Any]:
-    text = _text_of(path)
+    text = _read(path)
     try:
         import yaml
     except ImportError:
@@ -90,7 +136,7 @@ def _mapping_in(path: str) -> dict[Any, Any]:
     return found
 
 
-def _text_of(path: str) -> str:
+def _read(path: str) -> str:
     """Read a file; a pipe only once, as `ds` and the server both parse."""
     if Path(path).is_file():
         return Path(path).read_text(encoding="utf-8")
@@ -103,6 +149,13 @@ def _text_of_pipe(path: str) -> str:
 
 
 _MODEL = {
+    "--model NAME=FOLDER": takes(
+        "a further model, which requests choose by its name (default: the folder); or its options as an object, which "
+        'override those given for all: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
+        [],
+        action="append",
+        dest="models",
+    ),
     "--name --served-model-name": takes("model name in responses (default: as given)"),
     "--dtype": takes("dtype of the weights, or int8; auto: the folder's (default: %(default)s)", "bf16"),
     "--quantization -q": takes(
@@ -112,7 +165,10 @@ _MODEL = {
         "ranks that share each layer; start the server with `deepspeed`", 1
     ),
     "--lora-modules NAME=FOLDER": takes(
-        "adapters of PEFT; requests choose one as their model", [], nargs="+"
+        'adapters of PEFT, which requests choose as their model; or {"name": ..., "path": folder, "base_model_name": '
+        "...}",
+        [],
+        nargs="+",
     ),
     "--speculative-config JSON": takes(
         "propose tokens that one forward verifies, which changes no answer: by a draft model of the same "
@@ -185,8 +241,6 @@ _CACHE_SIZES = {
         type=float,
     ),
 }
-_SIZES = {option.lstrip("-").replace("-", "_") for option in _CACHE_SIZES}
-"""Destinations, of which one counts."""
 _CACHE = {
     "--enable-prefix-caching": takes(
         "share keys and values of prompts that begin alike (default: %(default)s)",
@@ -194,6 +248,12 @@ _CACHE = {
         action=argparse.BooleanOptionalAction,
     ),
     "--block-size": takes("tokens per block of the cache", 16),
+    "--cache-share": takes(
+        "of several models: how much of the memory for caches the first gets, where the others get 1 each; a model's "
+        "own options may say it, too (default: %(default)s)",
+        1.0,
+        type=positive_number,
+    ),
 }
 _CHATS = {
     "--chat-template FILE": takes("file with a chat template, or the template itself"),
@@ -211,10 +271,22 @@ _CHATS = {
 }
 
 
+def _destinations(*tables: Mapping[str, Any]) -> set[str]:
+    return {words.split()[0].lstrip("-").replace("-", "_") for table in tables for words in table}
+
+
+_SIZES = frozenset(_destinations(_CACHE_SIZES))
+"""Of which one counts."""
+_OF_FIRST = {*_destinations(_MODEL, _CHATS), "cache_share"} - {"dtype", "tp_size", "seed"}
+"""What an option says of the first model, and of no other."""
+_OF_ONE = _destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS) - {"tp_size", "gpu_memory_utilization"}
+"""What the options of one model may say."""
+
+
 def parser() -> argparse.ArgumentParser:
     made = _Parser(
         prog="ds serve",
-        description="Serve a Transformers model over HTTP, for clients of OpenAI's API.",
+        description="Serve Transformers models over HTTP, for clients of OpenAI's API.",
     )
     made.add_argument(
         "model", nargs="?", help="folder written by save_pretrained, or a model name on the hub"

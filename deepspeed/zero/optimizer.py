@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.optim.base import ZeROOptimizer
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
@@ -24,6 +23,17 @@ from deepspeed.zero.step import StepExecutor, StepResult, clip_coefficient
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
+
+
+# Marker classes that clients test optimizers against.
+
+
+class DeepSpeedOptimizer:
+    """Base of every optimizer that the engine wraps around a client's."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Base of optimizers whose state is sharded or kept in a higher precision."""
 
 
 class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
@@ -406,7 +416,7 @@ class BF16_Optimizer(FusedMasters):
 
 
 class UnfusedMasters(WholeMasters):
-    """Any other optimizer: an instance of ``deepspeed.compat.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
+    """Any other optimizer: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_UnfusedOptimizer`` for
     clients that ask."""
 
     def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:

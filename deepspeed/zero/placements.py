@@ -1,7 +1,7 @@
 """Finds where the parameters of a module lie in larger tensors: marks of Megatron's layers, and experts.
 
 Layers of our own write ``param.ds_placement`` themselves (``deepspeed/checkpoint/placement.py``); what is read here is
-what others write. DTensors are read by ``zero/dtensors.py``.
+what others write. DTensors are read by ``transforms/distributed_tensors.py``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.base import compiler
-from deepspeed.comm import bwc
+from deepspeed.comm import documented_groups as bwc
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.sparse_tensor import SparseTensor
 from deepspeed.compat import offload_states, torch_autocast

@@ -23,9 +23,11 @@ from deepspeed.checkpoint.files.round_trip import difference
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.storage import CheckpointCommitInfo, TorchCheckpointEngine
-from deepspeed.checkpoint.storage.datastates_checkpoint_engine import DataStatesCheckpointEngine
-from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import DecoupledCheckpointEngine
-from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import (
+    DataStatesCheckpointEngine,
+    DecoupledCheckpointEngine,
+)
+from deepspeed.checkpoint.storage.torch_checkpoint_engine import FastCheckpointEngine
 from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
 from tests.checkpoint.models import (
     assert_equal,

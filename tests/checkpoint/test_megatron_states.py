@@ -148,7 +148,7 @@ def test_clients_find_the_files_of_an_engine_by_its_names(tmp_path):
 @distributed(world_size=1)
 def test_class_of_wrapped_clients_optimizers():
     import deepspeed
-    from deepspeed.compat.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.compat.fp16.fused_optimizer import FP16_UnfusedOptimizer
     from deepspeed.zero.optimizer import BF16_Optimizer
 
     for dtype, kind in (

@@ -1,7 +1,8 @@
-"""Scores of cross-encoders over HTTP are those of Transformers for each pair alone."""
+"""Scores of cross-encoders, and vectors of encoders, over HTTP are those of Transformers for each text alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
 from deepspeed.inference.serving.bodies import RequestError  # noqa: E402
-from deepspeed.inference.serving.cross_encoder import CrossEncoder  # noqa: E402
+from deepspeed.inference.serving.encoders import CrossEncoder, TextEncoder  # noqa: E402
+from deepspeed.tools import serve_options  # noqa: E402
+from deepspeed.tools.serve_loading import load  # noqa: E402
 from tests.inference.standin import Bytes  # noqa: E402
 from tests.inference.test_http import server  # noqa: E402
 
@@ -139,3 +142,55 @@ def test_other_models_are_refused() -> None:
             encoder("Bert", sbert_ce_default_activation_function="torch.nn.modules.activation.Tanh"),
             tokenizer(),
         )
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_vectors_are_those_of_transformers(kind: str) -> None:
+    """In batches of different lengths: padding changes nothing."""
+    model = encoder(kind).base_model
+    engine = TextEncoder(model, tokenizer(), token_budget=30)
+    for pooling in ("mean", "cls", "last"):
+        with server(engine, tokenizer=Words(), max_length=40, pooling=pooling, generates=False) as running:  # type: ignore[arg-type]
+            status, found = running.post({"input": TEXTS, "normalize": False}, "/v1/embeddings")
+            assert status == 200, found
+            for text, each in zip(TEXTS, found["data"], strict=True):
+                with torch.no_grad():
+                    rows = model(**tokenizer()(text, return_tensors="pt")).last_hidden_state[0]
+                expected = {"mean": rows.mean(0), "cls": rows[0], "last": rows[-1]}[pooling]
+                assert each["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
+    with server(engine, tokenizer=Words(), max_length=40, generates=False) as running:  # type: ignore[arg-type]
+        assert running.call("GET", "/v1/models")[1]["data"][0]["type"] == "embedding"
+        for body, words in (
+            ({"input": [[]]}, "is empty"),
+            ({"input": "a " * 50}, "52 tokens, the model takes"),
+            ({"input": [[1, len(WORDS)]]}, f"not one of the model's, 0 to {len(WORDS) - 1}"),
+        ):
+            status, found = running.post(body, "/v1/embeddings")
+            assert status == 400 and words in found["error"]["message"], found
+        status, found = running.post({"prompt": "a", "max_tokens": 1})
+        assert status == 400 and "generates none: use /v1/embeddings" in found["error"]["message"]
+        assert running.call("GET", "/")[0] == 404
+        assert running.post({"query": QUERY, "documents": TEXTS}, "/v1/rerank")[0] == 200
+
+
+class Words(Bytes):
+    template = ""
+
+    def encode(self, text: str) -> list[int]:
+        return tokenizer()(text)["input_ids"]
+
+
+def test_a_folder_of_an_encoder(tmp_path: Path) -> None:
+    """One whose head fills in masked words, too; as one that generates it would have random weights."""
+    model = encoder("Bert").base_model
+    for name, saved in (("plain", model), ("masked", transformers.BertForMaskedLM(model.config))):
+        saved.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    parse = serve_options.parser().parse_args
+    given = [str(tmp_path / "plain"), "--model", f"masked={tmp_path / 'masked'}", "--dtype", "fp32"]
+    loaded = load(parse(given))
+    assert loaded.told.count("which gives vectors of texts") == 2
+    with pytest.raises(ValueError, match="plain: an encoder is served on one rank"):
+        load(parse([str(tmp_path / "plain"), "--speculative-config", '{"method": "ngram"}']))
+    with pytest.raises(ValueError, match="takes no adapters"):
+        load(parse([str(tmp_path / "plain"), "--lora-modules", "a=b"]))

@@ -17,7 +17,6 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installe
 import lm_eval  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
 from deepspeed.tools import serve_options  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
@@ -76,11 +75,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any,
     for each in (model, tokenizer):
         each.save_pretrained(folder)
     arguments = [str(folder), "--dtype", "fp32", "--max-length", str(LENGTH), "--max-sequences", "8"]
-    service, own, _, _ = command.build(serve_options.parser().parse_args(arguments))
-    app = make_app(
-        service.start(), own, ServerSettings(model="tiny", max_length=LENGTH, stop_token_ids=(256,))
-    )
-    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    arguments += ["--name", "tiny"]
+    loaded = command.load(serve_options.parser().parse_args(arguments))
+    services = loaded.services.start()
+    running = uvicorn.Server(uvicorn.Config(loaded.app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     wait_for(lambda: running.started)
@@ -88,7 +86,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any,
     yield model, tokenizer, folder, f"http://127.0.0.1:{port}"
     running.should_exit = True
     thread.join(30)
-    service.close()
+    services.close()
 
 
 def answers(

@@ -24,7 +24,7 @@ from tests.checkpoint.bit_streams import bits_of
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
 from benchmarks.gguf_file import write_gguf  # noqa: E402
-from deepspeed.inference.pretrained import check_quantization, load_causal, load_tokenizer  # noqa: E402
+from deepspeed.inference.pretrained import Pretrained  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 
 IDS = torch.arange(5, 13)[None]
@@ -121,14 +121,14 @@ def test_every_way_in(layout: str, tmp_path: Path) -> None:
     assert not hasattr(engine.module.config, "quantization_config")  # it has whole weights now
     found = build_hf_engine(str(tmp_path), RaggedInferenceEngineConfig()).put([0], [IDS[0]])
     torch.testing.assert_close(found[0], wanted[0, -1], rtol=1e-4, atol=1e-4)
-    whole = load_causal(str(tmp_path))
+    whole = Pretrained(str(tmp_path)).load_causal()
     torch.testing.assert_close(logits_of(whole), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("layout", "bits"), [("gptq", 4), ("awq", 8), ("fp8", None)])
 def test_integers_stay_integers(layout: str, bits: int | None, tmp_path: Path) -> None:
     wanted = packed("llama", layout, tmp_path)
-    module = load_causal(str(tmp_path), keeps_integers=True)
+    module = Pretrained(str(tmp_path)).load_causal(keeps_integers=True)
     layers = [each for each in module.modules() if isinstance(each, IntegerLinear)]
     assert {each.bits for each in layers} == ({bits} if bits else set())
     assert len(layers) == (7 * wanted.config.num_hidden_layers if bits else 0)
@@ -146,14 +146,16 @@ def test_integers_stay_integers(layout: str, bits: int | None, tmp_path: Path) -
 
 def test_the_method_of_a_folder(tmp_path: Path) -> None:
     packed("llama", "gptq", tmp_path)
-    check_quantization(str(tmp_path), "gptq_marlin")
+    Pretrained(str(tmp_path)).check_quantization("gptq_marlin")
     with pytest.raises(ValueError, match=r"--quantization awq: .* has weights of gptq: leave it out"):
-        check_quantization(str(tmp_path), "awq")
+        Pretrained(str(tmp_path)).check_quantization("awq")
 
 
 def test_experts_of_fp8_are_stacked_after_they_are_unpacked(tmp_path: Path) -> None:
     wanted = packed("mixtral", "fp8", tmp_path)
-    torch.testing.assert_close(logits_of(load_causal(str(tmp_path))), logits_of(wanted), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logits_of(Pretrained(str(tmp_path)).load_causal()), logits_of(wanted), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +164,9 @@ def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "gguf", None)
         with pytest.raises(ValueError, match="package gguf: pip install gguf"):
-            load_causal(str(tmp_path / "model.gguf"))
+            Pretrained(str(tmp_path / "model.gguf")).load_causal()
     pytest.importorskip("gguf")
-    found = load_causal(str(tmp_path / "model.gguf"))
+    found = Pretrained(str(tmp_path / "model.gguf")).load_causal()
     torch.testing.assert_close(logits_of(found), logits_of(model), rtol=1e-5, atol=1e-5)
     with pytest.raises(FileNotFoundError, match="no file"):
-        load_tokenizer(str(tmp_path / "other.gguf"))
+        Pretrained(str(tmp_path / "other.gguf")).load_tokenizer()

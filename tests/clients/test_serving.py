@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -20,10 +21,10 @@ transformers = pytest.importorskip("transformers", reason="the clients extra is 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer  # noqa: E402
 from deepspeed.tools import plan, serve_options  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
+from deepspeed.tools import serve_loading as loading  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
 
@@ -54,16 +55,12 @@ def test_a_saved_model_answers(guesses: str | None, tmp_path: Path) -> None:
     args = serve_options.parser().parse_args(
         [str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4", *more]
     )
-    service, own, generator, leads = command.build(args)
-    assert leads and command.problem_of(args) is None
+    assert command.problem_of(args) is None
+    loaded = command.load(args)
     weights = sum(each.nbytes for each in model.parameters()) / 2**30
-    assert command.memory_line(generator).startswith(f"weights {weights:.2f} GiB and key-value cache ")
-    settings = ServerSettings(
-        model="tiny", max_length=64, stop_token_ids=generator.runner.facts.stop_token_ids
-    )
-    running = uvicorn.Server(
-        uvicorn.Config(make_app(service.start(), own, settings), host="127.0.0.1", port=0, log_level="error")
-    )
+    assert f", weights {weights:.2f} GiB and key-value cache " in loaded.told
+    services = loaded.services.start()
+    running = uvicorn.Server(uvicorn.Config(loaded.app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     wait_for(lambda: running.started)
@@ -77,20 +74,19 @@ def test_a_saved_model_answers(guesses: str | None, tmp_path: Path) -> None:
         return json.loads(answer.read())["choices"][0]
 
     def wanted(prompt: str) -> str:
-        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
-        settings = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
-        return tokenizer.decode(model.generate(ids, generation_config=settings)[0, ids.shape[1] :])
+        return greedy_text(model, tokenizer, prompt, 12)
 
     try:
         assert post("/v1/completions", {"prompt": "Grüße"})["text"] == wanted("Grüße")
         messages = [{"role": "user", "content": "Hi"}]
         found = post("/v1/chat/completions", {"messages": messages})
         assert found["message"]["content"] == wanted("<user>Hi<assistant>")
-        assert bool(generator.counts.accepted_tokens) == bool(guesses)
+        accepted = re.findall(r"^deepspeed_accepted_tokens{.*} (\d+)$", services.metrics(), re.M)
+        assert (accepted != ["0"]) == bool(guesses)
     finally:
         running.should_exit = True
         thread.join(30)
-        service.close()
+        services.close()
 
 
 @pytest.mark.slow
@@ -146,3 +142,80 @@ def test_a_folder_that_is_not_there(name: str, tmp_path: Path, capsys: pytest.Ca
     config.write_text('{"train_batch_size": 1}')
     assert plan.main(["--model", name, str(config)]) == 2
     assert f"--model {name}: no such folder\n" in capsys.readouterr().err
+
+
+def test_several_models_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own tokens, cache and adapters, and its config is read once."""
+    models = {name: save_model(tmp_path / name) for name in ("a", "b")}
+    other = make("qwen2", vocab_size=256, eos_token_id=None, bos_token_id=None).eval()
+    other.save_pretrained(tmp_path / "b")
+    models["b"] = other, models["b"][1]
+    own = {"name": "b", "model": str(tmp_path / "b"), "max-length": 32, "cache-share": 3}
+    given = ["--model", f"a={tmp_path / 'a'}", "--model", json.dumps(own), "--dtype", "fp32"]
+    sizes = ["--max-length", "64", "--kv-cache-memory-bytes", "65536"]
+    read: list[str] = []
+    usual = transformers.AutoConfig.from_pretrained
+
+    def noted(name: str, *args: Any, **kwargs: Any) -> Any:
+        read.append(Path(name).name)
+        return usual(name, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", noted)
+    loaded = command.load(serve_options.parser().parse_args([*given, *sizes]))
+    assert sorted(read) == ["a", "b"]
+    services = loaded.services.start()
+    try:
+        blocks = dict(re.findall(r'^deepspeed_blocks{model_name="(.)"} (\d+)', services.metrics(), re.M))
+        size = {name: block_bytes_of(model) for name, (model, _) in models.items()}
+        assert blocks == {"a": str(16384 // size["a"]), "b": str(49152 // size["b"])}
+        with httpx_of(loaded.app) as client:
+            listed = client.get("/v1/models").json()["data"]
+            assert [(each["id"], each["max_model_len"]) for each in listed] == [("a", 64), ("b", 32)]
+            for name, (model, tokenizer) in models.items():
+                body = {"model": name, "prompt": "Grüße", "max_tokens": 12, "temperature": 0}
+                found = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                assert found == greedy_text(model, tokenizer, "Grüße", 12)
+    finally:
+        services.close(drain=False)
+
+
+def test_models_that_do_not_fit_are_refused_before_one_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = save_model(tmp_path / "a")
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda **_: pytest.fail("loaded")
+    )
+    weights = sum(each.nbytes for each in model.parameters())
+    cache = 64 * block_bytes_of(model) // 16
+    device = loading.get_accelerator()
+    given = [str(tmp_path / "a"), "--model", f"b={tmp_path / 'a'}", "--dtype", "fp32", "--max-length", "64"]
+    for sizes, needed in (([], cache), (["--kv-cache-memory-bytes", "10000000"], 5_000_000)):
+        args = serve_options.parser().parse_args([*given, *sizes])
+        monkeypatch.setattr(device, "available_memory", lambda needed=needed: 2 * (weights + needed) - 1)
+        with pytest.raises(ValueError, match="GiB are needed and .* GiB of memory are free .*--dtype int8"):
+            command.load(args)
+        monkeypatch.setattr(device, "available_memory", lambda needed=needed: 2 * (weights + needed))
+        with pytest.raises(pytest.fail.Exception, match="loaded"):
+            command.load(args)
+    with pytest.raises(ValueError, match=r"nowhere: no such folder"):
+        command.load(serve_options.parser().parse_args([*given, "--model", f"c={tmp_path / 'nowhere'}"]))
+
+
+def block_bytes_of(model: Any) -> int:
+    """Of a block of 16 tokens in fp32."""
+    config = model.config
+    size = config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * size * 4 * 16
+
+
+def httpx_of(app: Any) -> Any:
+    from starlette.testclient import TestClient
+
+    return TestClient(app, base_url="http://127.0.0.1")
+
+
+def greedy_text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
+    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    settings = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(model.generate(ids, generation_config=settings)[0, ids.shape[1] :])

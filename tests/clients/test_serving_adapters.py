@@ -20,8 +20,9 @@ from deepspeed.inference.generation.generator import Generator  # noqa: E402
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter  # noqa: E402
 from deepspeed.inference.scheduling.requests import SamplingParams  # noqa: E402
 from deepspeed.inference.serving.models import ModelError, Models  # noqa: E402
+from deepspeed.inference.serving.service import Service  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
-from tests.inference.standin import Bytes  # noqa: E402
+from tests.inference.standin import Bytes, Parrot, served  # noqa: E402
 from tests.inference.test_http import server  # noqa: E402
 
 TARGETS = {
@@ -173,32 +174,39 @@ def test_an_adapter_does_not_depend_on_its_file(tmp_path: Path) -> None:
 
 
 def test_names(tmp_path: Path) -> None:
-    models = Models("base", 100, lambda folder: f"adapter of {folder}")
+    def load(folder: str) -> str:
+        return f"adapter of {folder}"
+
+    models = Models([served(Service(Parrot()), name="base", load_adapter=load)])
     models.add("a", "/folder")
-    assert models.find("a") == "adapter of /folder" and models.find("") is models.find("base") is None
+    assert (
+        models.find("a")[1] == "adapter of /folder" and models.find("")[1] is models.find("base")[1] is None
+    )
     listed = {each["id"]: (each["root"], each["parent"]) for each in models.described()}
     assert listed == {"base": ("base", None), "a": ("/folder", "base")}
     for name in ("", "a", "base"):
         with pytest.raises(ValueError, match="taken|empty"):
             models.add(name, "/other")
     models.add("a", "/other", anew=True)
-    assert models.find("a") == "adapter of /other"
+    assert models.find("a")[1] == "adapter of /other"
     models.remove("a")
     for call in (models.find, models.remove, models.one):
         with pytest.raises(ModelError):
             call("a")
     with pytest.raises(ValueError, match="takes no adapters"):
-        Models("base", 100).add("a", "/folder")
+        Models([served(Service(Parrot()))]).add("a", "/folder")
 
 
 def test_adapters_over_http(tmp_path: Path) -> None:
     module = make("llama", vocab_size=260).eval()
     with_adapter = saved(module, tmp_path / "a", "llama", 1)
     generator: Any = Generator(module, token_budget=64, max_sequences=4, max_length=64, num_blocks=64)
-    models = Models("parrot", 64, partial(load_adapter, module, adaptable=adaptable_layers(module)))
+    load_one = partial(load_adapter, module, adaptable=adaptable_layers(module))
     known = {"Authorization": "Bearer secret"}
     body = {"prompt": list(b"Hello"), "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True}
-    with server(generator, tokenizer=Bytes(), max_length=64, models=models, token="secret") as running:
+    with server(
+        generator, tokenizer=Bytes(), max_length=64, load_adapter=load_one, token="secret"
+    ) as running:
 
         def load(**fields: Any) -> tuple[int, Any]:
             return running.post(fields, "/v1/load_lora_adapter", **known)

@@ -89,7 +89,7 @@ def test_chats_tell_the_likeliest_tokens(running: Any, module: Any) -> None:
     _, found = running.post({**body, "logprobs": True, "top_logprobs": 4}, "/v1/chat/completions")
     for entry in found["choices"][0]["logprobs"]["content"]:
         values = [each["logprob"] for each in entry["top_logprobs"]]
-        assert entry["logprob"] == pytest.approx(max(values)) and 1 <= len(values) <= 5
+        assert entry["logprob"] == pytest.approx(max(values)) and len(values) == 4
     status, found = running.post({**body, "top_logprobs": 4}, "/v1/chat/completions")
     assert status == 400 and found["error"]["param"] == "top_logprobs"
 

@@ -159,6 +159,7 @@ def numbers(port: int) -> dict[str, float]:
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
+    text = re.sub(r'{model_name="[^"]*",?', "{", text).replace("{}", "")
     return {name: float(value) for name, value in re.findall(r"^(deepspeed_\S+) (\S+)$", text, re.M)}
 
 

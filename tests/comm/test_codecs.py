@@ -185,7 +185,7 @@ def test_impossible_codecs(options: dict[str, int]) -> None:
 def test_documented_compressed_all_reduce(world_size: int, name: str) -> None:
     """Equal to the arithmetic of the paper on all ranks' values, over several calls with what they keep."""
     module, _, cls = name.partition(".")
-    backend = getattr(importlib.import_module(f"deepspeed.compat.runtime_comm.{module}"), cls)()
+    backend = getattr(importlib.import_module(f"deepspeed.runtime.comm.{module}"), cls)()
     rank, part = dist.get_rank(), 16
     worker, server = torch.zeros(part * world_size), torch.zeros(part)
     workers = [worker.clone() for _ in range(world_size)]

@@ -55,9 +55,8 @@ def test_bits(dtype: torch.dtype, layout: str, scratch_bytes: int) -> None:
     ranks, rank = tuple(range(4)), dist.get_rank()
     total_of = two_level_sum if layout == "two hosts" else rank_order_sum
     with two_hosts() if layout == "two hosts" else contextlib.nullcontext(), scratch(scratch_bytes):
-        sums = exchanged_sums.ExchangedSum(dist.group.WORLD, ranks)
-        scatter = process_group.GroupReduceScatter(dist.group.WORLD, ranks, sums)
-        reduce = process_group.GroupAllReduce(dist.group.WORLD, ranks, sums)
+        transport = process_group.ProcessGroupTransport(dist.group.WORLD, ranks)
+        scatter, reduce = transport.reduce_scatter, transport.all_reduce
         for numel in (1, 203) if scratch_bytes > 1 else (5,):
             parts = [values(4 * numel, dtype, member) for member in ranks]
             total = total_of(parts, dtype, 1 / 3).view(4, -1)[rank]

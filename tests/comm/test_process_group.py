@@ -16,31 +16,32 @@ from tests.pool import distributed
 def test_operations(dtype, world_size):
     group, ranks = dist.group.WORLD, tuple(range(world_size))
     rank, scale = dist.get_rank(), 0.5 if dtype.is_floating_point else 1.0
+    transport = process_group.ProcessGroupTransport(group, ranks)
     exact = {"rtol": 0, "atol": 0} if dtype != torch.float32 or world_size == 2 else {}  # the order is gloo's
     for numel in (1, 10, 5003):
         parts = [values(numel * world_size, dtype, member) for member in ranks]
         total = rank_order_sum(parts, dtype, scale)
         output = torch.empty(numel, dtype=dtype)
-        process_group.GroupReduceScatter(group, ranks)(output, parts[rank].clone(), scale=scale).wait()
+        transport.reduce_scatter(output, parts[rank].clone(), scale=scale).wait()
         torch.testing.assert_close(output, total.view(world_size, -1)[rank], **exact)
         gathered = torch.empty(numel * world_size, dtype=dtype)
-        process_group.GroupAllGather(group, ranks)(gathered, output).wait()
+        transport.all_gather(gathered, output).wait()
         torch.testing.assert_close(gathered, total, **exact)
         for count in (numel * world_size, numel):  # divisible by the number of ranks, or not
             reduced = parts[rank][:count].clone()
-            process_group.GroupAllReduce(group, ranks)(reduced, scale=scale).wait()
+            transport.all_reduce(reduced, scale=scale).wait()
             torch.testing.assert_close(reduced, total[:count], **exact)
         largest = parts[rank].clone()
-        process_group.GroupAllReduceMax(group, ranks)(largest).wait()
+        transport.all_reduce_max(largest).wait()
         assert torch.equal(largest, torch.stack(parts).amax(0))
         copied = parts[rank].clone()
-        process_group.GroupBroadcast(group, ranks)(copied, 1).wait()
+        transport.broadcast(copied, 1).wait()
         assert torch.equal(copied, parts[1])
         exchanged = torch.empty_like(gathered)
         counts = [numel] * world_size
-        process_group.GroupAllToAll(group, ranks)(exchanged, parts[rank], counts, counts).wait()
+        transport.all_to_all(exchanged, parts[rank], counts, counts).wait()
         assert torch.equal(exchanged, torch.cat([part.view(world_size, -1)[rank] for part in parts]))
-        process_group.GroupBarrier(group, ranks)().wait()
+        transport.barrier().wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -48,14 +49,17 @@ def test_operations(dtype, world_size):
 def test_16_bits_into_fp32(dtype):
     parts = [values(2000, dtype, member) for member in range(2)]
     output = torch.empty(1000)
-    process_group.GroupReduceScatter(dist.group.WORLD, (0, 1))(output, parts[dist.get_rank()].clone()).wait()
+    process_group.ProcessGroupTransport(dist.group.WORLD, (0, 1)).reduce_scatter(
+        output, parts[dist.get_rank()].clone()
+    ).wait()
     assert torch.equal(output, (parts[0].float() + parts[1].float()).view(2, -1)[dist.get_rank()])
 
 
 @distributed(world_size=2)
 def test_reduce():
     tensor = torch.full((3,), float(dist.get_rank() + 1))
-    process_group.GroupReduce(dist.group.WORLD, (0, 1))(tensor, 1, scale=0.5).wait()
+    transport = process_group.ProcessGroupTransport(dist.group.WORLD, (0, 1))
+    transport.reduce(tensor, 1, scale=0.5).wait()
     assert dist.get_rank() == 0 or tensor.tolist() == [1.5] * 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import MeshLayout, axes_of
 from deepspeed.config.reader import ConfigSource
-from deepspeed.tools.config.check import check_config
+from deepspeed.tools.config.command import check_config
 
 
 @pytest.mark.parametrize(

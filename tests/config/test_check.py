@@ -7,8 +7,7 @@ import pytest
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.tools.config.check import check_config
-from deepspeed.tools.config.command import main
+from deepspeed.tools.config.command import check_config, main
 from tests.config.test_deepspeed_config import TRAINER_CONFIG
 
 ALL_AUTO = TRAINER_CONFIG | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

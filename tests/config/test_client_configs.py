@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.config.sections.parallel import PipelineConfig
 from deepspeed.config.sections.precision import DeepSpeedFP16Config
-from deepspeed.tools.config.check import check_config
+from deepspeed.tools.config.command import check_config
 
 OFF = {"device": "none", "nvme_path": None}
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.tools.config.check import check_config
-from deepspeed.tools.config.command import main
+from deepspeed.tools.config.command import check_config, main
 from deepspeed.tools.config.report import ConfigReport
 
 pytest.importorskip("yaml")

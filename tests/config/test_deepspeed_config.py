@@ -21,7 +21,7 @@ from deepspeed.config.deepspeed_config import (
     global_rank,
     world_size,
 )
-from deepspeed.tools.config.check import check_config
+from deepspeed.tools.config.command import check_config
 from tests.pool import distributed
 
 LAUNCHER = (

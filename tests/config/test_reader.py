@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed.config.reader import UnreadableConfig, key_places, parse_text, read_config
-from deepspeed.tools.config.check import check_config
+from deepspeed.tools.config.command import check_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
 

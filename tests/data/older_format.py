@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed.data.data_sampling.index_format import code, write_longs
-from deepspeed.data.data_sampling.record_dataset import IndexedDataset
+from deepspeed.data.data_sampling.indexed_dataset import IndexedDataset, code, write_longs
 
 
 class IndexedDatasetBuilder:

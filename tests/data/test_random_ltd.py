@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.data.data_routing.arguments import Batch, Form, KeptTokens
-from deepspeed.data.data_routing.basic_layer import RandomLayerTokenDrop
+from deepspeed.data.data_routing.basic_layer import Batch, Form, KeptTokens, RandomLayerTokenDrop
 from deepspeed.data.data_routing.helper import (
     convert_to_random_ltd,
     remove_random_ltd_state_dict,

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.compat.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from tests.pool import distributed
 
 WIDTH = 4

@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.sparse_tensor import SparseTensor
-from deepspeed.engine.settings import EngineSettings
+from deepspeed.engine.surface import EngineSettings
 from tests.engine.test_engine import data, make_config, make_model, same, start, weights
 from tests.pool import distributed
 

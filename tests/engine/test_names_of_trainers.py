@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.base.logging import logger
-from deepspeed.compat.module_inject.policy import transpose
+from deepspeed.compat.module_inject.replace_policy import transpose
 from deepspeed.config.constants import PLD_GAMMA, PLD_GAMMA_DEFAULT, PLD_THETA
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.notes import ENGINE

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.base.logging import logger
-from deepspeed.engine.observers.progress import slow_dtype
+from deepspeed.engine.observers.progress import start_report
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -73,7 +73,7 @@ def test_at_most_twelve_lines_at_start_on_rank_0(stage: int) -> None:
 def test_a_dtype_without_instructions_is_told_once(section: dict[str, Any], warnings: int) -> None:
     """On rank 0, with the factor and what to do."""
     with pytest.MonkeyPatch.context() as patch, captured(logging.WARNING) as lines:
-        patch.setattr(slow_dtype, "slowdown", lambda dtype: 9.7)
+        patch.setattr(start_report, "slowdown", lambda dtype: 9.7)
         patch.setattr(
             "deepspeed.base.logging._once", functools.cache(lambda key: [True])
         )  # no earlier test's
@@ -86,9 +86,9 @@ def test_a_dtype_without_instructions_is_told_once(section: dict[str, Any], warn
 
 
 def test_slowdown_is_a_ratio_of_times() -> None:
-    assert 0.001 < slow_dtype.slowdown(torch.bfloat16) < 1000
+    assert 0.001 < start_report.slowdown(torch.bfloat16) < 1000
     wide: Any = SimpleNamespace(products=torch.float32)
-    assert slow_dtype.slow_dtype_warning(wide, torch.device("cpu")) is None
+    assert start_report.slow_dtype_warning(wide, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("name, notes", [("AdamW", 0), ("Adamax", 1)])

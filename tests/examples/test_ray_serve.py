@@ -26,13 +26,14 @@ TOKENS = 200
 def parrot() -> Any:
     """A server without a model, in a replica; it tells its process. 2 s for an answer."""
     from deepspeed.inference.serving.app import ServerSettings, make_app
+    from deepspeed.inference.serving.models import Models
     from deepspeed.inference.serving.service import Service
-    from deepspeed.tools.serve import LoadedServer
-    from tests.inference.standin import Bytes, Parrot
+    from deepspeed.tools.serve_loading import LoadedServer
+    from tests.inference.standin import Parrot, served
 
     service = Service(Parrot(delay=0.01), max_requests=64)
-    settings = ServerSettings(model=f"parrot-{os.getpid()}", max_length=1024, stop_token_ids=(0,))
-    return LoadedServer(service, make_app(service, Bytes(), settings))
+    models = Models([served(service, name=f"parrot-{os.getpid()}")])
+    return LoadedServer(models.services, make_app(models, ServerSettings()))
 
 
 def asked(port: int, path: str, body: Any = None) -> tuple[int, http.client.HTTPResponse]:

@@ -9,6 +9,8 @@ from typing import Any
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, TokenLogprob
 from deepspeed.inference.scheduling.scheduler import Scheduler
+from deepspeed.inference.serving.models import ServedModel
+from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import BEGIN
 
 REPLY = "Grüße, wörld 🙂! "
@@ -95,3 +97,9 @@ class Parrot:
 
     def state(self) -> dict[str, float]:
         return {"free_blocks": self.scheduler.blocks.pool.num_free}
+
+
+def served(service: Service, tokenizer: Bytes | None = None, **more: Any) -> ServedModel:
+    """The model "parrot" of a server."""
+    given = {"name": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more}
+    return ServedModel(service=service, tokenizer=tokenizer or Bytes(), **given)

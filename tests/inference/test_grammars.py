@@ -124,3 +124,17 @@ def test_what_is_no_grammar_is_told(tokenizer, constraint, said) -> None:
 def test_a_tokenizer_without_a_vocabulary_of_bytes_is_told() -> None:
     with pytest.raises(ValueError, match="fast tokenizer"):
         Grammars(object(), [END]).check(Constraint("regex", "a"), SIZE)
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_model(tokenizer) -> None:
+    """As one has to which a token for padding was added."""
+    for size in (END + 1, 250):  # less even than the bytes: what is left may end too early, but nothing fails
+        constraint = Constraint("regex", "[a-c]{3}")
+        bigger = type(tokenizer).from_str(tokenizer.to_str())
+        bigger.add_special_tokens(["<pad>", "<more>"])
+        grammars = Grammars(bigger, [0])
+        grammars.check(constraint, size)
+        matcher = grammars(constraint, size)
+        allowed = matcher.allowed()
+        assert allowed.shape == (size,)
+        assert allowed.nonzero().flatten().tolist() == [bigger.token_to_id(each) for each in "abc"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import http.client
 import json
@@ -12,16 +13,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.clients import RequestLog
-from deepspeed.inference.serving.models import Models
+from deepspeed.inference.serving.models import Models, ServedModel
 from deepspeed.inference.serving.service import Service
-from tests.inference.standin import REPLY, Bytes, Parrot
+from tests.inference.standin import REPLY, Bytes, Parrot, served
 from tests.inference.test_bodies import HOSTILE
 from tests.inference.test_service import wait_for
 
@@ -71,14 +72,18 @@ def server(
     drain_seconds: float = 5.0,
     headers_seconds: float = HEADERS_S,
     ready: Callable[[str], None] | None = None,
-    models: Models | None = None,
+    others: Sequence[ServedModel] = (),
     sockets: list[socket.socket] | None = None,
     **more: Any,
 ) -> Iterator[Running]:
     engine = engine or Parrot()
-    service = Service(engine, max_requests=max_requests, request_seconds=request_seconds).start()
-    settings = ServerSettings(**{"model": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more})
-    app = make_app(service, tokenizer or Bytes(), settings, models)
+    own = Service(engine, max_requests=max_requests, request_seconds=request_seconds)
+    known = {each.name for each in dataclasses.fields(ServerSettings)}
+    settings = ServerSettings(**{name: value for name, value in more.items() if name in known})
+    of_model = {name: value for name, value in more.items() if name not in known}
+    model = served(own, tokenizer, **of_model)
+    models = Models([model, *others])
+    service, app = models.services.start(), make_app(models, settings)
     addresses: queue.Queue[str] = queue.Queue()
 
     def announce(address: str) -> None:
@@ -98,7 +103,7 @@ def server(
     )
     thread = threading.Thread(target=listener.run, args=(sockets,), daemon=True)
     thread.start()
-    running = Running(engine, service, listener, addresses.get(timeout=30), thread)
+    running = Running(engine, own, listener, addresses.get(timeout=30), thread)
     try:
         yield running
     finally:
@@ -423,7 +428,6 @@ def test_long_bodies_do_not_hold_up_the_event_loop() -> None:
                 client.join(60)
             assert found == [400] * len(long)
             kept[0].get_loop().call_soon_threadsafe(kept[0].cancel)
-            print(len(ticks), sorted(ticks)[-5:])
             assert max(ticks) < 0.08
     finally:
         gc.unfreeze()
@@ -440,7 +444,11 @@ def test_prompts_after_one_that_does_not_fit_are_not_tokenized() -> None:
     tokenizer = Counting()
     with server(tokenizer=tokenizer) as running:
         status, found = running.post({"prompt": ["a", "b" * 2000, *"cdef"], "max_tokens": 1})
-        assert status == 400 and "room for 0 tokens" in found["error"]["message"]
+        assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+        assert (
+            "maximum context length is 1024 tokens: the prompt of 2000 leaves room for 0 tokens"
+            in (found["error"]["message"])
+        )
         assert tokenizer.encoded == 2
 
 
@@ -518,7 +526,7 @@ def test_a_reader_that_does_not_read_stops_nobody() -> None:
 
 
 def test_the_model_by_its_name() -> None:
-    with server(model="some/parrot") as running:
+    with server(name="some/parrot") as running:
         assert running.call("GET", "/v1/models/some/parrot")[1]["id"] == "some/parrot"
         status, found = running.call("GET", "/v1/models/other")
         assert status == 404 and "only 'some/parrot'" in found["error"]["message"]
@@ -597,7 +605,7 @@ def test_clients_that_leave_free_their_blocks(stream: bool) -> None:
         wait_for(lambda: not running.engine.has_work)
         assert running.engine.scheduler.blocks.pool.num_free == 256
         status, text = running.call("GET", "/metrics")
-        assert status == 200 and 'deepspeed_requests_total{reason="cancelled"} 1' in text
+        assert status == 200 and 'deepspeed_requests_total{model_name="parrot",reason="cancelled"} 1' in text
 
 
 def test_a_generator_that_fails_is_answered_with_503() -> None:

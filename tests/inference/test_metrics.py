@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from deepspeed.inference.serving.metrics import Metrics
+from deepspeed.inference.serving.metrics import Metrics, page_of
 from tests.pool import ROOT
 
 SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:\w+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)')
@@ -25,7 +25,7 @@ NOW = {
 
 def page(metrics: Metrics, model: str = "m") -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
-    for line in metrics.text(NOW, model).splitlines():
+    for line in page_of({model: (metrics, NOW)}).splitlines():
         if not line.startswith("# TYPE "):
             match = SAMPLE.fullmatch(line)
             assert match, line
@@ -69,7 +69,32 @@ def test_what_a_dashboard_for_vllm_asks_for() -> None:
         value for (name, _), value in found.items() if name == "vllm:inter_token_latency_seconds_bucket"
     ]
     assert buckets[:3] == [0, 1, 2] and buckets == sorted(buckets) and buckets[-2:] == [2, 3]
-    assert found["deepspeed_time_between_tokens_seconds_count", ""] == 3
+    assert found["deepspeed_time_between_tokens_seconds_count", 'model_name="m"'] == 3
+
+
+def test_samples_of_one_name_are_together() -> None:
+    """The format asks for it: each type once, and behind it the samples of all models."""
+    first, second = Metrics(), Metrics()
+    first.finished("stop", 1.0)
+    second.finished("length", 2.0)
+    family, found = "", dict[str, list[str]]()
+    for line in page_of({"a": (first, NOW), "b": (second, {"waiting": 5})}).splitlines():
+        if line.startswith("# TYPE "):
+            family = line.split()[2]
+            assert family not in found
+            found[family] = []
+        else:
+            assert line.startswith(family)
+            found[family].append(line.removeprefix(family))
+    assert found["deepspeed_requests_total"] == [
+        '{model_name="a",reason="stop"} 1',
+        '{model_name="b",reason="length"} 1',
+    ]
+    assert found["vllm:num_requests_waiting"] == [
+        '{model_name="a",engine="0"} 3',
+        '{model_name="b",engine="0"} 5',
+    ]
+    assert found["deepspeed_running"] == ['{model_name="a"} 2']
 
 
 def test_a_name_of_a_model_is_escaped() -> None:

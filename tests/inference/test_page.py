@@ -49,9 +49,10 @@ def test_a_model_without_a_template_completes() -> None:
     class Plain(Bytes):
         template = ""
 
-    for tokenizer, chats in ((Bytes(), "true"), (Plain(), "false")):
+    for tokenizer, kind in ((Bytes(), "chat"), (Plain(), "language")):
         with server(tokenizer=tokenizer) as running:
-            assert f"const CHAT = {chats};" in running.call("GET", "/")[1]
+            (model,) = running.call("GET", "/v1/models")[1]["data"]
+            assert model["type"] == kind
             assert running.call("GET", "/", Host="elsewhere.example")[0] == 403
 
 

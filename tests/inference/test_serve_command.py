@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from deepspeed.inference.serving.formats import REASONING_FORMATS, TOOL_FORMATS
 from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.tools import ds, serve_options
 from deepspeed.tools import serve as command
+from deepspeed.tools import serve_loading as loading
 
 
 def test_beyond_this_host_a_token_is_needed(
@@ -51,12 +53,12 @@ def test_formats_are_guessed_unless_they_are_named(tmp_path: Path) -> None:
             Formats("mistral", "deepseek_r1"),
         ),
     ):
-        assert command.formats_of(serve_options.parser().parse_args(["model", *given]), template) == formats
+        assert loading.formats_of(serve_options.parser().parse_args(["model", *given]), template) == formats
     (tmp_path / "chat.jinja").write_text("a template")
-    assert command.template_of(str(tmp_path / "chat.jinja")) == "a template"
-    assert command.template_of("{{ messages }}") == "{{ messages }}"
+    assert loading.template_of(str(tmp_path / "chat.jinja")) == "a template"
+    assert loading.template_of("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ValueError, match="--chat-template nothing.jinja: No such file"):
-        command.template_of("nothing.jinja")
+        loading.template_of("nothing.jinja")
 
 
 def test_flags_by_their_names_in_vllm() -> None:
@@ -72,7 +74,7 @@ def test_flags_by_their_names_in_vllm() -> None:
 
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = command.get_accelerator()
+    device = loading.get_accelerator()
     monkeypatch.setattr(device, "total_memory", lambda *_: 1000)
     monkeypatch.setattr(device, "available_memory", lambda *_: 700)
     for given, size in (
@@ -81,9 +83,9 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--kv-cache-memory-bytes", "12345"], 12345),
         (["--gpu-memory-utilization", "0.9"], 600),
     ):
-        assert command.cache_bytes_of(serve_options.parser().parse_args(["model", *given])) == size
+        assert loading.cache_bytes_of(serve_options.parser().parse_args(["model", *given])) == size
     with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is in use"):
-        command.cache_bytes_of(
+        loading.cache_bytes_of(
             serve_options.parser().parse_args(["model", "--gpu-memory-utilization", "0.2"])
         )
 
@@ -116,3 +118,70 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
     assert "--speculative-config: " in capsys.readouterr().err
     assert ds.main(["serve", "model", "--tp-size", "2", "--lora-modules", "a=folder"]) == 2
     assert "--lora-modules needs a model on one rank" in capsys.readouterr().err
+
+
+def test_the_options_of_several_models(tmp_path: Path) -> None:
+    """What tells of a model is the first one's; the rest holds for all, unless a model's own options say otherwise."""
+    own = {"name": "c", "model": "./c", "dtype": "fp32", "cache-gb": 2, "lora_modules": ["x=./x"]}
+    given = ["./a", "--model", "b=./b", "--model", json.dumps(own), "--max-length", "99", "--cache-gb", "9"]
+    of_first = ["--lora-modules", "y=./y", "--pooling", "mean", "--cache-share", "3"]
+    args = serve_options.parser().parse_args([*given, *of_first])
+    assert [(one.model, one.name, one.dtype, one.max_length) for one in args.each] == [
+        ("./a", "./a", "bf16", 99),
+        ("./b", "b", "bf16", 99),
+        ("./c", "c", "fp32", 99),
+    ]
+    assert [one.lora_modules for one in args.each] == [["y=./y"], [], ["x=./x"]]
+    assert [(one.pooling, one.cache_share, one.cache_gb) for one in args.each] == [
+        ("mean", 3, None),
+        (None, 1, None),
+        (None, 1, 2),
+    ]
+    file = tmp_path / "serve.json"
+    file.write_text(json.dumps({"model": ["a=./a", own], "port": 9000}))
+    args = serve_options.parser().parse_args(["--config", str(file), "--dtype", "fp16"])
+    assert [(one.name, one.dtype, one.port) for one in args.each] == [
+        ("a", "fp16", 9000),
+        ("c", "fp32", 9000),
+    ]
+    for words in (["./d"], ["--model", "d=./d"]):
+        args = serve_options.parser().parse_args(["--config", str(file), *words])
+        assert [one.model for one in args.each] == ["./d"] == [args.model]
+    folder = tmp_path / "with=sign"
+    folder.mkdir()
+    assert serve_options.parser().parse_args(["--model", str(folder)]).model == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--model", "{"], "--model { is no JSON"),
+        (["--model", '{"name": "a"}'], "'model' is missing, the folder or the name on the hub"),
+        (["--model", '{"model": "a", "port": 1}'], "'port' holds for all models of a server"),
+        (["--model", '{"model": "a", "dtpye": "fp32"}'], "'dtpye' is no option, did you mean 'dtype'?"),
+        (["--model", "a=./b"], "the models need different names, not a, a"),
+        (["--model", "./b", "--tp-size", "2"], "several models are served on one rank each: --tp-size 1"),
+    ],
+)
+def test_models_that_are_refused(given: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert ds.main(["serve", "a", *given]) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_caches_of_several_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shares, but for a size that a model's own options name, which is taken off first."""
+    parse, sizes = serve_options.parser().parse_args, [10**9, 10**9, 10**9]
+    given = ["a", "--model", "b", "--model", '{"model": "c", "kv-cache-memory-bytes": 400}']
+    total = ["--kv-cache-memory-bytes", "1000"]
+    assert loading.cache_parts(parse([*given, *total]), sizes) == [300, 300, 400]
+    assert loading.cache_parts(parse([*given, *total, "--cache-share", "5"]), sizes) == [500, 100, 400]
+    assert loading.cache_parts(parse([*given, *total]), [100, 10**9, 10**9]) == [100, 500, 400]
+    assert loading.cache_parts(parse([*given, *total]), [0, 10**9, 10**9]) == [0, 600, 400]  # scores pairs
+    monkeypatch.setattr(loading, "default_cache_bytes", lambda: 700)
+    assert loading.cache_parts(parse(given), sizes) == [150, 150, 400]
+    monkeypatch.setattr(loading, "default_cache_bytes", lambda: 400)
+    with pytest.raises(ValueError, match="a: the caches of other models take the 0.00 GiB"):
+        loading.cache_parts(parse(given), sizes)

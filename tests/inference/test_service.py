@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.commands import Among, Commands
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
+from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Services, Update
 from deepspeed.inference.serving.text import TextStream
 from tests.inference.standin import REPLY, Bytes, Parrot
 from tests.parallel.tensor.threads import ThreadGroup, run_ranks
@@ -45,9 +45,10 @@ def test_clients_on_many_threads_get_their_own_tokens() -> None:
         assert found[number][-1].reason == "length"
     service.close()
     assert engine.scheduler.blocks.pool.num_free == 256 and service.state()["requests"] == 0
-    text = service.metrics.text(service.state())
-    assert 'deepspeed_requests_total{reason="length"} 40' in text
-    assert "deepspeed_time_to_first_token_seconds_count 40" in text and "deepspeed_free_blocks 256" in text
+    text = Services({"m": service}).metrics()
+    assert 'deepspeed_requests_total{model_name="m",reason="length"} 40' in text
+    assert 'deepspeed_time_to_first_token_seconds_count{model_name="m"} 40' in text
+    assert 'deepspeed_free_blocks{model_name="m"} 256' in text
 
 
 def test_a_closed_stream_frees_its_blocks() -> None:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.transforms.weight_quantization.layers import QuantizedEmbedding, QuantizedLinear
-from deepspeed.transforms.weight_quantization.quantization import _init_group_wise_weight_quantization
+from deepspeed.transforms.weight_quantization.quantization import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    _init_group_wise_weight_quantization,
+)
 from deepspeed.transforms.weight_quantization.utils import (
     DeQuantizer,
     Quantizer,

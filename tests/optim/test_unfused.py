@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
-from deepspeed.compat.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 ARGS = {"init_scale": 64.0, "scale_window": 2, "min_scale": 1.0, "delayed_shift": 1}
 

@@ -16,8 +16,14 @@ import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.layout import BucketLayout, Slot
-from deepspeed.zero.muon.muon_optimizer import MuonWithAuxAdam
-from deepspeed.zero.muon.original_muon import COEFFICIENTS, Muon, SingleDeviceMuon, muon_update, orthogonalize
+from deepspeed.zero.muon.muon_optimizer import (
+    COEFFICIENTS,
+    Muon,
+    MuonWithAuxAdam,
+    SingleDeviceMuon,
+    muon_update,
+    orthogonalize,
+)
 from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
 from deepspeed.zero.whole_matrices import Matrix, MatrixPart, batches, matrices_of
 from tests.pool import distributed

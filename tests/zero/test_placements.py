@@ -19,7 +19,7 @@ from deepspeed.checkpoint.files import archive_reader
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.zero.dtensors import placement_of_dtensor
+from deepspeed.transforms.distributed_tensors import placement_of_dtensor
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.pool import distributed
 

@@ -19,14 +19,14 @@ def create_checkpoint_engine(
     if config_params is None:
         return TorchCheckpointEngine()
     if config_params.datastates_config is not False:
-        from deepspeed.checkpoint.storage.datastates_checkpoint_engine import DataStatesCheckpointEngine
+        from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import DataStatesCheckpointEngine
 
         return DataStatesCheckpointEngine(config_params, config_params.global_rank)
     writer = config_params.checkpoint_config.writer
     if writer is None:
         return TorchCheckpointEngine(config_params)
     from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import DecoupledCheckpointEngine
-    from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
+    from deepspeed.checkpoint.storage.torch_checkpoint_engine import FastCheckpointEngine
 
     made = DecoupledCheckpointEngine if writer.decoupled else FastCheckpointEngine
     return made(config_params, None, optimize_dp_state)

@@ -1,14 +1,13 @@
 """The interface of a transport, and the choice of the one that moves the tensors of a group.
 
-Each operation is a small object with one call (`AllGather`, `ReduceScatter`, ...); gloo, the process group's own
-operations and shared memory are siblings with the same calls.
+Gloo, the process group's own operations, shared memory, and shared memory within hosts with gloo between them are
+siblings with the same methods.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,55 +24,24 @@ if TYPE_CHECKING:
 # A group imports what moves its bytes when its first message does: a rank alone sends none.
 
 
-class AllGather(Protocol):
-    def __call__(self, output: Tensor, input: Tensor) -> Pending: ...
-
-
-class ReduceScatter(Protocol):
-    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
-
-
-class AllReduce(Protocol):
-    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
-
-
-class Reduce(Protocol):
-    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
-
-
-class AllToAllTransport(Protocol):
-    def __call__(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
-    ) -> Pending: ...
-
-
-class Barrier(Protocol):
-    def __call__(self) -> Pending: ...
-
-
-class AllReduceMax(Protocol):
-    def __call__(self, tensor: Tensor) -> Pending: ...
-
-
-class Broadcast(Protocol):
-    def __call__(self, tensor: Tensor, src: int) -> Pending: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
-    """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
+class Transport(Protocol):
+    """One way to move bytes. Tensors are 1-D and contiguous."""
 
     name: str
-    background: bool  # asynchronous operations finish without being waited for
-    all_gather: AllGather
-    reduce_scatter: ReduceScatter
-    all_reduce: AllReduce
-    all_reduce_max: AllReduceMax
-    reduce: Reduce
-    broadcast: Broadcast
-    all_to_all: AllToAllTransport
-    barrier: Barrier
-    close: Callable[[], None] = lambda: None
+    background: bool
+    """Whether asynchronous operations finish without being waited for."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending: ...
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
+    def all_reduce_max(self, tensor: Tensor) -> Pending: ...
+    def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
+    def broadcast(self, tensor: Tensor, src: int) -> Pending: ...
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending: ...
+    def barrier(self) -> Pending: ...
+    def close(self) -> None: ...
 
 
 class User(Protocol):
@@ -114,10 +82,11 @@ class Wires:
     def _make(self, device_type: str, may_share_memory: bool) -> Transport:
         if device_type == "cpu" and is_gloo(self.group):
             return self._over_gloo(may_share_memory)
-        own = _process_group_transport(self.group, self.ranks)
-        if device_type != "cpu" or _moves_host_tensors(self.group):
-            return own
-        return _staged_transport(own)
+        from deepspeed.comm.transports.process_group import ProcessGroupTransport, StagedTransport
+
+        own = ProcessGroupTransport(self.group, self.ranks)
+        staged = device_type == "cpu" and not _moves_host_tensors(self.group)
+        return StagedTransport(own) if staged else own
 
     def _over_gloo(self, may_share_memory: bool) -> Transport:
         from deepspeed.comm.transports import gloo, hosts
@@ -127,12 +96,16 @@ class Wires:
         met = hosts.meet(self._gloo, may_share_memory)
         self._gloo.know_hosts(met.blocks)
         self._shared = met.channel or self._shared
-        fallback = _gloo_transport(self._gloo)
+        over_gloo = gloo.GlooTransport(self._gloo)
         if met.channel is None:
-            return fallback
+            return over_gloo
         if len(met.blocks) == 1:
-            return _shared_memory_transport(met.channel, fallback)
-        return _hierarchical_transport(met.channel, self._gloo, fallback)
+            from deepspeed.comm.transports.shared_memory import SharedMemoryTransport
+
+            return SharedMemoryTransport(met.channel, over_gloo)
+        from deepspeed.comm.transports.hierarchical import HierarchicalTransport  # for ranks on several hosts
+
+        return HierarchicalTransport(met.channel, over_gloo)
 
     def sent(self) -> Sent:
         """Through gloo and shared memory, for all engines that use the group."""
@@ -164,98 +137,6 @@ class Wires:
             self._shared = None
         for user in self.users:
             user.choose_again()
-
-
-def _gloo_transport(channel: gloo.GlooChannel) -> Transport:
-    from deepspeed.comm.transports import gloo
-
-    return Transport(
-        name="gloo",
-        background=False,
-        all_gather=gloo.GlooAllGather(channel),
-        reduce_scatter=gloo.GlooReduceScatter(channel),
-        all_reduce=gloo.GlooAllReduce(channel),
-        all_reduce_max=gloo.GlooAllReduceMax(channel),
-        reduce=gloo.GlooReduce(channel),
-        broadcast=gloo.GlooBroadcast(channel),
-        all_to_all=gloo.GlooAllToAll(channel),
-        barrier=gloo.GlooBarrier(channel),
-    )
-
-
-def _hierarchical_transport(
-    channel: shared_memory.SharedMemoryChannel, gloo_channel: gloo.GlooChannel, fallback: Transport
-) -> Transport:
-    from deepspeed.comm.transports import hierarchical  # for ranks on several hosts
-
-    levels = hierarchical.TwoLevels(channel, gloo_channel)
-    return Transport(
-        name="hierarchical",
-        background=False,
-        all_gather=hierarchical.HierarchicalAllGather(levels),
-        reduce_scatter=hierarchical.HierarchicalReduceScatter(levels, fallback.reduce_scatter),
-        all_reduce=hierarchical.HierarchicalAllReduce(levels, fallback.all_reduce),
-        all_reduce_max=hierarchical.HierarchicalAllReduceMax(levels, fallback.all_reduce_max),
-        reduce=hierarchical.HierarchicalReduce(levels, fallback.reduce),
-        broadcast=hierarchical.HierarchicalBroadcast(levels),
-        all_to_all=hierarchical.HierarchicalAllToAll(levels),
-        barrier=hierarchical.HierarchicalBarrier(levels),
-        close=channel.close,
-    )
-
-
-def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
-    """`fallback` reduces the dtypes that the native code cannot."""
-    from deepspeed.comm.transports import shared_memory
-
-    return Transport(
-        name="shared_memory",
-        background=True,
-        all_gather=shared_memory.SharedMemoryAllGather(channel),
-        reduce_scatter=shared_memory.SharedMemoryReduceScatter(channel, fallback.reduce_scatter),
-        all_reduce=shared_memory.SharedMemoryAllReduce(channel, fallback.all_reduce),
-        all_reduce_max=shared_memory.SharedMemoryAllReduceMax(channel, fallback.all_reduce_max),
-        reduce=shared_memory.SharedMemoryReduce(channel, fallback.reduce),
-        broadcast=shared_memory.SharedMemoryBroadcast(channel),
-        all_to_all=shared_memory.SharedMemoryAllToAll(channel),
-        barrier=shared_memory.SharedMemoryBarrier(channel),
-        close=channel.close,
-    )
-
-
-def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
-    from deepspeed.comm.transports import exchanged_sums, process_group
-
-    exchanged = exchanged_sums.ExchangedSum(group, ranks)
-    return Transport(
-        name="process_group",
-        background=True,
-        all_gather=process_group.GroupAllGather(group, ranks),
-        reduce_scatter=process_group.GroupReduceScatter(group, ranks, exchanged),
-        all_reduce=process_group.GroupAllReduce(group, ranks, exchanged),
-        all_reduce_max=process_group.GroupAllReduceMax(group, ranks),
-        reduce=process_group.GroupReduce(group, ranks),
-        broadcast=process_group.GroupBroadcast(group, ranks),
-        all_to_all=process_group.GroupAllToAll(group, ranks),
-        barrier=process_group.GroupBarrier(group, ranks),
-    )
-
-
-def _staged_transport(on_device: Transport) -> Transport:
-    from deepspeed.comm.transports.staged import through_device
-
-    return Transport(
-        name="staged",
-        background=False,
-        all_gather=through_device(on_device.all_gather),
-        reduce_scatter=through_device(on_device.reduce_scatter),
-        all_reduce=through_device(on_device.all_reduce),
-        all_reduce_max=through_device(on_device.all_reduce_max),
-        reduce=through_device(on_device.reduce),
-        broadcast=through_device(on_device.broadcast),
-        all_to_all=through_device(on_device.all_to_all),
-        barrier=on_device.barrier,
-    )
 
 
 def is_gloo(group: ProcessGroup) -> bool:

@@ -12,7 +12,7 @@ buffer is smaller, and leave part of a larger one as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,19 @@ class GlooChannel:
         except RuntimeError as error:  # the connection is made at the first message, or has been lost since
             raise CommunicationError.of(operation, self.ranks, error, silent=self.ranks[peer]) from error
 
+    def exchange(
+        self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, operation: str
+    ) -> Callable[[], None]:
+        """Start one message to, and one from, each of these ranks; return the function that waits for them."""
+        works = [(peer, self.receive(tensor, peer, tag, operation)) for peer, tensor in received.items()]
+        works += [(peer, self.send(tensor, peer, tag, operation)) for peer, tensor in sent.items()]
+
+        def finish() -> None:
+            for peer, work in works:
+                self.wait(work, operation, peer)
+
+        return finish
+
     def wait(self, work: Work, operation: str, peer: int | None = None) -> None:
         try:
             work.wait()
@@ -137,34 +150,6 @@ def scratch_shape(count: int, size: int, item_bytes: int) -> tuple[int, int, int
 
 def _pieces(start: int, stop: int, piece: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + piece, stop)) for first in range(start, stop, piece))
-
-
-class GlooAllGather:
-    """Each rank sends its shard to each peer and receives theirs in place: no scratch."""
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        channel, count = self.channel, input.numel()
-        tag = channel.next_tag(_mark("all_gather", input))
-        own = output[channel.rank * count : (channel.rank + 1) * count]
-        if own.data_ptr() != input.data_ptr():
-            own.copy_(input)
-        received = [
-            (peer, channel.receive(output[peer * count : (peer + 1) * count], peer, tag, "all_gather"))
-            for peer in channel.peers
-        ]
-        sent = [(peer, channel.send(own, peer, tag, "all_gather")) for peer in channel.peers]
-        return Pending(_waiting(channel, "all_gather", received + sent))
-
-
-def _waiting(channel: GlooChannel, operation: str, works: list[tuple[int, Work]]) -> Callable[[], None]:
-    def finish() -> None:
-        for peer, work in works:
-            channel.wait(work, operation, peer)
-
-    return finish
 
 
 class _ShardedSum:
@@ -217,32 +202,39 @@ class _ShardedSum:
             self.channel.wait(work, self.operation, peer)
 
 
-class GlooReduceScatter:
-    """Each rank sends each peer its shard in the input's dtype; the sum is local, in rank order."""
+class GlooTransport:
+    """Direct exchanges over one channel; gloo's own algorithms where the order of sums is no matter."""
+
+    name, background = "gloo", False
 
     def __init__(self, channel: GlooChannel) -> None:
         self.channel = channel
 
-    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """Each rank sends its shard to each peer and receives theirs in place: no scratch."""
+        channel, count = self.channel, input.numel()
+        tag = channel.next_tag(_mark("all_gather", input))
+        own = output[channel.rank * count : (channel.rank + 1) * count]
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        received = {peer: output[peer * count : (peer + 1) * count] for peer in channel.peers}
+        return Pending(channel.exchange(dict.fromkeys(channel.peers, own), received, tag, "all_gather"))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        """Each rank sends each peer its shard in the input's dtype; the sum is local, in rank order."""
         shards = _ShardedSum(self.channel, "reduce_scatter", input, shares(input.numel(), self.channel.size))
         return OrderedPending(lambda: shards.run(output, scale))
 
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        """reduce_scatter into this rank's shard and all_gather of the shards, piece by piece in one pass.
 
-class GlooAllReduce:
-    """reduce_scatter into this rank's shard and all_gather of the shards, piece by piece in one pass.
-
-    The receives of the gathered pieces are posted immediately although their memory is still being sent: a peer
-    sends a summed piece only after it has received that piece from this rank.
-    """
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        The receives of the gathered pieces are posted immediately although their memory is still being sent: a peer
+        sends a summed piece only after it has received that piece from this rank.
+        """
         channel = self.channel
         most = SCRATCH_BYTES // 2 if channel.size == 2 else SMALL_ALL_REDUCE_BYTES
         if tensor.nbytes <= max(most, SMALL_ALL_REDUCE_BYTES):
-            return self._whole(tensor, scale)
+            return self._all_reduce_whole(tensor, scale)
         bounds = shares(tensor.numel(), channel.size)
         shards = _ShardedSum(channel, "all_reduce", tensor, bounds)
         tag = shards.tag + 1
@@ -267,15 +259,14 @@ class GlooAllReduce:
 
         return OrderedPending(finish)
 
-    def _whole(self, tensor: Tensor, scale: float) -> Pending:
+    def _all_reduce_whole(self, tensor: Tensor, scale: float) -> Pending:
         channel = self.channel
         tag = channel.next_tag(_mark("all_reduce", tensor))
         everyone = torch.empty((channel.size, tensor.numel()), dtype=tensor.dtype)
         own = everyone[channel.rank]
         own.copy_(tensor)
-        works = [(peer, channel.receive(everyone[peer], peer, tag, "all_reduce")) for peer in channel.peers]
-        works += [(peer, channel.send(own, peer, tag, "all_reduce")) for peer in channel.peers]
-        wait = _waiting(channel, "all_reduce", works)
+        received = {peer: everyone[peer] for peer in channel.peers}
+        wait = channel.exchange(dict.fromkeys(channel.peers, own), received, tag, "all_reduce")
 
         def finish() -> None:
             wait()
@@ -284,81 +275,50 @@ class GlooAllReduce:
         # one that nobody waits for finishes with a later one
         return OrderedPending(finish) if tensor.nbytes > SMALL_ALL_REDUCE_BYTES else Pending(finish)
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce is used."""
+        self.channel.count(2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size)
+        work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
+        assert work is not None
+        return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
 
-class GlooReduce:
-    """Everyone sends to `dst`, which sums piece by piece; the others keep their tensors."""
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+    def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        """Everyone sends to `dst`, which sums piece by piece; the others keep their tensors."""
         count = tensor.numel()
         bounds = [(0, count) if rank == dst else (0, 0) for rank in range(self.channel.size)]
         shards = _ShardedSum(self.channel, "reduce", tensor, bounds)
         start, stop = bounds[self.channel.rank]
         return OrderedPending(lambda: shards.run(tensor[start:stop], scale))
 
-
-class GlooAllToAll:
-    """Each pair of ranks exchanges its run; runs may be uneven or empty."""
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
-    ) -> Pending:
-        channel = self.channel
-        tag = channel.next_tag(_mark("all_to_all", input, sized=False))
-        received = list(output.split(list(output_counts)))
-        sent = list(input.split(list(input_counts)))
-        works = [
-            (peer, channel.receive(received[peer], peer, tag, "all_to_all"))
-            for peer in channel.peers
-            if output_counts[peer]
-        ]
-        works += [
-            (peer, channel.send(sent[peer], peer, tag, "all_to_all"))
-            for peer in channel.peers
-            if input_counts[peer]
-        ]
-        received[channel.rank].copy_(sent[channel.rank])
-        return Pending(_waiting(channel, "all_to_all", works))
-
-
-class GlooBarrier:
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self) -> Pending:
-        work = torch.distributed.barrier(group=self.channel.group, async_op=True)
-        assert work is not None
-        return Pending(lambda: self.channel.wait(work, "barrier"))
-
-
-class GlooAllReduceMax:
-    """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce is used."""
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, tensor: Tensor) -> Pending:
-        self.channel.count(2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size)
-        work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
-        assert work is not None
-        return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
-
-
-class GlooBroadcast:
-    """gloo's own broadcast (a tree over the ranks)."""
-
-    def __init__(self, channel: GlooChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, tensor: Tensor, src: int) -> Pending:
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
+        """gloo's own broadcast (a tree over the ranks)."""
         self.channel.count(tensor.nbytes * (self.channel.size - 1) if self.channel.rank == src else 0)
         work = torch.distributed.broadcast(
             _bytes(tensor), group=self.channel.group, group_src=src, async_op=True
         )
         assert work is not None
         return Pending(lambda: self.channel.wait(work, "broadcast", src))
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        """Each pair of ranks exchanges its run; runs may be uneven or empty."""
+        channel = self.channel
+        tag = channel.next_tag(_mark("all_to_all", input, sized=False))
+        received, sent = output.split(list(output_counts)), input.split(list(input_counts))
+        wait = channel.exchange(
+            {peer: sent[peer] for peer in channel.peers if input_counts[peer]},
+            {peer: received[peer] for peer in channel.peers if output_counts[peer]},
+            tag,
+            "all_to_all",
+        )
+        received[channel.rank].copy_(sent[channel.rank])
+        return Pending(wait)
+
+    def barrier(self) -> Pending:
+        work = torch.distributed.barrier(group=self.channel.group, async_op=True)
+        assert work is not None
+        return Pending(lambda: self.channel.wait(work, "barrier"))
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspeed.base.logging import warning_once
 from deepspeed.comm.groups import timeout_of
 from deepspeed.comm.transports import shared_memory
-from deepspeed.comm.transports.gloo import GlooAllGather, GlooChannel
+from deepspeed.comm.transports.gloo import GlooChannel, GlooTransport
 from deepspeed.comm.transports.shared_memory import SharedMemoryChannel
 
 
@@ -125,7 +125,7 @@ class _HostRecord:
 def _gather(gloo: GlooChannel, own: _HostRecord) -> list[_HostRecord]:
     packed = own.pack()
     everyone = torch.empty(gloo.size * packed.numel(), dtype=torch.uint8)
-    GlooAllGather(gloo)(everyone, packed).wait()
+    GlooTransport(gloo).all_gather(everyone, packed).wait()
     return [_HostRecord.unpack(one) for one in everyone.view(gloo.size, -1)]
 
 

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduction import accumulation_dtype
 from deepspeed.comm.transports.exchanged_sums import ExchangedSum, GroupOperation
 
 
-class _GroupSum(GroupOperation):
-    def __init__(
-        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
-    ) -> None:
+class ProcessGroupTransport(GroupOperation):
+    """16-bit sums cross the wire as they are and are computed here in fp32 (``exchanged``)."""
+
+    name, background = "process_group", True
+
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         super().__init__(group, ranks)
-        self.exchanged = exchanged or ExchangedSum(group, ranks)
+        self.exchanged = ExchangedSum(group, ranks)
 
-
-class GroupAllGather(GroupOperation):
-    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         work = all_gather_single(output, input, group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "all_gather"))
 
-
-class GroupReduceScatter(_GroupSum):
-    """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
-
-    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         wide = accumulation_dtype(input.dtype)
         if wide != input.dtype:
             return self.exchanged.reduce_scatter(output, input, scale)
@@ -48,9 +46,7 @@ class GroupReduceScatter(_GroupSum):
 
         return Pending(finish)
 
-
-class GroupAllReduce(_GroupSum):
-    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         if accumulation_dtype(tensor.dtype) != tensor.dtype:
             return self.exchanged.all_reduce(tensor, scale, all_gather_single)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -62,9 +58,11 @@ class GroupAllReduce(_GroupSum):
 
         return Pending(finish)
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_reduce_max"))
 
-class GroupReduce(GroupOperation):
-    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+    def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
 
         def finish() -> None:
@@ -74,9 +72,11 @@ class GroupReduce(GroupOperation):
 
         return Pending(finish)
 
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
+        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
+        return Pending(lambda: self._wait(work, "broadcast"))
 
-class GroupAllToAll(GroupOperation):
-    def __call__(
+    def all_to_all(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
         work = dist.all_to_all_single(
@@ -84,20 +84,44 @@ class GroupAllToAll(GroupOperation):
         )
         return Pending(lambda: self._wait(work, "all_to_all"))
 
-
-class GroupBarrier(GroupOperation):
-    def __call__(self) -> Pending:
+    def barrier(self) -> Pending:
         work = dist.barrier(group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "barrier"))
 
-
-class GroupAllReduceMax(GroupOperation):
-    def __call__(self, tensor: Tensor) -> Pending:
-        work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
-        return Pending(lambda: self._wait(work, "all_reduce_max"))
+    def close(self) -> None:
+        """The group is its maker's."""
 
 
-class GroupBroadcast(GroupOperation):
-    def __call__(self, tensor: Tensor, src: int) -> Pending:
-        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
-        return Pending(lambda: self._wait(work, "broadcast"))
+class StagedTransport:
+    """Tensors of the host in a group whose backend has no operations for them: NCCL moves what is on GPUs only."""
+
+    name, background = "staged", False
+
+    def __init__(self, on_device: ProcessGroupTransport) -> None:
+        self.all_gather = through_device(on_device.all_gather)
+        self.reduce_scatter = through_device(on_device.reduce_scatter)
+        self.all_reduce = through_device(on_device.all_reduce)
+        self.all_reduce_max = through_device(on_device.all_reduce_max)
+        self.reduce = through_device(on_device.reduce)
+        self.broadcast = through_device(on_device.broadcast)
+        self.all_to_all = through_device(on_device.all_to_all)
+        self.barrier, self.close = on_device.barrier, on_device.close
+
+
+def through_device(operation: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Return ``operation``, for tensors of this process's accelerator, for tensors of the host: all are copied to the
+    accelerator, and the first, which every operation writes, back."""
+
+    def call(written: Tensor, *args: Any, **kwargs: Any) -> Pending:
+        device = get_accelerator().current_device_name()
+        result = written.to(device)
+        others = (arg.to(device) if isinstance(arg, Tensor) else arg for arg in args)
+        pending = operation(result, *others, **kwargs)
+
+        def finish() -> None:
+            pending.wait()
+            written.copy_(result)
+
+        return Pending(finish)
+
+    return call

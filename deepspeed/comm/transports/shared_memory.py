@@ -16,9 +16,10 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -260,79 +261,50 @@ def attach(
     return None if handle is None else SharedMemoryChannel(lib, handle, ranks, rank)
 
 
-class SharedMemoryAllGather:
-    def __init__(self, channel: SharedMemoryChannel) -> None:
-        self.channel = channel
+class SharedMemoryTransport:
+    """Collectives over one channel. ``fallback``: the transport for dtypes that the native code cannot reduce; None:
+    there is none, as the caller asks `can_reduce` first."""
 
-    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+    name, background = "shared_memory", True
+
+    def __init__(self, channel: SharedMemoryChannel, fallback: Any = None) -> None:
+        self.channel, self.fallback = channel, fallback
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         self.channel.sent += input.nbytes * (self.channel.size - 1)
         operation = _copy(_ALL_GATHER, output, input, input.nbytes)
         return self.channel.issue(operation, output, input)
 
-
-class SharedMemoryReduceScatter:
-    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
-        self.channel = channel
-        self.fallback = fallback
-
-    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         if not can_reduce(input.dtype, output.dtype):
-            return self.fallback(output, input, scale=scale)
+            return self.fallback.reduce_scatter(output, input, scale=scale)
         self.channel.sent += input.nbytes * (self.channel.size - 1) // self.channel.size
         operation = _reduction(_REDUCE_SCATTER, output, input, scale)
         return self.channel.issue(operation, output, input)
 
-
-class SharedMemoryAllReduce:
-    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
-        self.channel = channel
-        self.fallback = fallback
-
-    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         if tensor.dtype not in _DTYPES:
-            return self.fallback(tensor, scale=scale)
+            return self.fallback.all_reduce(tensor, scale=scale)
         self.channel.sent += 2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size
         return self.channel.issue(_reduction(_ALL_REDUCE, tensor, tensor, scale), tensor)
 
-
-class SharedMemoryAllReduceMax:
-    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
-        self.channel = channel
-        self.fallback = fallback
-
-    def __call__(self, tensor: Tensor) -> Pending:
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
         if not can_reduce(tensor.dtype, tensor.dtype):
-            return self.fallback(tensor)
+            return self.fallback.all_reduce_max(tensor)
         self.channel.sent += 2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size
         return self.channel.issue(_reduction(_ALL_REDUCE_MAX, tensor, tensor, 1.0), tensor)
 
-
-class SharedMemoryReduce:
-    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
-        self.channel = channel
-        self.fallback = fallback
-
-    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+    def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         if not can_reduce(tensor.dtype, tensor.dtype):
-            return self.fallback(tensor, dst, scale=scale)
+            return self.fallback.reduce(tensor, dst, scale=scale)
         self.channel.sent += 0 if self.channel.rank == dst else tensor.nbytes
         return self.channel.issue(_reduction(_REDUCE, tensor, tensor, scale, dst), tensor)
 
-
-class SharedMemoryBroadcast:
-    def __init__(self, channel: SharedMemoryChannel) -> None:
-        self.channel = channel
-
-    def __call__(self, tensor: Tensor, src: int) -> Pending:
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
         self.channel.sent += tensor.nbytes * (self.channel.size - 1) if self.channel.rank == src else 0
         return self.channel.issue(_copy(_BROADCAST, tensor, tensor, tensor.nbytes, src), tensor)
 
-
-class SharedMemoryAllToAll:
-    def __init__(self, channel: SharedMemoryChannel) -> None:
-        self.channel = channel
-
-    def __call__(
+    def all_to_all(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
         item = input.element_size()
@@ -344,13 +316,11 @@ class SharedMemoryAllToAll:
         )
         return self.channel.issue(operation, output, input, counts)
 
-
-class SharedMemoryBarrier:
-    def __init__(self, channel: SharedMemoryChannel) -> None:
-        self.channel = channel
-
-    def __call__(self) -> Pending:
+    def barrier(self) -> Pending:
         return self.channel.issue(_OPERATION.pack(0, 0, 0, 0, 1.0, 0, _BARRIER, 0, 0, 0))
+
+    def close(self) -> None:
+        self.channel.close()
 
 
 def can_reduce(input: torch.dtype, output: torch.dtype) -> bool:

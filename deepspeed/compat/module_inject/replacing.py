@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-from deepspeed.compat.module_inject.inject import module_inject
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
+from deepspeed.ops.transformer.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
 _OF_TRAINING = "micro_batch_size"
 
@@ -78,3 +80,104 @@ def _for_training(
     return module_inject(
         layer, model, shape, micro_batch_size, length, seed, preln, fp16, stochastic_mode=stochastic_mode
     ).train(training)
+
+
+# Training layers in place of BERT's, and back.
+
+
+def module_inject(
+    layer_obj: type[nn.Module],
+    model: nn.Module,
+    config: Any,
+    micro_batch_size: int,
+    max_seq_length: int,
+    seed: int,
+    preln: bool,
+    fp16: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Put a `DeepSpeedTransformerLayer` with the same weights in the place of each layer of a BERT-like model.
+
+    Args:
+        layer_obj: the class of the layers.
+        model: the model.
+        config: its config: ``hidden_size``, ``num_attention_heads`` and so on, as BERT's are called.
+        micro_batch_size, max_seq_length, seed, fp16: as for `DeepSpeedTransformerConfig`.
+        preln: the layers' norms stand before attention and feed-forward part, as ``PreAttentionLayerNorm`` and
+            ``PostAttentionLayerNorm``.
+        options: further arguments of that config: ``gelu_checkpoint=True`` and the like.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    wanted = DeepSpeedTransformerConfig(
+        batch_size=micro_batch_size,
+        max_seq_length=max_seq_length,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        heads=config.num_attention_heads,
+        attn_dropout_ratio=config.attention_probs_dropout_prob,
+        hidden_dropout_ratio=config.hidden_dropout_prob,
+        num_hidden_layers=config.num_hidden_layers,
+        initializer_range=config.initializer_range,
+        layer_norm_eps=getattr(config, "layer_norm_eps", 1e-12),
+        seed=seed,
+        fp16=fp16,
+        pre_layer_norm=preln,
+        **options,
+    )
+
+    def make(old: nn.Module) -> nn.Module:
+        weights, biases = zip(
+            *((p.weight.detach(), p.bias.detach()) for p in _parts(old, preln)), strict=True
+        )
+        new = DeepSpeedTransformerLayer(wanted, weights, biases)
+        return new.to(weights[0].device, weights[0].dtype).train(old.training)
+
+    _replace(model, layer_obj, make)
+    return model
+
+
+def revert_layers(
+    orig_layer_impl: Callable[..., nn.Module], model: nn.Module, config: Any, preln: bool = False
+) -> nn.Module:
+    """The opposite of `module_inject`: layers ``orig_layer_impl(config)`` with the weights that were trained.
+
+    Raises:
+        ValueError: the model has no `DeepSpeedTransformerLayer`.
+    """
+
+    def make(old: nn.Module) -> nn.Module:
+        assert isinstance(old, DeepSpeedTransformerLayer)
+        new = orig_layer_impl(config)
+        with torch.no_grad():
+            for part, weight, bias in zip(_parts(new, preln), *old.parts(), strict=True):
+                part.weight.copy_(weight)
+                part.bias.copy_(bias)
+        like = old.parts()[0][0]
+        return new.to(like.device, like.dtype).train(old.training)
+
+    _replace(model, DeepSpeedTransformerLayer, make)
+    return model
+
+
+def _parts(layer: Any, preln: bool) -> Iterator[Any]:
+    """The eight of a layer of BERT, in the order in which `DeepSpeedTransformerLayer` takes them."""
+    attention = layer.attention.self
+    yield from (attention.query, attention.key, attention.value, layer.attention.output.dense)
+    yield layer.PostAttentionLayerNorm if preln else layer.attention.output.LayerNorm
+    intermediate = layer.intermediate
+    yield getattr(intermediate, "dense_act", None) or intermediate.dense
+    yield layer.output.dense
+    yield layer.PreAttentionLayerNorm if preln else layer.output.LayerNorm
+
+
+def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[nn.Module], nn.Module]) -> None:
+    found = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, kind)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no layers of class {kind.__name__}")
+    for path, layer in found:
+        model.set_submodule(path, make(layer))

@@ -109,3 +109,10 @@ def _scale(values: Tensor) -> Tensor:
 
 def _signs(values: Tensor) -> Tensor:
     return torch.where(values >= 0, 1.0, -1.0)
+
+
+# The compressed all-reduce by its name for NCCL.
+
+
+class NcclBackend(CompressedBackend):
+    """``CompressedBackend``; the process group decides what moves the bytes."""

@@ -1,4 +1,4 @@
-"""Rules that tie several sections of a config together: their findings, and the keys that several rules name.
+"""Rules between several sections of a config: their findings, and keys that several rules share.
 
 `all` lists and runs the rules.
 """
@@ -30,5 +30,5 @@ Rule = Callable[[TrainingConfig], Iterator[Finding]]
 
 
 def offload_device(section: Any) -> str:
-    """Device of an offload section, "none" if the section is missing."""
+    """Return the device of an offload section, "none" if the section is missing."""
     return section.device if section is not None else "none"

@@ -1,9 +1,9 @@
-"""The list of rules that tie several sections of a config together, and those on data, optimizers and schedules
-(`zero.py` and `precision.py` have the others).
+"""The list of rules between several sections of a config, and the rules on data, optimizers and schedules (`zero.py`
+and `precision.py` have the others).
 
-Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others
-are those the rule looked at (a finding is dropped if one of its keys is itself invalid). Rules within a
-single section live in the model.
+Every rule yields its findings as `Finding(keys, message)`: the first key is the reported one, the others are those that
+the rule read (a finding is dropped if one of its keys is itself invalid). Rules within a single section are in its
+model.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def sparse_and_parallel(config: TrainingConfig) -> Iterator[Finding]:
-    """Warnings, as a model that reads the section itself may have its own way of sharing attention."""
+    """Warn about parallel sparse attention; no error, as a model that reads the section may split it itself."""
     section, key = config.sparse_attention, "sparse_attention"
     if section is None:
         return
@@ -135,7 +135,7 @@ def names_of_experts(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def shared_generation(config: TrainingConfig) -> Iterator[Finding]:
-    """A warning, as models that only score do not generate."""
+    """Warn about a group that generation cannot use; no error, as models that only score do not generate."""
     size, layers = config.hybrid_engine.inference_tp_size, config.tensor_parallel.autotp_size
     if config.hybrid_engine.enabled and layers > 1 and size not in (1, layers):
         yield Finding(
@@ -159,7 +159,7 @@ RANDOM_LTD = "data_efficiency.data_routing.random_ltd"
 
 
 def curricula_fit(config: TrainingConfig) -> Iterator[Finding]:
-    """Each curriculum has what its kind of schedule needs."""
+    """Check that each curriculum has what its schedule type needs."""
     sampling = config.data_efficiency.data_sampling
     asked: dict[str, CurriculumLegacyConfig | CurriculumMetricConfig] = {}
     if config.curriculum_learning is not None and config.curriculum_learning.enabled:
@@ -182,7 +182,7 @@ def curricula_fit(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def one_choice_of_samples(config: TrainingConfig) -> Iterator[Finding]:
-    """Harmless for a loader that the client makes itself."""
+    """Warn about two samplers; no error, as a client's own data loader uses neither."""
     sampling = config.data_efficiency.data_sampling
     both = sampling.dynamic_batching.enabled and sampling.curriculum_learning.enabled
     if config.data_efficiency.enabled and sampling.enabled and both:
@@ -195,7 +195,7 @@ def one_choice_of_samples(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def dropped_tokens(config: TrainingConfig) -> Iterator[Finding]:
-    """Random-LTD: its layers, lengths and learning rate agree, and ranks do not share sequences."""
+    """Check random-LTD: its layers, lengths and learning rate agree, and ranks do not share sequences."""
     routing = config.data_efficiency.data_routing
     section = routing.random_ltd
     if not (config.data_efficiency.enabled and routing.enabled and section.enabled):
@@ -218,7 +218,7 @@ def dropped_tokens(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def wrong_layers(section: RandomLTDConfig) -> str:
-    """Say what is wrong with the numbers of the layers that drop tokens; empty: nothing."""
+    """Return what is wrong with the numbers of the layers that drop tokens; empty: nothing."""
     numbers, count, total = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
     if numbers is None or count is None or total is None:
         return "random_ltd_layer_id, random_ltd_layer_num and total_layer_num are needed: none can be null"

@@ -1,4 +1,4 @@
-"""Rules about dtypes: what is computed in, kept in, and summed."""
+"""Rules about dtypes: of computation, of storage, and of sums."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
-    """16-bit weights already determine the dtype of products; autocast is allowed on top only if it says the same."""
+    """Check autocast against 16-bit weights, which already determine the dtype of products: both must agree."""
     if not config.torch_autocast.enabled:
         return
     chosen = config.torch_autocast.dtype or Dtype.bf16
@@ -123,8 +123,8 @@ def no_norm_wanted(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def quantizes_16_bits(config: TrainingConfig) -> Iterator[Finding]:
-    """Quantization after an update is of 16-bit weights, beside which the fp32 ones stay exact. A warning, as an engine
-    whose model was not prepared, such as a teacher's, leaves the section unused."""
+    """Warn about quantization after updates in fp32: it rounds 16-bit weights, next to exact fp32 masters. No error, as
+    an engine whose model was not prepared, such as a teacher's, does not use the section."""
     if config.fp16.enabled or config.bf16.enabled or config.data_types.param_dtype not in (None, Dtype.fp32):
         return
     weights = config.compression_training.weight_quantization.shared_parameters

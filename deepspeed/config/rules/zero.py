@@ -94,7 +94,7 @@ def zenflow_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
-    """ZenFlow chooses columns, which only elementwise optimizers of this package can update alone."""
+    """Check the optimizer: ZenFlow updates selected columns, which only this package's elementwise optimizers can."""
     section, key = config.optimizer, "zero_optimization.zenflow"
     if section is None or section.type is None:
         return
@@ -119,7 +119,7 @@ def mics_needs_slices(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
-    """ZeRO++: what its options need."""
+    """Check the requirements of ZeRO++ options."""
     zero = config.zero_optimization
     group = zero.zero_hpz_partition_size
     for name, on, needed in (
@@ -174,7 +174,7 @@ def _rounding_of_codec(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def even_gathers(config: TrainingConfig) -> Iterator[Finding]:
-    """Harmless here, but release 0.19 stops at it: what passes here is to run there."""
+    """Refuse odd bucket sizes: harmless here, but release 0.19 fails on them, and configs should stay portable."""
     zero, key = config.zero_optimization, "zero_optimization.allgather_bucket_size"
     if zero.stage in (1, 2) and zero.allgather_bucket_size % GATHER_ALIGNMENT:
         yield Finding(

@@ -1,1 +1,1 @@
-"""Sections of the config: one pydantic model for each, with its defaults and documentation."""
+"""Sections of the config: one pydantic model each, with its defaults and documentation."""

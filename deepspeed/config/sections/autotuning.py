@@ -10,7 +10,7 @@ from deepspeed.config.section import Int, LenientConfigModel, key, lower
 
 
 def _or(default: str) -> BeforeValidator:
-    """Null stands for the default, as in one of the documents' examples."""
+    """Read null as the default, as in one of the documents' examples."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 

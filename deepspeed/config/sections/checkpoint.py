@@ -19,7 +19,7 @@ def _upper(value: Any) -> Any:
 
 
 def _time_limit(value: Any) -> float | str | None:
-    """Seconds; `OF_SLURM` and None stay."""
+    """Convert to seconds; `OF_SLURM` and None are kept. ValueError: another format."""
     if value is None or (isinstance(value, str) and value.lower() == OF_SLURM):
         return value and OF_SLURM
     if isinstance(value, str):

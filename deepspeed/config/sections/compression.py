@@ -236,11 +236,11 @@ class WeightQuantConfig(LenientConfigModel):
     )
 
 
-# Documented functions that read a config as written. ---------------------------------------------------------
+# Documented functions that read a raw config. -----------------------------------------------------------------
 
 Section = dict[str, Any]
 
 
 def get_compression_config(param_dict: Mapping[str, Any]) -> Section:
-    """The section `compression_training` of a config, with the defaults of what it leaves out."""
+    """Return the section `compression_training` of a config, with defaults for missing keys."""
     return CompressionConfig.model_validate(param_dict.get("compression_training", {})).model_dump()

@@ -28,11 +28,11 @@ NEEDED = {
     "fixed_discrete": ("difficulty", "max_step"),
     "custom": (),
 }
-"""schedule_type -> keys of schedule_config that it needs."""
+"""schedule_type -> required keys of schedule_config."""
 
 
 def wrong_curriculum(kind: str, details: Mapping[str, Any]) -> str:
-    """Say what is wrong with the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: nothing."""
+    """Return the mistake in the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: none."""
     missing = [key for key in NEEDED[kind] if details.get(key) is None]
     if missing:
         return f"a curriculum with schedule_type={kind!r} needs schedule_config.{missing[0]}"
@@ -124,7 +124,7 @@ class RandomLTDScheduleConfig(LenientConfigModel):
 
 
 def wrong_lengths(schedule: Mapping[str, Any]) -> str:
-    """Say what is wrong with a ``random_ltd_schedule``; empty: nothing."""
+    """Return the mistake in a ``random_ltd_schedule``; empty: none."""
     details = schedule.get("schedule_config") or {}
     missing = [key for key in ("min_value", "max_value", "schedule_type") if schedule.get(key) is None]
     missing += [
@@ -144,7 +144,7 @@ WARMUPS = ("linear", "log")
 
 
 def wrong_warmup(kind: str, warmup: int, total: int) -> str:
-    """Say what is wrong with the warm-up of a ``layer_token_lr_schedule``, both in layer tokens; empty: nothing."""
+    """Return the mistake in the warm-up of a ``layer_token_lr_schedule``, in layer tokens; empty: none."""
     section = "random_ltd.layer_token_lr_schedule"
     if kind not in WARMUPS:
         return f"{section}.warmup_type={kind!r}: must be {' or '.join(WARMUPS)}"
@@ -227,5 +227,5 @@ class ProgressiveLayerDropConfig(LenientConfigModel):
 
 
 def get_data_efficiency_config(param_dict: dict[str, Any]) -> dict[str, Any]:
-    """The section ``data_efficiency`` of a whole config, with defaults."""
+    """Return the section ``data_efficiency`` of a whole config, with defaults."""
     return DataEfficiencyConfig(**param_dict.get("data_efficiency", {})).model_dump()

@@ -1,4 +1,4 @@
-"""The `elasticity` section: one batch size for many numbers of ranks, and what is raised about it."""
+"""The `elasticity` section: one batch size for many world sizes, and its errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ELASTICITY = "elasticity"
 
 
 class ElasticityError(ExplainedError):
-    """Elastic training is asked for, but cannot be."""
+    """Elastic training was requested, but is not possible."""
 
 
 class ElasticityConfigError(ElasticityError, DeepSpeedConfigError):
-    """The section is wrong, or contradicts another part of the config."""
+    """The section is invalid, or contradicts another part of the config."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError, DeepSpeedConfigError):
@@ -57,7 +57,7 @@ class ElasticityConfig(LenientConfigModel):
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(key of the section, what is wrong with it) for an enabled section."""
+        """Yield (key, mistake) of an enabled section."""
         for name in ("max_train_batch_size", "micro_batch_sizes"):
             if name not in self.model_fields_set:
                 yield name, "is missing: elasticity needs it"

@@ -37,7 +37,7 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
 
 
 def __getattr__(name: str) -> Any:
-    """The constants of the section's keys: `ACT_CHKPT_PROFILE` is the spelling of one, `ACT_CHKPT_PROFILE_DEFAULT` its
+    """Return a constant of the section: `ACT_CHKPT_PROFILE` is the spelling of a key, `ACT_CHKPT_PROFILE_DEFAULT` its
     default, `ACT_CHKPT_DEFAULT` all defaults."""
     if name == "ACT_CHKPT_DEFAULT":
         return DeepSpeedActivationCheckpointingConfig().model_dump()
@@ -98,7 +98,7 @@ class SparseAttentionConfig(LenientConfigModel):
     num_sliding_window_blocks: Int = key(3, "Blocks in the sliding window (bigbird, bslongformer).", ge=0)
 
 
-# The `tiled_compute` section: long sequences in tiles, on models as they are.
+# The `tiled_compute` section: long sequences in tiles, on unchanged models.
 
 
 class TiledComputeConfig(LenientConfigModel):

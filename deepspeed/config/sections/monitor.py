@@ -1,4 +1,4 @@
-"""The sections of the monitors, `tensorboard` to `aim`: where training curves are written;
+"""The sections of the monitors, `tensorboard` to `aim`: destinations of training curves;
 `monitor`: the live page, and the x axis of the curves."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LiveConfig(DeepSpeedConfigModel):
 
 
 def _live_switch(value: Any) -> Any:
-    """`true` and `false` are short for `{"enabled": ...}`; an object that does not say is on."""
+    """Expand `true` and `false` to `{"enabled": ...}`; an object without the key is enabled."""
     if isinstance(value, bool):
         return {"enabled": value}
     return {"enabled": True, **value} if isinstance(value, dict) else value
@@ -145,7 +145,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
-        """Tell whether any of them is on."""
+        """Set `enabled` if any monitor is."""
         object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
         return self
 

@@ -71,7 +71,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Tell whether storage traffic overlaps with the update in either direction."""
+        """True: storage I/O overlaps with the update in at least one direction."""
         return self.pipeline_read or self.pipeline_write
 
 

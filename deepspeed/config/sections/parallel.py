@@ -100,15 +100,15 @@ class TPTrainingConfig(DeepSpeedConfigModel):
 
 
 class _AsTorch:
-    """The field `dtype` as scripts read it, a dtype of torch; the schema itself holds the short name."""
+    """Descriptor that returns the field `dtype` as a torch dtype to scripts; the schema holds the short name."""
 
     def __get__(self, section: TPTrainingConfig | None, owner: type | None = None) -> Any:
-        if section is None:  # as for any field: pydantic's classes do not have them as attributes
+        if section is None:  # as for any field: pydantic classes do not have fields as attributes
             raise AttributeError("dtype")
         return section.__dict__["dtype"].torch
 
     def __set__(self, section: TPTrainingConfig, value: Any) -> None:
-        """Never called: pydantic validates what is assigned. With it, reading comes here before the values."""
+        """Never called, as pydantic validates assignments. Makes this a data descriptor, read before the values."""
         raise AttributeError("dtype")
 
 
@@ -116,8 +116,8 @@ TPTrainingConfig.dtype = _AsTorch()  # type: ignore[assignment]
 
 
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
-    """The plan that a model carries: ``config.base_model_tp_plan``, and what its own ``_tp_plan`` names besides; None:
-    it carries none. An entry of ``_tp_plan`` that only puts a prefix before one of the config's is that one."""
+    """Return a model's own plan: ``config.base_model_tp_plan`` plus additional entries of ``_tp_plan``; None if there
+    is none. An entry of ``_tp_plan`` that only prefixes one of the config's is the same entry."""
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     own = getattr(model, "_tp_plan", None)
     found: dict[str, str] = dict(base) if isinstance(base, Mapping) else {}
@@ -217,9 +217,9 @@ def validate_autoep_config(
     zero_offload_optimizer: bool = False,
     zero_offload_param: bool = False,
 ) -> None:
-    """Check that an engine can train like this on so many ranks; stages, offload and graphs do not matter.
+    """Check an enabled section against the world size and the other axes; stage, offload and graphs do not matter.
 
-    ValueError: the section is enabled and does not fit them.
+    ValueError: it does not fit them.
     """
     if not config.enabled:
         return
@@ -274,5 +274,5 @@ class PipelineConfig(LenientConfigModel):
     @field_validator("schedule", mode="before")
     @classmethod
     def any_case(cls, value: Any) -> Any:
-        """Published files write "1F1B", as the paper does; release 0.19 does not look at the key."""
+        """Accept any case: published files write "1F1B", as the paper does; release 0.19 ignores the key."""
         return value.lower() if isinstance(value, str) else value

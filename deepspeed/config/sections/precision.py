@@ -35,7 +35,7 @@ BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
 
 
 def _finite_number(value: Any) -> Any:
-    """Said before the bounds are, which NaN and minus infinity miss as well."""
+    """Refuse non-finite numbers before bounds are checked, which NaN and minus infinity violate as well."""
     return finite(value) if isinstance(value, float) else value
 
 
@@ -59,7 +59,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     @field_validator("initial_scale_power", mode="before")
     @classmethod
     def true_is_one(cls, value: Any) -> Any:
-        """fastNLP's driver writes `true` into every config that it makes."""
+        """Read true as 1: fastNLP's driver writes `true` into every config that it makes."""
         if value is True:
             note(
                 "config key 'fp16.initial_scale_power': true is read as 1, as in release 0.19, so the loss scale "
@@ -79,7 +79,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return 2.0**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of the dynamic scaler, under its own names for them."""
+        """Return the arguments of the dynamic loss scaler, under its own names."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -157,7 +157,7 @@ class AmpConfig(LenientConfigModel):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Every other key of the section, such as `opt_level`."""
+        """All other keys of the section, such as `opt_level`."""
         return dict(self.model_extra or {})
 
 
@@ -172,7 +172,7 @@ class DataTypesConfig(LenientConfigModel):
 
 
 def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `bf16` section, or the one under the old spelling `bfloat16` if `bf16` is missing."""
+    """Return the `bf16` section, or the one under the old spelling `bfloat16` if `bf16` is missing."""
     for spelling in BFLOAT16_SPELLINGS:
         if spelling in param_dict and not is_auto(param_dict[spelling]):
             return param_dict[spelling]

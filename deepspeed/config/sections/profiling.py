@@ -75,7 +75,7 @@ class AuditConfig(DeepSpeedConfigModel):
     )
 
     def wants(self, step: int) -> bool:
-        """Tell whether this step (counted from 1) is recorded."""
+        """Return whether this step (counted from 1) is recorded."""
         behind = step - self.first_step
         return behind >= 0 and behind % self.stride == 0 and behind // self.stride < self.steps
 

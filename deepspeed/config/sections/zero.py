@@ -241,16 +241,14 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def resolve_overlap(self) -> DeepSpeedZeroConfig:
-        """null becomes the stage's default, but still does not count as given (`model_fields_set`)."""
+        """Replace null by the stage's default, which still does not count as given (`model_fields_set`)."""
         if self.overlap_comm is None:
             object.__setattr__(self, "overlap_comm", self.stage == ZeroStageEnum.weights)
         return self
 
 
 def read_zero_config_deprecated(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The section behind the old form `"zero_optimization": true`: stage 1, with the top-level
-    `allgather_size`.
-    """
+    """Convert the old form, a boolean: true is stage 1, with the top-level `allgather_size`; false is stage 0."""
     section: dict[str, Any] = {"stage": 1 if param_dict[ZERO_OPTIMIZATION] else 0}
     if section["stage"]:
         section["allgather_bucket_size"] = param_dict.get("allgather_size", 500_000_000)

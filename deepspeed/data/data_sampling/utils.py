@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed.data.data_sampling.index_format import data_file_path, index_file_path
-from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDatasetBuilder
+from deepspeed.data.data_sampling.indexed_dataset import (
+    MMapIndexedDatasetBuilder,
+    data_file_path,
+    index_file_path,
+)
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
+from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.layers import TensorParallelLayer
-from deepspeed.parallel.tensor.same_inputs import differing_inputs
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -57,3 +64,65 @@ class SameInputs:
             logger.error(text)
             raise DifferentInputs(text)
         logger.warning(text)
+
+
+# Check that the ranks that share each layer were given the same batch.
+
+
+def differing_inputs(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    group: Communicator,
+    device: torch.device | str = "cpu",
+) -> dict[str, list[int]]:
+    """Names of tensors among the arguments of ``forward`` that are not the same on all ranks of ``group``, with the
+    global ranks whose tensor is not the first rank's; "the arguments" if they are not given the same ones.
+
+    Collective. Reads every tensor once; shapes, dtypes and values count, on which device they are does not.
+    """
+    tensors = _named_tensors(forward, args, kwargs)
+    names = zlib.crc32("\n".join(tensors).encode())
+    structure = _every(torch.tensor([len(tensors), names], dtype=torch.int64, device=device), group)
+    others = _others(structure, group)
+    if others:
+        return {"the arguments": others}
+    marks = torch.tensor([_mark(each) for each in tensors.values()], dtype=torch.int64, device=device)
+    every = _every(marks, group)
+    found = {name: _others(every[:, i : i + 1], group) for i, name in enumerate(tensors)}
+    return {name: ranks for name, ranks in found.items() if ranks}
+
+
+def _named_tensors(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    try:
+        named: Mapping[str, Any] = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # no signature, or the forward itself will say what does not fit
+        named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        leaves, _ = tree_flatten_with_path(value)
+        found |= {f"{name}{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return found
+
+
+def _mark(tensor: Tensor) -> int:
+    kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    if tensor.is_meta:
+        return kind
+    values = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data, kind)
+
+
+def _every(own: Tensor, group: Communicator) -> Tensor:
+    """[ranks, n]"""
+    every = own.new_empty(group.size * own.numel())
+    group.all_gather(every, own).wait()
+    return every.view(group.size, own.numel())
+
+
+def _others(every: Tensor, group: Communicator) -> list[int]:
+    """Global ranks whose row is not the first."""
+    different = (every != every[0]).any(1).tolist()
+    return [rank for rank, differs in zip(group.ranks, different, strict=True) if differs]

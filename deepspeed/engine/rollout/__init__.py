@@ -10,9 +10,10 @@ from deepspeed.engine.rollout.base import (
     RolloutEngine,
     RolloutRequest,
     SamplingConfig,
+    importance_weights,
+    rollout_mismatch,
 )
 from deepspeed.engine.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
-from deepspeed.engine.rollout.importance import importance_weights, rollout_mismatch
 
 _NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -115,3 +117,75 @@ class RolloutEngine(ABC):
 
     def shutdown(self) -> None:  # noqa: B027 - most have nothing to end
         """Give back what is held."""
+
+
+# Ends of answers, and the padding behind them.
+
+
+def special_tokens(tokenizer: Any, module: Any) -> tuple[list[int], int]:
+    """Tokens that end an answer, and the one behind the end: of ``tokenizer``, else of the generation config of
+    ``module``."""
+    source = tokenizer if tokenizer is not None else module.generation_config
+    found = source.eos_token_id
+    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
+    padding = source.pad_token_id
+    return ends, padding if padding is not None else ends[0] if ends else 0
+
+
+def until_the_end(answers: Tensor, ends: list[int]) -> Tensor:
+    """[rows, length]: 1 up to and with the first of ``ends``, 0 behind."""
+    ended = torch.isin(answers, torch.tensor(ends, dtype=answers.dtype, device=answers.device)).int()
+    return (ended.cumsum(1) - ended == 0).int()
+
+
+# Learning from answers that other weights, or other arithmetic, gave.
+
+
+def importance_weights(
+    training: Tensor, rollout: Tensor, mask: Tensor, *, cap: float = 2.0, level: str = "token"
+) -> Tensor:
+    """Return importance weights: how much more probable each answer is for the model that learns than for the one that
+    gave it, at most ``cap`` (truncated importance sampling, E. L. Ionides, 2008). They multiply the loss of a stale
+    rollout. The cap keeps a rare token from deciding the step; the bias that it leaves is small where the two are near.
+
+    Args:
+        training: [rows, length] log-probabilities of the answers' tokens by the weights at the beginning of the update.
+        rollout: those that generation had (``RolloutBatch.log_probs``).
+        mask: 1 where a token counts.
+        cap: above 0.
+        level: ``token``: of each token alone; ``sequence``: of the whole answer, the same for its tokens.
+
+    Returns:
+        [rows, length] float32 without gradient, 0 where ``mask`` is.
+
+    Raises:
+        ValueError: another ``level``, or a ``cap`` that is not above 0.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
+    if not cap > 0:
+        raise ValueError(f"cap={cap}: has to be above 0")
+    apart = (training.detach().float() - rollout.detach().float()) * mask
+    if level == "sequence":
+        apart = apart.sum(1, keepdim=True)
+    limit = torch.tensor(cap, device=apart.device).log()
+    return apart.clamp(max=limit).exp() * mask
+
+
+def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
+    """Measure how far the log-probabilities of generation are from those of the training forward with the same weights:
+    the effect of another order of sums, or of another precision.
+
+    Args:
+        training: [rows, length] log-probabilities of the answers' tokens, by the model that learns.
+        rollout: those that generation had (``RolloutBatch.log_probs``).
+        mask: 1 where a token counts.
+
+    Returns:
+        ``largest`` and ``mean``: of the differences without sign; ``kl``: the mean of rollout minus training, an
+        estimate of the divergence of the one from the other.
+    """
+    apart = (rollout.detach().double() - training.detach().double()) * mask
+    count = max(float(mask.sum()), 1.0)
+    largest = apart.abs().max().item() if apart.numel() else 0.0
+    return {"largest": largest, "mean": apart.abs().sum().item() / count, "kl": apart.sum().item() / count}

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.config.section import note
-from deepspeed.engine.rollout.answers import special_tokens, until_the_end
-from deepspeed.engine.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
+from deepspeed.engine.rollout.base import (
+    RolloutBatch,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingConfig,
+    special_tokens,
+    until_the_end,
+)
 
 
 @dataclass

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.engine.rollout.answers import special_tokens
-from deepspeed.engine.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
+from deepspeed.engine.rollout.base import (
+    RolloutBatch,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingConfig,
+    special_tokens,
+)
 from deepspeed.inference.adapters import FusedAdapters
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model.runner import ModelRunner

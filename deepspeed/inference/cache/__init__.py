@@ -1,1 +1,1 @@
-"""The paged cache of keys and values: who has which block (`blocks.py`), and the tensors (`pages.py`)."""
+"""The paged KV cache: block allocation and sharing (`blocks.py`), and the tensors (`pages.py`)."""

@@ -1,9 +1,9 @@
-"""Blocks of the paged cache: who uses which, and whose contents can be shared. Pure bookkeeping; no tensors.
+"""Allocation and sharing of the blocks of the paged KV cache. Pure bookkeeping; no tensors.
 
 W. Kwon et al.: Efficient memory management for large language model serving with PagedAttention, 2023. Keys and values
-of a sequence lie in blocks of so many tokens, anywhere in the cache. Sequences that begin with the same tokens share
-the full blocks of that prefix (L. Zheng et al.: SGLang, 2024); a block that nobody uses any more keeps its content
-until it is needed for something else, least recently used first.
+of a sequence lie in fixed-size blocks of tokens, anywhere in the cache. Sequences with a common prefix share its full
+blocks (L. Zheng et al.: SGLang, 2024). A free block keeps its content until it is reallocated, least recently used
+first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ ROOT = 0
 
 
 _SPANS = 2**16
-"""More than any model has."""
+"""Exceeds the number of position spans of any model."""
 
 
 class OutOfBlocksError(ExplainedError, RuntimeError):
-    """More blocks were asked for than nobody uses."""
+    """More blocks were requested than are free."""
 
 
 class BlockPool:
     """``num_blocks`` blocks, numbered from 0.
 
-    The content of a full block is identified by a *key*: a number that stands for its tokens and all before them. It is
-    found by comparing tokens, not hashes of them, so that two prefixes are never taken for each other.
+    The content of a full block is identified by a *key*: a number that stands for its tokens and all before them. Keys
+    are looked up by comparing tokens, not hashes of them, so two different prefixes never collide.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -38,7 +38,7 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks}: a cache has at least one block")
         self.num_blocks = num_blocks
         self._uses = [0] * num_blocks
-        self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next one first
+        self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in order of reuse
         self._known: dict[
             tuple[int, tuple[int, ...]], tuple[int, int]
         ] = {}  # (parent, tokens) -> (key, block)
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses."""
+        """Number of blocks that no sequence uses."""
         return len(self._unused)
 
     def uses(self, block: int) -> int:
@@ -55,7 +55,10 @@ class BlockPool:
         return self._uses[block]
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Blocks for new content; what they held can be found no longer. OutOfBlocksError: there are not as many."""
+        """Take ``count`` free blocks and evict their content from the prefix cache.
+
+        OutOfBlocksError: fewer are free.
+        """
         if count > len(self._unused):
             raise OutOfBlocksError(
                 f"{count} blocks asked for, {len(self._unused)} of {self.num_blocks} unused"
@@ -71,14 +74,14 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more sequence uses ``block``."""
+        """Add a reference to ``block``."""
         if self._uses[block] == 0:
             del self._unused[block]
         self._uses[block] += 1
 
     def release(self, block: int) -> None:
-        """One sequence fewer uses ``block``. A sequence gives back its last block first: so a block's content is
-        forgotten before that of those that lead to it."""
+        """Drop a reference to ``block``. A sequence releases its last block first, so that a block is evicted before
+        the blocks of its prefix."""
         if self._uses[block] < 1:
             raise ValueError(f"block {block} is released, but nobody uses it")
         self._uses[block] -= 1
@@ -87,12 +90,12 @@ class BlockPool:
             self._unused.move_to_end(block, last=block in self._content)
 
     def find(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
-        """(key, block) of these tokens after the prefix ``parent``."""
+        """Look up ``tokens`` after the prefix ``parent``; return (key, block)."""
         return self._known.get((parent, tokens))
 
     def publish(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """``block``, in use, holds ``tokens`` after the prefix ``parent``, and can be found from now on. Returns the
-        key; if another block holds the same already, that one stays the one to be found."""
+        """Enter ``block``, which is in use and holds ``tokens`` after the prefix ``parent``, in the prefix cache.
+        Return the key. If another block already holds the same content, that one stays."""
         content = (parent, tokens)
         found = self._known.get(content)
         if found is not None:
@@ -105,9 +108,9 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence, in its order. ``published`` of them, full ones, can be found; ``key`` is the last
-    one's. ``span``: of the sequence when it began (`BlockManager.match_prefix`). ``adapter``: the number of
-    the one that makes its keys and values; 0: none."""
+    """The blocks of one sequence, in order. The first ``published`` of them, all full, are in the prefix cache; ``key``
+    is the key of the last of these. ``span``: the position span of the sequence when it was admitted
+    (`BlockManager.match_prefix`). ``adapter``: number of the adapter that computes its keys and values; 0: none."""
 
     blocks: list[int] = field(default_factory=list)
     published: int = 0
@@ -118,11 +121,11 @@ class BlockTable:
 
 @dataclass(eq=False)
 class BlockManager:
-    """The tables of sequences over one pool, ``block_size`` tokens to a block.
+    """Block tables over one pool, with ``block_size`` tokens per block.
 
-    ``sharing=False``: sequences share nothing (a cache that does not keep all tokens of all layers cannot).
-    ``span``: the span of a sequence of so many tokens (`inference/model/rotations.py`); only those of one span share
-    blocks.
+    ``sharing=False`` disables prefix sharing, for a cache that does not keep all tokens of all layers.
+    ``span`` maps a sequence length to its position span (`inference/model/rotations.py`); only sequences of the same
+    span share blocks.
     """
 
     pool: BlockPool
@@ -137,24 +140,24 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that fits alone."""
+        """Length in tokens of the longest sequence that fits alone."""
         return self.pool.num_blocks * self.block_size
 
     def blocks_for(self, length: int) -> int:
-        """Blocks that ``length`` tokens take."""
+        """Return the number of blocks for ``length`` tokens."""
         return -(-length // self.block_size)
 
     def missing(self, table: BlockTable, length: int) -> int:
-        """Further blocks that the table needs for ``length`` tokens."""
+        """Return how many more blocks the table needs for ``length`` tokens."""
         return max(0, self.blocks_for(length) - len(table.blocks))
 
     def room(self, table: BlockTable) -> int:
-        """The longest length for which the pool has blocks now."""
+        """Return the longest length, in tokens, that the free blocks allow now."""
         return (len(table.blocks) + self.pool.num_free) * self.block_size
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int], *, share: bool = True) -> int:
-        """Give an empty table the blocks of other sequences that hold a prefix of ``tokens``, though never all of
-        it: the last token has to be computed. Returns how many tokens they hold; none without ``share``."""
+        """Fill an empty table with cached blocks that hold a prefix of ``tokens``, short of the last token, which must
+        be computed. Return the number of tokens they hold; 0 without ``share``."""
         table.span = self.span(len(tokens))
         table.key = _root(table.span, table.adapter)
         for key, block in self._found(tokens, table.adapter) if share else ():
@@ -165,7 +168,7 @@ class BlockManager:
         return table.published * self.block_size
 
     def found_in_use(self, tokens: Sequence[int], adapter: int = 0) -> int:
-        """Count the blocks that ``match_prefix`` would share with running sequences: they cost nothing."""
+        """Count the blocks that ``match_prefix`` would share with running sequences: these take no free block."""
         return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens, adapter))
 
     def _found(self, tokens: Sequence[int], adapter: int) -> Iterator[tuple[int, int]]:
@@ -178,13 +181,13 @@ class BlockManager:
             key = found[0]
 
     def restart(self, table: BlockTable, length: int) -> None:
-        """The sequence is computed anew as one of ``length`` tokens; it shares no prefix."""
+        """Reset the table for recomputation as a sequence of ``length`` tokens; shares no prefix."""
         self.release(table)
         table.span = self.span(length)
         table.key = _root(table.span, table.adapter)
 
     def reserve(self, table: BlockTable, length: int) -> bool:
-        """Blocks for ``length`` tokens in all. False, and nothing happens, if there are not enough."""
+        """Allocate blocks for ``length`` tokens in total. Return False, changing nothing, if too few are free."""
         missing = self.missing(table, length)
         if missing > self.pool.num_free:
             return False
@@ -193,12 +196,12 @@ class BlockManager:
         return True
 
     def trim(self, table: BlockTable, length: int) -> None:
-        """Give back the blocks behind those for ``length`` tokens."""
+        """Release the blocks beyond ``length`` tokens."""
         while len(table.blocks) > self.blocks_for(length):
             self.pool.release(table.blocks.pop())
 
     def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
-        """The keys and values of the first ``computed`` tokens are in the cache: full blocks can be shared."""
+        """Enter the full blocks of the first ``computed`` tokens, whose keys and values are cached, for sharing."""
         if not self.sharing:
             return
         size = self.block_size
@@ -208,7 +211,7 @@ class BlockManager:
             table.published = index + 1
 
     def release(self, table: BlockTable) -> None:
-        """The sequence is gone, or starts anew."""
+        """Release all blocks: the sequence has ended or restarts."""
         for block in reversed(table.blocks):
             self.pool.release(block)
         table.blocks.clear()
@@ -216,5 +219,5 @@ class BlockManager:
 
 
 def _root(span: int, adapter: int) -> int:
-    """The key of an empty prefix of sequences of ``span`` and ``adapter``; blocks have positive keys."""
+    """Return the key of the empty prefix for ``span`` and ``adapter``: not positive, unlike keys of blocks."""
     return ROOT - span - _SPANS * adapter

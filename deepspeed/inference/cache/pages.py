@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.gpu import usable
-from deepspeed.ops.paged_attention import takes
+from deepspeed.ops.paged_attention import supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PagedCache:
             for index, shape in self.shapes.items()
         }
         self.is_on_host = bool(self.shapes) and all(
-            takes(shape.dtype, shape.device) for shape in self.shapes.values()
+            supports(shape.dtype, shape.device) for shape in self.shapes.values()
         )
         """Whether the host kernel can read all of it."""
         pages = [tensor for both in self._pages.values() for tensor in both]
@@ -97,9 +97,9 @@ class PagedCache:
 
 
 def _in_kernel(shape: LayerShape) -> bool:
-    from deepspeed.ops.gpu.softmax_steps import takes as gpu_takes
+    from deepspeed.ops.gpu.softmax_steps import supports as gpu_supports
 
-    return gpu_takes(shape.dtype, shape.key_size, shape.value_size)
+    return gpu_supports(shape.dtype, shape.key_size, shape.value_size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

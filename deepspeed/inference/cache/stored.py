@@ -1,4 +1,4 @@
-"""Blocks of the paged cache in host memory, for sequences that nobody computes for the time being."""
+"""Swapped-out blocks of the paged cache: host copies, for idle sequences of the FastGen engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deepspeed.inference.cache.pages import PagedCache
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """``pages``: keys and values of each layer for ``count`` blocks, on the host."""
+    """Host copies of ``count`` blocks: ``pages`` has keys and values per layer."""
 
     count: int
     pages: dict[int, tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, cache: PagedCache, blocks: Sequence[int]) -> StoredBlocks:
-        """A copy of ``blocks``."""
+        """Copy ``blocks`` to the host."""
         pages = {}
         for layer in cache.shapes:
             keys, values = cache.pages(layer)
@@ -29,7 +29,7 @@ class StoredBlocks:
         return cls(len(blocks), pages)
 
     def write(self, cache: PagedCache, blocks: Sequence[int]) -> None:
-        """Into ``count`` other blocks."""
+        """Copy the contents into ``count`` blocks of ``cache``."""
         for layer, (keys, values) in self.pages.items():
             to_keys, to_values = cache.pages(layer)
             at = torch.tensor(blocks, dtype=torch.int64, device=to_keys.device)

@@ -1,10 +1,10 @@
-"""Speculative decoding with a draft model: a small model of the same vocabulary generates greedily, and the model that
-is served verifies its tokens in the forward that computes the next one anyway.
+"""Speculative decoding with a draft model: a small model of the same vocabulary generates tokens greedily, and the
+served model verifies them in the forward that computes its next token anyway.
 
-The draft model has a paged cache of its own, with as many tokens as the model's. It computes the tokens that a request
-got since its last proposal, whose keys and values replace those of rejected ones, then one token of every request in
-each forward. What it guesses never changes an answer (`scheduling/speculation.py`), so a request that finds no block,
-or whose prompt the draft model is still computing, goes without a proposal.
+The draft model has its own paged cache, with as many tokens as the served model's. A proposal first computes the tokens
+that a request gained since its last proposal, whose keys and values replace those of rejected guesses, then one token
+of every request per forward. Guesses never change an answer (`scheduling/speculation.py`), so a request that gets no
+block, or whose prompt the draft model is still computing, simply gets no proposal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deepspeed.ops.host_graph import largest_of
 
 @dataclass(slots=True)
 class _DraftSequence:
-    """A request in the draft model's cache. ``computed``: tokens whose keys and values are there: those of the request,
-    and behind its first ``known`` ones those of ``guesses``."""
+    """A request in the draft model's cache. ``computed``: tokens whose keys and values are cached: first up to
+    ``known`` tokens of the request, then those of ``guesses``."""
 
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
@@ -32,26 +32,26 @@ class _DraftSequence:
     guesses: list[int] = field(default_factory=list)
 
     def keep_accepted(self, tokens: Sequence[int]) -> None:
-        """Forget the keys and values of guesses that did not become ``tokens`` of the request."""
+        """Roll back the cached guesses that differ from ``tokens`` of the request."""
         pairs = list(zip(self.guesses, tokens[self.known :], strict=False))
         wrong = next((at for at, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         self.computed = min(self.computed, self.known + wrong, len(tokens) - 1)
         self.known, self.guesses = len(tokens), []
 
     def piece(self, tokens: Sequence[int]) -> PagePiece:
-        """Compute ``tokens`` next."""
+        """Return the piece that computes ``tokens`` next."""
         start = self.computed
         self.computed += len(tokens)
         return PagePiece(tokens, start, self.table.blocks, self.table.span)
 
 
 class DraftModel:
-    """Proposes the likeliest tokens by a causal language model.
+    """Proposes the most likely tokens of a small causal language model.
 
     Args:
-        module: in evaluation mode; tensor-parallel ones are split as the model that is served.
-        count: tokens that are proposed for a request at most.
-        token_budget: tokens of a forward that computes prompts: it bounds how long the next tokens of others wait.
+        module: the draft model, in evaluation mode; under tensor parallelism, split as the served model is.
+        count: most tokens proposed per request.
+        token_budget: prompt tokens per forward, which bounds how long decoding requests wait.
 
     Raises:
         LayoutError: the draft model cannot be run over a paged cache.
@@ -69,7 +69,7 @@ class DraftModel:
 
     @property
     def blocks(self) -> BlockManager:
-        """Return the blocks of the draft model's cache."""
+        """The blocks of the draft model's cache."""
         assert self._blocks is not None, "start() comes first"
         return self._blocks
 
@@ -79,7 +79,7 @@ class DraftModel:
         return -(-self.runner.block_bytes // self.runner.block_size)
 
     def start(self, vocab_size: int, tokens: int) -> None:
-        """See ``Proposer``. ValueError: the vocabularies differ in size."""
+        """See ``Proposer``. ValueError: the vocabulary sizes differ."""
         own = self.runner.facts
         if own.vocab_size != vocab_size:
             raise ValueError(
@@ -92,13 +92,13 @@ class DraftModel:
         self._blocks = BlockManager(BlockPool(blocks), size, span=self.runner.rotations.span)
 
     def forget(self, request: Request) -> None:
-        """Release its blocks; full ones can be shared until they are needed."""
+        """Release the blocks of ``request``; full ones stay in the prefix cache until reallocated."""
         own = self._sequences.pop(request, None)
         if own is not None:
             self.blocks.release(own.table)
 
     def propose(self, rooms: Sequence[tuple[Request, int]], total: int) -> list[list[int]]:
-        """See ``Proposer``. Where ``total`` is not enough for all, each gets its first guesses before any gets more."""
+        """See ``Proposer``. If ``total`` is too small for all, every request gets a first guess before any a second."""
         wanted: dict[Request, int] = {}
         for request, room in rooms:
             count = self._reserve(request, min(room, self.count)) if len(wanted) < total else 0
@@ -118,14 +118,14 @@ class DraftModel:
         """Reserve blocks for the tokens of ``request`` and up to ``room`` guesses; return how many of these fit."""
         blocks, known = self.blocks, len(request.tokens)
         own = self._sequences.get(request)
-        if own is not None and blocks.span(known) != own.table.span:  # its tokens are rotated otherwise now
+        if own is not None and blocks.span(known) != own.table.span:  # its rotary embedding has changed
             self.forget(request)
             own = None
         if own is None:
             own = self._sequences[request] = _DraftSequence(known=known)
             own.computed = blocks.match_prefix(own.table, request.tokens)
         own.keep_accepted(request.tokens)
-        # The last guess is not computed: it takes no place.
+        # The last guess is never computed, so it needs no slot.
         room = min(room, blocks.room(own.table) - known + 1)
         if self.runner.facts.max_length is not None:
             room = min(room, self.runner.facts.max_length - known + 1)
@@ -134,7 +134,7 @@ class DraftModel:
         return room
 
     def _catch_up(self, requests: Sequence[Request]) -> list[Request]:
-        """Compute what is missing of each, up to ``token_budget`` tokens; return those that got their first guess."""
+        """Compute the missing tokens, up to ``token_budget`` in total; return the requests that got a first guess."""
         left, ready, parts = self.token_budget, [], {}
         for request in requests:
             own = self._sequences[request]
@@ -154,7 +154,7 @@ class DraftModel:
         return ready
 
     def _guess(self, parts: Mapping[Request, list[int]], unchanged: bool = False) -> None:
-        """Compute the next tokens of each request, and guess the one after them."""
+        """Compute ``parts``, the next tokens of each request, and append the greedy guess that follows."""
         pieces = [self._sequences[request].piece(tokens) for request, tokens in parts.items()]
         guessed = largest_of(self.runner.forward(pieces, unchanged))
         self.forwards += 1

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.inference.cache.pages import PagedCache, PagePiece
+from deepspeed.inference.model.decoder import is_heard
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
-from deepspeed.inference.model.listeners import is_heard
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops.host_graph import largest_of
 
@@ -58,7 +58,7 @@ class Chosen:
     logits: list[Tensor] = field(default_factory=list)
 
 
-def takes(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
+def supports(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
     """Return whether this loop supports all that is asked for. ``others``: further arguments of the loop."""
     padded = isinstance(getattr(config, "_pad_token_tensor", None), Tensor)
     return not any(others) and (padded or not _has_ends(criteria))
@@ -214,7 +214,7 @@ def _acting_kind(kind: type[Any]) -> type[Any]:
         rows = getattr(kwargs.get("past_key_values"), "rows", None)
         if not isinstance(rows, _Rows):
             return plain(self, *args, **kwargs)
-        if not rows.sequences and (args or not rows.takes(kwargs)):
+        if not rows.sequences and (args or not rows.supports(kwargs)):
             return plain(self, *args, **{**kwargs, "past_key_values": _plain_cache(self)})
         return rows.forward(kwargs)
 
@@ -240,8 +240,8 @@ def _loop_of(kind: type[Any]) -> Any:
     ) -> Any:
         rows: Any = getattr(given.get("past_key_values"), "rows", None)
         others = synced_gpus, streamer
-        wanted = isinstance(rows, _Rows) and takes(generation_config, stopping_criteria, others)
-        if not wanted or rows.sequences or not rows.takes({**given, "input_ids": input_ids}):
+        wanted = isinstance(rows, _Rows) and supports(generation_config, stopping_criteria, others)
+        if not wanted or rows.sequences or not rows.supports({**given, "input_ids": input_ids}):
             settings = (logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
             return plain(self, input_ids, *settings, **given)
         forward = functools.partial(rows.logits, given.get("attention_mask"))
@@ -288,7 +288,7 @@ class _Rows:
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         raise RuntimeError("the model's own attention does not use this cache")
 
-    def takes(self, arguments: Mapping[str, Any]) -> bool:
+    def supports(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the first forward of a call has left-padded rows, and few enough of them."""
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if not arguments.keys() <= _FORWARD or any(arguments.get(name) for name in _UNWANTED):
@@ -296,7 +296,7 @@ class _Rows:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.device.type != "cpu":
             return False
         layout = self.runner.layout
-        if not isinstance(layout, FusedLayout) or not layout.takes(tokens.shape[0]):
+        if not isinstance(layout, FusedLayout) or not layout.supports(tokens.shape[0]):
             return False
         if mask is None:
             return True

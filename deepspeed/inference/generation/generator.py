@@ -17,12 +17,12 @@ from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.generation.logits import MatcherFactory
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
+from deepspeed.inference.model.facts import DEFAULT_LENGTH
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Scheduler, SchedulerCounts
 from deepspeed.inference.scheduling.speculation import Proposer
 
-_DEFAULT_LENGTH = 2048
 _PART_OF_MEMORY = 0.4
 
 
@@ -77,12 +77,10 @@ class Generator:
     ) -> None:
         self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
         block_size = self.runner.block_size
-        made_for = self.runner.facts.max_length
-        length = max_length or min(made_for or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
-        if made_for is not None and length > made_for:
-            raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
+        length = longest_request(self.runner, max_length)
         kept = self.runner.block_bytes + block_size * (0 if speculation is None else speculation.token_bytes)
-        blocks = num_blocks or self._affordable(kept, length, max_sequences, cache_bytes, group)
+        most = max_sequences * -(-length // block_size)
+        blocks = num_blocks or self._affordable(kept, most, cache_bytes, group)
         self.runner.allocate(blocks)
         if speculation is not None:
             speculation.start(self.runner.facts.vocab_size, blocks * block_size)
@@ -253,18 +251,13 @@ class Generator:
         return request
 
     def _affordable(
-        self,
-        block_bytes: int,
-        length: int,
-        sequences: int,
-        cache_bytes: int | None,
-        group: Communicator | None,
+        self, block_bytes: int, most: int, cache_bytes: int | None, group: Communicator | None
     ) -> int:
-        """Blocks; the same on all ranks."""
+        """Blocks, at most ``most``; the same on all ranks."""
         size = self.runner.block_size
         if cache_bytes is None:
-            cache_bytes = int(_PART_OF_MEMORY * get_accelerator().available_memory())
-        blocks = min(sequences * -(-length // size), cache_bytes // block_bytes)
+            cache_bytes = default_cache_bytes()
+        blocks = min(most, cache_bytes // block_bytes)
         if group is not None and group.size > 1:
             least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
             group.all_reduce_max(least).wait()
@@ -274,6 +267,20 @@ class Generator:
                 f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({block_bytes} bytes)"
             )
         return blocks
+
+
+def default_cache_bytes() -> int:
+    """Return the size of caches that nothing is said about, from the memory that is free now."""
+    return int(_PART_OF_MEMORY * get_accelerator().available_memory())
+
+
+def longest_request(runner: ModelRunner, max_length: int | None) -> int:
+    """Return the tokens of the longest request with its result. ValueError: the model was not made for so many."""
+    made_for = runner.facts.max_length
+    length = max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH)
+    if made_for is not None and length > made_for:
+        raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
+    return length
 
 
 def _piece(chunk: Chunk) -> PagePiece:

@@ -56,8 +56,9 @@ class Grammars:
 
     def __call__(self, constraint: Constraint, size: int) -> GrammarMatcher:
         """Return a matcher at the beginning of ``constraint`` over a vocabulary of ``size`` tokens."""
-        matcher = _library().LLMatcher(self._tokens(size), self._grammar(constraint), log_level=0)
-        return GrammarMatcher(matcher, size, self._stops)
+        known = self._tokens(size)
+        matcher = _library().LLMatcher(known, self._grammar(constraint), log_level=0)
+        return GrammarMatcher(matcher, known.vocab_size, size, self._stops)
 
     def _grammar(self, constraint: Constraint) -> str:
         grammar = _grammar(constraint)
@@ -84,22 +85,24 @@ class Grammars:
                 plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
                 plain.no_padding()
                 plain.no_truncation()
+                size_of_both = max(size, plain.get_vocab_size())  # it may have more than the model
                 self._made[size] = _library().LLTokenizer(
-                    plain.to_str(), n_vocab=size, eos_token=self._stops or None
+                    plain.to_str(), n_vocab=size_of_both, eos_token=self._stops or None
                 )
             return self._made[size]
 
 
 class GrammarMatcher:
     """Progress of one answer through its grammar. Once nothing but an end may follow, or the grammar has become too
-    complex to go on, only ``stops`` are allowed: one request must not stop the others."""
+    complex to go on, only ``stops`` are allowed: one request must not stop the others. ``known``: tokens of the
+    matcher, of which the model has the first ``size``."""
 
-    def __init__(self, matcher: Any, size: int, stops: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, known: int, size: int, stops: Sequence[int]) -> None:
         self._matcher = matcher
         self._size = size
         self._stops = list(stops)
         self._warned = False
-        self._words = torch.zeros((size + 31) // 32, dtype=torch.int32)
+        self._words = torch.zeros((known + 31) // 32, dtype=torch.int32)
 
     def allowed(self) -> Tensor:
         """Return which tokens may follow, bool [vocabulary]."""

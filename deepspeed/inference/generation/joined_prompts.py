@@ -1,4 +1,4 @@
-"""One batch from the prompts of several ranks, and each rank's share of what was generated for it."""
+"""Join the prompts of several ranks into one batch, and hand each rank its share of the output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class JoinedPrompts:
 
     Args:
         prompts: [rows, width], integers.
-        mask: [rows, width], which of them are not padding; None: all.
-        padding: the token that fills the left side.
-        apart: a batch for each rank, of the width of its prompts, where the model computes a row by what else is in its
-            batch (``Rotations``).
+        mask: [rows, width], 0 for padding; None: no padding.
+        padding: token for left padding.
+        apart: make one batch per rank, of the width of its prompts, for models in which a row depends on the rest of
+            its batch (``Rotations``).
 
     Attributes:
-        batches: tokens and mask of each batch, [rows of all ranks, widest] int64 both.
+        batches: (tokens, mask) of each batch, both [rows of all ranks, widest] int64.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class JoinedPrompts:
         self.batches = [(tokens, shown) for tokens, shown in batches]
 
     def own(self, answers: Sequence[Tensor], ends: set[int]) -> Tensor:
-        """This rank's rows of ``answers``, for each batch [rows * answers to each, length], without the columns that
-        are there only because another rank's prompts are wider or its answers longer."""
+        """Return this rank's rows of ``answers`` (per batch [rows * answers per row, length]), without columns that are
+        only needed for wider prompts or longer answers of other ranks."""
         tokens = answers[self._batch]
         each = tokens.shape[0] // self._total
         rows = tokens[self._before * each : (self._before + self._rows) * each]
@@ -58,14 +58,14 @@ class JoinedPrompts:
 
 
 def _longest(answers: Tensor, ends: set[int]) -> int:
-    """Columns until every row has ended."""
+    """Return the number of columns until every row has ended."""
     ended = torch.isin(answers, torch.tensor(sorted(ends), dtype=answers.dtype, device=answers.device))
     first = torch.where(ended.any(1), ended.int().argmax(1) + 1, answers.shape[1])
     return int(first.max()) if answers.numel() else 0
 
 
 def _gathered(flat: Tensor, group: Communicator) -> Tensor:
-    """[ranks, n] of every rank's ``flat [n]``."""
+    """All-gather ``flat`` [n] into [ranks, n]."""
     output = flat.new_empty(group.size * flat.numel())
     group.all_gather(output, flat.contiguous()).wait()
     return output.view(group.size, -1)

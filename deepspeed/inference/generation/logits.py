@@ -1,8 +1,8 @@
-"""Changes of logits before a token is chosen: penalties, biases, masks, filters. Every step is done for all requests
-of a batch at once.
+"""Logits processing before a token is chosen: penalties, biases, masks, filters. Each step runs for all requests of a
+batch at once.
 
-The order is that of Transformers where it has the step (repetition penalty, masks, temperature, top-k, top-p, min-p);
-presence and frequency penalties follow OpenAI's formula, biases come before masks so that none lifts a mask.
+Steps that Transformers has keep its order (repetition penalty, masks, temperature, top-k, top-p, min-p). Presence and
+frequency penalties follow OpenAI's formula; biases come before masks so that none can lift a mask.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch import Tensor
 from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams
 
 _LIKELIEST = 256
-"""Tokens that mostly hold the mass of a top-p: only where they do not, a whole vocabulary is sorted."""
+"""Tokens that usually hold the top-p mass; otherwise the whole vocabulary is sorted."""
 
 
 class Matcher(Protocol):
     """Progress of one request through its constraint."""
 
     def allowed(self) -> Tensor:
-        """Return which tokens may follow: bool [vocabulary], True for at least one."""
+        """Return the tokens that may follow: bool [vocabulary], True for at least one."""
         ...
 
     def advance(self, token: int) -> None:
-        """Take the token that was chosen."""
+        """Advance by the chosen token."""
         ...
 
 
 class MatcherFactory(Protocol):
-    """Makes matchers, over a vocabulary of ``size`` tokens."""
+    """Makes matchers over a vocabulary of ``size`` tokens."""
 
     def check(self, constraint: Constraint, size: int) -> None:
-        """ValueError: no answer can follow ``constraint``."""
+        """Raise ValueError if no answer can satisfy ``constraint``."""
         ...
 
     def __call__(self, constraint: Constraint, size: int) -> Matcher:
-        """Return a matcher at the beginning of ``constraint``."""
+        """Return a matcher at the start of ``constraint``."""
         ...
 
 
 class _Progress:
-    """A request, followed as its tokens come. Of a size of ``vocabulary``:
+    """Token history of one request. Tensors are [vocabulary]:
 
-    ``seen`` bool: tokens of prompt and answer; ``counts`` fp32: of the answer; both current after ``count``.
-    ``named`` bool: `SamplingParams.allowed_token_ids`, None if they are all.
+    ``seen`` bool: tokens in prompt or answer; ``counts`` fp32: occurrences in the answer; both updated by ``count``.
+    ``named`` bool: `SamplingParams.allowed_token_ids`; None if all tokens are allowed.
     """
 
     def __init__(self, request: Request, scores: Tensor, matcher: Matcher | None) -> None:
@@ -63,7 +63,7 @@ class _Progress:
             self.named[list(ids)] = True
 
     def count(self) -> None:
-        """Count the tokens since the last call."""
+        """Account for the tokens since the last call."""
         request, start = self._request, self._counted
         new = torch.tensor(request.tokens[start:], dtype=torch.long, device=self.seen.device)
         answered = new[max(0, len(request.prompt) - start) :]
@@ -72,7 +72,7 @@ class _Progress:
         self._counted = len(request.tokens)
 
     def allowed(self) -> Tensor | None:
-        """Return bool [vocabulary], True for at least one; None: nothing is excluded."""
+        """Return the allowed tokens, bool [vocabulary], True for at least one; None: all are."""
         if self._matcher is None:
             return self.named
         answer = self._request.generated
@@ -85,11 +85,11 @@ class _Progress:
 
 
 class LogitsProcessor:
-    """Applies what depends on a request's tokens and constraints. Keeps the progress of each request that needs it,
-    until ``forget``; a preempted request continues where it was.
+    """Applies penalties, biases and constraints. Keeps the progress of each request that needs it until ``forget``, so
+    a preempted request resumes where it was.
 
     Args:
-        matcher_of: makes the matcher of a constraint; None: constraints are refused when a request is made.
+        matcher_of: makes the matcher of a constraint; None: requests with constraints are refused when created.
     """
 
     def __init__(self, matcher_of: MatcherFactory | None = None) -> None:
@@ -97,7 +97,7 @@ class LogitsProcessor:
         self._progress: dict[int, _Progress] = {}
 
     def forget(self, request: Request) -> None:
-        """Drop the progress of a request that has ended."""
+        """Drop the progress of a finished request."""
         self._progress.pop(request.id, None)
 
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -113,7 +113,7 @@ class LogitsProcessor:
             if allowed is None:
                 continue
             scores[row].masked_fill_(~allowed, -torch.inf)
-            if not bool((scores[row] > -torch.inf).any()):  # all that may follow was excluded: it follows
+            if not bool((scores[row] > -torch.inf).any()):  # all allowed ones excluded: constraint wins
                 scores[row] = logits[row].float().masked_fill(~allowed, -torch.inf)
         return scores
 
@@ -147,7 +147,7 @@ class LogitsProcessor:
 
 
 def _forbidden(request: Request) -> list[int]:
-    """Return the tokens that may not come next: ends before ``min_new_tokens``, and ends of bad words."""
+    """Return the tokens that may not come next: stop tokens before ``min_new_tokens``, last tokens of bad words."""
     params, answer = request.params, request.generated
     found = list(params.stop_token_ids) if len(answer) < params.min_new_tokens else []
     for word in params.bad_words:
@@ -180,8 +180,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def filtered(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply temperature, top-k, top-p and min-p to ``scores`` fp32 [rows, vocabulary], one of ``params`` for each row;
-    excluded tokens get -inf. Rows with temperature 0 keep their scores.
+    """Apply temperature, top-k, top-p and min-p to ``scores`` fp32 [rows, vocabulary], with one ``params`` entry per
+    row; excluded tokens get -inf. Rows with temperature 0 keep their scores.
 
     Top-k: R. Fan, M. Lewis, Y. Dauphin 2018; top-p: A. Holtzman et al. 2020; min-p: N. N. Minh et al. 2024.
     """
@@ -211,14 +211,14 @@ def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> Tensor:
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the likeliest tokens of each row, up to the one with which their mass reaches ``top_p`` [rows, 1]."""
+    """Keep the smallest set of most likely tokens per row whose mass reaches ``top_p`` [rows, 1]."""
     probabilities = scores.softmax(-1)
     best = probabilities.topk(min(_LIKELIEST, scores.shape[-1])).values
     if not bool((best.sum(-1, keepdim=True) >= top_p).all()):
         best = probabilities.sort(descending=True).values
     before = best.cumsum(-1) - best
     beyond = before >= top_p
-    beyond[:, 0] = False  # one always remains
+    beyond[:, 0] = False  # keep at least one
     least = best.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, -torch.inf)
 

@@ -88,7 +88,7 @@ class Sampler:
             return False
         from deepspeed.ops.gpu import sampling as kernels  # imports Triton
 
-        return kernels.takes(scores)
+        return kernels.supports(scores)
 
     def _on_gpu(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
         from deepspeed.ops.gpu import sampling as kernels  # imports Triton

@@ -1,1 +1,1 @@
-"""Running a causal model as it is on batches of sequences of any lengths, over a paged cache."""
+"""Run an unchanged causal model on batches of sequences of any lengths, over a paged cache."""

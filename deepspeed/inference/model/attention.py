@@ -1,4 +1,4 @@
-"""Attention over the paged cache: by a kernel where there is one, else in plain torch, which kernels are checked by."""
+"""Attention over the paged cache: by a kernel where one exists, else in plain torch, the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from deepspeed.inference.cache.pages import PagedCache, PagePiece
 from deepspeed.ops import paged_attention as host
 
 _KERNEL_TOKENS = 8
-"""A longer piece is computed by torch: its products are large enough for gathering its keys to cost little."""
+"""Most tokens of a piece for the kernel. Torch computes longer ones: gathering keys is cheap next to the products."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
     """Attention parameters of a layer.
 
-    ``window``: a token sees itself and the ``window - 1`` before it; None: all before it. ``softcap``: scores s become
-    softcap * tanh(s / softcap). ``sinks`` [heads]: scores that take part in the softmax without a value.
+    ``window``: a token attends to itself and the ``window - 1`` before it; None: to all before it. ``softcap``: scores
+    s become softcap * tanh(s / softcap). ``sinks`` [heads]: extra softmax scores without a value.
     """
 
     scale: float
@@ -32,7 +32,7 @@ class AttentionTerms:
     sinks: Tensor | None = None
 
     def for_kernel(self) -> dict[str, Any]:
-        """As the kernels of host and GPU take them."""
+        """Return the keyword arguments of the host and GPU kernels."""
         return {
             "scale": self.scale,
             "window": self.window or 0,
@@ -43,19 +43,19 @@ class AttentionTerms:
 
 @dataclass(eq=False)
 class PackedBatch:
-    """Pieces of several sequences one after another, as the layers of one forward need them."""
+    """Pieces of several sequences packed one after another, as the layers of one forward need them."""
 
     pieces: Sequence[PagePiece]
     cache: PagedCache
     device: torch.device
     tokens: Tensor = field(init=False)  # [1, tokens]
     positions: Tensor = field(init=False)  # [1, tokens]
-    blocks: Tensor = field(init=False)  # [tokens], where each token's key and value go
+    blocks: Tensor = field(init=False)  # [tokens], destination of each token's key and value
     offsets: Tensor = field(init=False)  # [tokens]
-    last: Tensor = field(init=False)  # indices of the tokens after which logits are wanted
+    last: Tensor = field(init=False)  # indices of the tokens whose logits are wanted
     kernel: host.PagedPieces | None = field(init=False)
     of_gpu: Any = field(init=False)  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
-    by_kernel: list[bool] = field(init=False)  # of each piece
+    by_kernel: list[bool] = field(init=False)  # per piece
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,12 +86,12 @@ class PackedBatch:
 
     @cached_property
     def tables(self) -> list[Tensor]:
-        """[blocks] of each piece."""
+        """Block table [blocks] of each piece."""
         return [torch.tensor(piece.blocks, device=self.device) for piece in self.pieces]
 
     def mask(self, piece: int, window: int | None) -> Tensor | None:
-        """Return the keys that the tokens of a chunk see: bool [tokens, keys] of the keys from ``first_key`` on;
-        None: all."""
+        """Return the attention mask of a piece: bool [tokens, keys], keys counted from ``first_key``, True: attended;
+        None: all are."""
         known = (piece, window)
         if known not in self._masks:
             self._masks[known] = self._mask(self.pieces[piece], window)
@@ -107,7 +107,7 @@ class PackedBatch:
 
 
 def first_key(piece: PagePiece, window: int | None) -> int:
-    """The first position that any token of the piece sees."""
+    """Return the first position that any token of the piece attends to."""
     return 0 if window is None else max(0, piece.start - window + 1)
 
 
@@ -121,8 +121,8 @@ def paged_attention(
     *,
     stored: bool = False,
 ) -> Tensor:
-    """Store the tokens' keys and values [kv heads, tokens, size] unless they are ``stored``, and attend from each
-    piece's queries [heads, tokens, size] to all keys and values of its sequence: [tokens, heads, value size]."""
+    """Attend from each piece's queries [heads, tokens, size] to all keys and values of its sequence, after storing the
+    tokens' keys and values [kv heads, tokens, size] unless ``stored``. Returns [tokens, heads, value size]."""
     if batch.kernel is not None:
         output = host.paged_attention(
             query, key, value, batch.cache.pages(layer), batch.kernel, **terms.for_kernel()
@@ -148,10 +148,10 @@ def paged_attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms) -> Tensor:
-    """[heads, n, size] over [kv heads, m, size] -> [heads, n, value size]. ``mask``: bool [n, m], True: seen."""
+    """Attend [heads, n, size] to [kv heads, m, size] -> [heads, n, value size]. ``mask``: bool [n, m], True: seen."""
     heads, count = query.shape[0], query.shape[1]
     kv_heads = key.shape[0]
-    # query heads that share keys become further rows of one product: keys and values are not repeated
+    # Query heads that share keys become extra rows of one product, so keys and values are not repeated.
     query = query.reshape(kv_heads, heads // kv_heads * count, query.shape[2])
     if mask is not None and heads != kv_heads:
         mask = mask.repeat(heads // kv_heads, 1)

@@ -11,6 +11,9 @@ from torch import nn
 
 from deepspeed.base.exceptions import ExplainedError
 
+DEFAULT_LENGTH = 2048
+"""Most tokens of a request with its result, where nothing is said and the model was made for more."""
+
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 

@@ -60,7 +60,7 @@ class FusedLayout:
         """Let go of the cache of the last forward."""
         self._program = None
 
-    def takes(self, tokens: int) -> bool:
+    def supports(self, tokens: int) -> bool:
         """Return whether a forward of so many tokens is one call: not while somebody listens to the modules."""
         return tokens <= self.max_fused_tokens and not (
             self._decoder is None or self._decoder.watch.is_disturbed()
@@ -79,8 +79,8 @@ class FusedLayout:
         if self._program is not None and not unchanged and not self._program.is_current():
             self._program = None
         longest, program = max(piece.stop for piece in pieces), self._program
-        if program is None or not program.takes(cache, rows, longest):
-            if not (self.takes(rows) and cache.is_on_host):
+        if program is None or not program.supports(cache, rows, longest):
+            if not (self.supports(rows) and cache.is_on_host):
                 return self.packed.forward(pieces, cache)
             positions = max(FIRST_POSITIONS, 2 * longest)
             program = self._program = DecoderProgram(decoder, cache, self.max_fused_tokens, positions)
@@ -103,7 +103,7 @@ class DecoderProgram:
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._logits = self._build()
 
-    def takes(self, cache: PagedCache, rows: int, positions: int) -> bool:
+    def supports(self, cache: PagedCache, rows: int, positions: int) -> bool:
         """Return whether it can run such a forward."""
         return cache is self.cache and rows <= self.rows and positions <= self.positions
 

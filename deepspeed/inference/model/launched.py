@@ -1,12 +1,11 @@
-"""The launched layout: for decoders of the usual build on a GPU, a forward launches kernels over the model's own
-weights.
+"""The launched layout: for standard decoders on a GPU, a forward launches kernels directly over the model's weights.
 
-A layer is two norms with the sum of what was added, its products, one rotation with the store to the cache, attention
-and one gated activation: none of the small operations between, of which a model's own code launches some thirty. The
-products are those of the model's linear layers, whatever weights these have.
+A layer is two norms fused with the residual add, its products, one rotary embedding fused with the store to the cache,
+attention, and one gated activation, without the roughly thirty small operations that a model's own code launches in
+between. Products go through the model's linear layers, whatever form their weights have.
 
-Like every layout it is used only if it gives the plain model's logits when it is tried; a kernel that does not compile
-or gives something else on a machine costs speed there, not correctness.
+As with every layout, it is used only if a trial run reproduces the plain model's logits; a kernel that does not compile
+or computes something else on some machine costs speed there, not correctness.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LaunchedLayout:
-    """Runs ``module``, a causal model of Transformers."""
+    """Runs ``module``, a causal model of Transformers, by kernel launches."""
 
     name = "launched"
     max_fused_tokens = 0
@@ -39,7 +38,7 @@ class LaunchedLayout:
         self._launcher: DecoderLaunches | None = None
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
-        """As the packed layout does. LayoutError: the model is of another build, or not on one GPU."""
+        """See ``PackedLayout.learn``. LayoutError: the model has another structure, or is not on one GPU."""
         if not gpu.usable(*self.packed.module.parameters()):
             raise LayoutError("its weights are not on one GPU that Triton compiles kernels for")
         shapes = self.packed.learn(pieces, block_size)
@@ -50,14 +49,14 @@ class LaunchedLayout:
         return shapes
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
+        """Return the last hidden states [wanted tokens of all pieces, size], by the packed layout."""
         return self.packed.hidden(pieces, cache, unchanged)
 
     def release(self) -> None:
-        """Nothing of a cache is kept between forwards."""
+        """No-op: nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [wanted tokens of all pieces, vocabulary]."""
+        """Return logits [wanted tokens of all pieces, vocabulary]."""
         launcher = self._launcher
         assert launcher is not None, "learn() comes first"
         if any(piece.adapter is not None for piece in pieces):
@@ -68,7 +67,7 @@ class LaunchedLayout:
 
 
 class DecoderLaunches:
-    """The launches of a decoder's forward."""
+    """The kernel launches of a decoder's forward."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
@@ -77,7 +76,7 @@ class DecoderLaunches:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[PagePiece], cache: PagedCache) -> Tensor:
-        """Logits [wanted tokens of all pieces, vocabulary]."""
+        """Return logits [wanted tokens of all pieces, vocabulary]."""
         from deepspeed.ops.gpu import norms  # imports Triton
 
         self._reach(max(piece.stop for piece in pieces))
@@ -95,7 +94,7 @@ class DecoderLaunches:
     def _layer(
         self, index: int, layer: Layer, batch: PackedBatch, stream: Tensor, delta: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The stream with ``delta``, and what is to be added to it next."""
+        """Run one layer. Return the residual stream including ``delta``, and the next delta to add to it."""
         from deepspeed.ops.gpu import gates, norms  # imports Triton
 
         norm = layer.before_attention
@@ -115,7 +114,7 @@ class DecoderLaunches:
         return stream, layer.down(gates.gated(gate, up, layer.activation))
 
     def _attention(self, index: int, layer: Layer, batch: PackedBatch, projected: Tensor) -> Tensor:
-        """[rows, heads * value size]. ``projected``: queries, keys and values of each row."""
+        """Return [rows, heads * value size]. ``projected``: queries, keys and values of each row."""
         from deepspeed.ops.gpu import rotary  # imports Triton
 
         shape, rows = layer.shape, len(projected)
@@ -142,7 +141,7 @@ class DecoderLaunches:
         return out.reshape(rows, -1)
 
     def _reach(self, positions: int) -> None:
-        """Tables of rotations for so many positions, which double as sequences become longer."""
+        """Extend the rotary tables to ``positions``, doubling, so that growing sequences rarely rebuild them."""
         if positions > self._positions:
             self._positions = max(FIRST_POSITIONS, 2 * positions)
             self._tables = rotations_of(self.decoder.rotations, self._positions, self.device)

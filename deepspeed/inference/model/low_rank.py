@@ -1,7 +1,7 @@
-"""Low-rank adapters beside the weights of a model that several requests share (E. J. Hu et al.: LoRA, 2021).
+"""Low-rank adapters applied next to shared weights, per request (E. J. Hu et al.: LoRA, 2021).
 
-Each token's row of a layer's output gets the product of its own request's adapter (L. Chen et al.: Punica, 2024): one
-forward computes requests with different adapters and without any, and an adapter's rows are computed together.
+Each row of a layer's output gets the product of its own request's adapter (L. Chen et al.: Punica, 2024): one forward
+serves requests with different adapters or none, and the rows of one adapter are computed together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEUTRAL = {
     "modules_to_save": None,
     "alpha_pattern": {},
 }
-"""Settings of PEFT that are not supported otherwise; None: any, or nothing."""
+"""PEFT settings supported only with these values; None: any, or nothing."""
 
 _TRIAL_TOKENS = 7
 
@@ -40,17 +40,17 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Adapter:
-    """``layers``: the two matrices [rank, inputs] and [outputs, rank], the second of which is scaled, of each layer.
-    ``number``: unique, as keys and values of tokens depend on the adapter that made them."""
+    """``layers``: per layer the matrices [rank, inputs] and [outputs, rank]; the second includes the LoRA scale.
+    ``number``: unique, because cached keys and values depend on the adapter that computed them."""
 
     layers: Mapping[nn.Module, tuple[Tensor, Tensor]]
     number: int = field(default_factory=lambda: next(_numbers))
 
 
 def load_adapter(module: nn.Module, folder: str, adaptable: Set[nn.Module] | None = None) -> Adapter:
-    """Read a folder of PEFT for ``module``, in the dtype and on the device of each layer. ``adaptable``: the module's
-    `adaptable_layers`, which are computed here for None. ValueError: it is none, or has parts that are not supported,
-    or is for another model. OSError: it cannot be read."""
+    """Read a PEFT adapter folder for ``module``, in the dtype and on the device of each layer. ``adaptable``: the
+    module's `adaptable_layers`; None: computed here. ValueError: not an adapter, unsupported parts, or an adapter of
+    another model. OSError: unreadable."""
     path, config = Path(folder), _config_of(folder)
     if not (path / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder}: there is no adapter_model.safetensors")
@@ -74,8 +74,8 @@ def load_adapter(module: nn.Module, folder: str, adaptable: Set[nn.Module] | Non
 
 
 def adaptable_layers(module: nn.Module) -> Set[nn.Module]:
-    """Return the linear layers of a causal model below its head that compute all tokens of a forward, and so may have
-    an adapter. Found by a forward, in which ``module`` must not be used otherwise."""
+    """Return the linear layers below the head of a causal model that compute all tokens of a forward, and so may have
+    an adapter. Found by a forward, during which ``module`` must not be used otherwise."""
     head, made = module.get_output_embeddings(), dict[nn.Module, bool]()  # type: ignore[operator]
 
     def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -88,7 +88,7 @@ def adaptable_layers(module: nn.Module) -> Set[nn.Module]:
     handles = [
         layer.register_forward_hook(note)
         for name, layer in module.named_modules()
-        # One expert may happen to get all tokens of the trial.
+        # An expert may happen to get all tokens of the trial.
         if layer is not head and _sizes(layer) != (0, 0) and "experts" not in name.split(".")
     ]
     try:
@@ -105,7 +105,7 @@ def adaptable_layers(module: nn.Module) -> Set[nn.Module]:
 def _matrices(
     layer: nn.Module, down: Tensor, up: Tensor, config: Mapping[str, Any], name: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the two matrices of ``layer``. ValueError: they do not fit the layer or each other, or are not finite."""
+    """Return ``layer``'s two matrices. ValueError: they do not fit the layer or each other, or are not finite."""
     inputs, outputs = _sizes(layer)
     rank = len(down) if down.ndim else 0
     if not rank or (down.shape, up.shape) != ((rank, inputs), (outputs, rank)):
@@ -118,12 +118,12 @@ def _matrices(
     weight = next(layer.parameters())
     dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
     scaled = up.float() * (config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
-    # A copy: what the file's reader gives is a mapping of it, which changes or ends with the file.
+    # Copy: the reader returns a mapping of the file, which changes or ends with it.
     return down.to(weight.device, dtype, copy=True), scaled.to(weight.device, dtype)
 
 
 def _config_of(folder: str) -> Mapping[str, Any]:
-    """ValueError: there is none, or it has settings that are not supported."""
+    """Return the adapter's config. ValueError: it is missing, or has unsupported settings."""
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no folder of an adapter: there is no adapter_config.json")
@@ -149,7 +149,7 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Return the numbers of inputs and outputs; (0, 0) if the layer is not linear."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     weight = getattr(layer, "weight", None)  # of a Conv1D of Transformers
@@ -158,7 +158,7 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def adapted(pieces: Sequence[PagePiece], device: torch.device) -> Iterator[None]:
-    """A block in which the layers compute rows of tokens, those of ``pieces`` in their order, with their adapters."""
+    """Add the adapters' products to layer outputs within the block, for rows of tokens in the order of ``pieces``."""
     rows: dict[Adapter, list[int]] = {}
     total = 0
     for piece in pieces:
@@ -188,7 +188,7 @@ def _add(
     parts: Sequence[tuple[Tensor, Tensor, Tensor]],
     total: int,
 ) -> Tensor:
-    """``inputs[0]`` [.., inputs] of ``total`` rows."""
+    """Forward hook: add the products of ``parts`` to the output; ``inputs[0]`` is [.., inputs] with ``total`` rows."""
     rows, made = inputs[0].reshape(-1, inputs[0].shape[-1]), output.reshape(-1, output.shape[-1])
     if len(rows) != total:
         raise LayoutError(f"an adapter's layer {type(layer).__name__} computes {len(rows)} of {total} tokens")

@@ -1,8 +1,8 @@
-"""The packed layout: tokens of all sequences in one row, attention by ours through Transformers' attention interface.
+"""The packed layout: tokens of all sequences in one row, with our attention behind Transformers' attention interface.
 
-Nothing in a decoder but attention connects tokens, so a row [1, tokens] of pieces of many sequences, with their
-positions, computes all of them at once, without padding. The model stays as it is: while a forward of this layout runs,
-its config names our attention, which writes the row's keys and values into the cache and reads each sequence's own.
+Only attention connects the tokens of a decoder, so a row [1, tokens] of pieces of many sequences, with their positions,
+is computed at once without padding. The model is unchanged: during a forward of this layout its config names our
+attention, which writes the row's keys and values into the cache and reads those of each sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepspeed.inference.model.low_rank import adapted
 from deepspeed.parallel.sequence.hf.masks import parts_of_mask
 
 NAME = "deepspeed_paged"
-"""Under which the attention is registered with Transformers."""
+"""Name under which the attention is registered with Transformers."""
 
 _CAUSAL = {"causal_mask_function", "packed_sequence_mask_function", "packed_sequence_compatibility_function"}
 _SLIDING = {"sliding_window_overlay", "sliding_window_causal_mask_function"}
@@ -34,8 +34,8 @@ _REFUSED = ("position_bias", "head_mask", "layer_head_mask", "cache", "encoder_h
 
 @dataclass(eq=False)
 class Running:
-    """One forward. ``learning``: the cache is not touched, and what the layers say is noted: their shapes and terms,
-    and of which parts the model makes its masks."""
+    """One forward. With ``learning``, the cache is not touched; instead the layers' shapes and attention terms are
+    recorded, and the parts of which the model composes its masks."""
 
     batch: PackedBatch
     learning: bool = False
@@ -57,12 +57,12 @@ class PackedLayout:
         self.module = module
         self.facts = facts
         self.terms: dict[int, AttentionTerms] = {}
-        """By the number of the layer, once they are learned."""
+        """By layer number, once learned."""
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
-        """Derive the layers' key-value entries of a token from a forward without a cache.
+        """Derive each layer's key and value shapes per token from a forward without a cache.
 
-        LayoutError: layers compute attention of their own, or of a kind that is not known here.
+        LayoutError: layers compute their own attention, or attention of an unknown kind.
         ImportError: Transformers is too old.
         """
         _register()
@@ -86,14 +86,14 @@ class PackedLayout:
         return running.shapes
 
     def release(self) -> None:
-        """Nothing of a cache is kept between forwards."""
+        """No-op: nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [wanted tokens of all pieces, vocabulary]."""
+        """Return logits [wanted tokens of all pieces, vocabulary]."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [wanted tokens of all pieces, size], which the head is not applied to."""
+        """Return the last hidden states [wanted tokens of all pieces, size], before the head."""
         running = Running(batch := PackedBatch(pieces, cache, self.facts.device))
         with (
             _attention_of(self.facts.config, running),
@@ -137,7 +137,7 @@ def _register() -> None:
 
 
 def _mask(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:
-    """The pieces say who sees whom; what else the model wants of its mask is noted, and refused if it is unknown."""
+    """Make no mask, as the pieces define visibility; record its parts, so that ``learn`` can refuse unknown ones."""
     running = _running.get()
     if running is not None:
         running.masks |= parts_of_mask(mask_function)
@@ -155,7 +155,7 @@ def _forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The interface of Transformers' attention functions: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    """Implement Transformers' attention function: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     running = _running.get()
     if running is None:
         raise LayoutError(f"the attention {NAME!r} is used by deepspeed's inference engine only")

@@ -1,8 +1,7 @@
-"""The padded layout: for models that compute attention themselves and only keep keys and values in a cache of
-Transformers.
+"""The padded layout: for models with their own attention that keep keys and values in a Transformers cache.
 
-Pieces of one length form a batch. The model is given a cache whose layers store new keys and values in our pages and
-answer with those of the whole sequences, gathered and aligned at the right, as generation with left padding has them.
+Pieces of equal length form a batch. The model is given a cache whose layers store new keys and values in our pages and
+return those of the whole sequences, gathered and left-padded, as in generation with left padding.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from deepspeed.inference.model.low_rank import adapted
 
 
 class PaddedLayout:
-    """Runs ``module``, a causal model of Transformers."""
+    """Runs ``module``, a causal model of Transformers, over left-padded batches."""
 
     name = "padded"
     max_fused_tokens = 0
@@ -30,9 +29,9 @@ class PaddedLayout:
         self.facts = facts
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
-        """Derive the layers' key-value entries of a token from a forward over a cache of Transformers.
+        """Derive each layer's key and value shapes per token from a forward over a Transformers cache.
 
-        LayoutError: the model keeps none, or not as many layers as it has.
+        LayoutError: the model keeps no cache, or one of fewer layers than it has.
         """
         from transformers import DynamicCache
 
@@ -54,14 +53,14 @@ class PaddedLayout:
         return shapes
 
     def release(self) -> None:
-        """Nothing of a cache is kept between forwards."""
+        """No-op: nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return logits [wanted tokens of all pieces, vocabulary], by one forward of the model for each length."""
+        """Return logits [wanted tokens of all pieces, vocabulary], with one model forward per piece length."""
         return self._by_length(pieces, cache, hidden=False)
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [wanted tokens of all pieces, size], which the head is not applied to."""
+        """Return the last hidden states [wanted tokens of all pieces, size], before the head."""
         return self._by_length(pieces, cache, hidden=True)
 
     def _by_length(self, pieces: Sequence[PagePiece], cache: PagedCache, *, hidden: bool) -> Tensor:
@@ -98,7 +97,7 @@ class PaddedLayout:
 
 
 class PaddedBatch:
-    """Pieces of the same number of tokens. ``length``: of the longest sequence; others are padded at the left.
+    """Pieces of one length, left-padded to ``length``, the length of the longest sequence.
 
     ``tokens``, ``positions`` [pieces, count]; ``mask`` [pieces, length], 0 at padding.
     """
@@ -123,7 +122,7 @@ class PaddedBatch:
         )
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [pieces, heads, count, size], and get [pieces, heads, length, size]."""
+        """Store new keys and values [pieces, heads, count, size]; return all, [pieces, heads, length, size]."""
         blocks, offsets = self.blocks[:, -self.count :], self.offsets[:, -self.count :]
         self.cache.write(layer, blocks, offsets, key.transpose(1, 2), value.transpose(1, 2))
         return self.cache.read_slots(layer, self.blocks, self.offsets)

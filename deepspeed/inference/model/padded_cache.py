@@ -1,4 +1,4 @@
-"""Our pages behind the cache interface of Transformers. Imported only where Transformers is."""
+"""Our pages behind Transformers' cache interface. Import only where Transformers is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoringBatch(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of one batch."""
+    """One cache layer of one batch."""
 
     is_sliding = False
 
@@ -29,7 +29,7 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The pages are there."""
+        """No-op: the pages are already allocated."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -47,5 +47,5 @@ class PagedLayer(CacheLayerMixin):
 
 
 def cache_over(batch: StoringBatch, layers: int) -> Cache:
-    """The cache that a model is given for one forward of ``batch``."""
+    """Return the cache for one forward of ``batch``."""
     return Cache(layers=[PagedLayer(batch, index) for index in range(layers)])

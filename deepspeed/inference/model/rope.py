@@ -1,7 +1,7 @@
-"""The base of rotary positions, wherever the installed Transformers keeps it.
+"""Read the RoPE base from a config, wherever the installed Transformers keeps it.
 
-Before 5.0 a config has an attribute ``rope_theta`` and what scales positions in ``rope_scaling``; since then both are
-in ``rope_parameters``, which may hold a dict for each type of layer instead.
+Before 5.0 a config has an attribute ``rope_theta``, and position scaling in ``rope_scaling``; since then both are in
+``rope_parameters``, which may hold one dict per layer type instead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ _UNSCALED = (None, "default")
 
 
 def rope_theta(config: Any) -> float:
-    """Return the RoPE base of a model's config. ValueError: it has none, another one for each type of layer, or
-    scales positions, which one
-    base cannot say."""
+    """Return the RoPE base of a model's config. ValueError: it has none, or one per layer type, or it scales positions,
+    which a base alone does not describe."""
     kind = scaled_rope(config)
     if kind is not None:
         raise ValueError(
@@ -44,7 +43,7 @@ def rope_theta(config: Any) -> float:
 
 
 def scaled_rope(config: Any) -> str | None:
-    """Return how positions are scaled ("linear", "yarn", ..); None: not at all."""
+    """Return the type of position scaling ("linear", "yarn", ..); None: unscaled."""
     kinds = {each.get("rope_type", each.get("type")) for each in _flat(config)} - set(_UNSCALED)
     return min(kinds) if kinds else None
 
@@ -55,7 +54,7 @@ def _sections(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _flat(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The sections and those inside of them."""
+    """Yield the sections and the dicts nested in them."""
     for section in _sections(config):
         yield section
         yield from (each for each in section.values() if isinstance(each, Mapping))

@@ -1,10 +1,10 @@
-"""Rotations of queries and keys that depend on the length of the whole sequence (longrope).
+"""Rotary embeddings that depend on the length of the whole sequence (longrope).
 
 Up to the original length all tokens of a sequence are rotated by one set of frequencies, beyond it by another, which
-the rotary module chooses by the largest position that it is given. So sequences on both sides of that length cannot
-share a forward, a chunk of a long prompt has to be rotated as the whole prompt will be, and one that grows beyond the
-length is computed anew, as Transformers' ``generate`` does. A *span* is the number of such lengths that a sequence is
-longer than: sequences of one span are rotated alike.
+the rotary module selects by the largest position in its input. So sequences on different sides of that length cannot
+share a forward, a chunk of a long prompt must be rotated as the whole prompt will be, and a sequence that grows past
+the length is recomputed, as in Transformers' ``generate``. The *span* of a sequence is the number of such lengths that
+it exceeds: sequences of one span are rotated alike.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from deepspeed.inference.model.facts import LayoutError
 
 _SWITCHING = frozenset({"longrope", "su"})
-"""Types with two sets of frequencies. Those of type "dynamic" change beyond the length that a model was made for only,
-which no sequence reaches here."""
+"""Types with two sets of frequencies. Type "dynamic" changes only beyond the model's maximum length, which no sequence
+reaches here."""
 
 
 class Rotations:
-    """The rotary modules of ``module`` that switch, and where.
+    """The rotary modules of ``module`` that switch frequencies, and the lengths at which they do.
 
     Attributes:
-        lengths: ascending; all tokens of a sequence are rotated otherwise if it is longer.
-        restarts: ``generate`` computes a sequence anew when it grows beyond one of them.
+        lengths: ascending; past each one, all tokens of a sequence are rotated differently.
+        restarts: whether ``generate`` recomputes a sequence that grows past one of them.
 
     Raises:
-        LayoutError: the config names rotations whose modules are not known to switch by position.
+        LayoutError: the config names such rotations, but no module is known to switch by position.
     """
 
     def __init__(self, module: nn.Module, config: Any) -> None:
@@ -60,8 +60,8 @@ class Rotations:
         return bisect_left(self.lengths, length)
 
     def check_growth(self, length: int, longest: int) -> None:
-        """ValueError: a sequence of ``length`` tokens may not grow to ``longest``, as ``generate`` would go on with
-        keys that were rotated for a short sequence."""
+        """Raise ValueError if a sequence of ``length`` tokens may not grow to ``longest``, because ``generate`` would
+        keep using keys rotated for the short sequence."""
         if not self.restarts and self.span(length) != self.span(longest):
             raise ValueError(
                 f"a sequence of {length} tokens would grow to {longest}, beyond the {self.lengths[self.span(length)]} "
@@ -71,11 +71,11 @@ class Rotations:
 
     @contextlib.contextmanager
     def of_span(self, span: int) -> Iterator[None]:
-        """Rotate all that is computed inside as sequences of ``span`` are, whatever their positions."""
+        """Rotate everything computed within the block as in sequences of ``span``, whatever the positions."""
         if not span:
             yield
             return
-        shown = self.lengths[span - 1]  # the first position of such a sequence beyond the length
+        shown = self.lengths[span - 1]  # the first position past the length selects the other frequencies
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if "position_ids" in kwargs:
@@ -105,7 +105,7 @@ def _parameters(config: Any) -> Any:
 
 
 def _kinds(parameters: Any) -> Iterator[str]:
-    """The types of rotations in a config: of one set of parameters, or of one for each type of layer."""
+    """Yield the rotation types in a config, with one set of parameters or one per layer type."""
     if not isinstance(parameters, Mapping):
         return
     kind = parameters.get("rope_type", parameters.get("type"))
@@ -117,7 +117,7 @@ def _kinds(parameters: Any) -> Iterator[str]:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Return whether rotations depend on the longest sequence of the batch, as far as is known."""
+    """Return whether rotations depend on the longest sequence of the batch; True if unknown."""
     try:
         return bool(Rotations(module, getattr(module, "config", None)).lengths)
     except LayoutError:
@@ -125,7 +125,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def _original_lengths(kinds: Any, config: Any) -> set[int]:
-    """Return the lengths at which a rotary module of these types (one, or by the type of layer) switches."""
+    """Return the lengths at which a rotary module of these types (one, or a dict by layer type) switches."""
     parameters = _parameters(config)
     if isinstance(kinds, Mapping):
         return {

@@ -1,1 +1,1 @@
-"""Integer weights of generating models: which layers get them, and calibration."""
+"""Integer weights for generating models: layer selection and calibration."""

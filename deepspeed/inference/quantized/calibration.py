@@ -1,14 +1,14 @@
-"""Integer weights chosen by what a model computes on a small text: GPTQ, and scaling in the manner of AWQ.
+"""Quantize weights with calibration text: GPTQ, and AWQ-style scaling.
 
-*GPTQ* (Frantar et al. 2022) rounds a matrix column by column, and has the columns that are left make up for the error
-on the inputs of the text: with the inverse of their second moments ``H = X X^T``, of which a Cholesky factor gives all
-that is needed in one pass. Columns with the largest inputs come first; scales are chosen beforehand, so that integers
-stay in their places.
+*GPTQ* (Frantar et al. 2022) rounds a matrix column by column, and lets the remaining columns compensate the error on
+the calibration inputs: from the inverse of the second moments ``H = X X^T``, whose Cholesky factor supplies every
+update in one pass. Columns with the largest inputs come first; scales are fixed beforehand, so columns keep their
+groups.
 
-*AWQ* (Lin et al. 2023) makes the columns with large inputs larger before rounding, which makes their error smaller:
-``s = mean |x| ** a``, with the ``a`` whose outputs are nearest. The inputs are divided by ``s`` when the layer runs.
+*AWQ* (Lin et al. 2023) scales up columns with large inputs before rounding, which reduces their error:
+``s = mean |x| ** a``, with the ``a`` that gives the smallest output error. The layer divides its inputs by ``s``.
 
-Blocks of the model are done in order, each with the inputs that the ones before, which have integers already, give it.
+Blocks of the model are quantized in order, each with the inputs that the already quantized blocks before it produce.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Method = Literal["gptq", "awq", "nearest"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "nearest")
 _DAMPING = 0.01
 _SHRINKS = tuple(1 - 0.05 * step for step in range(9))
-"""Parts of a group's largest value that become its largest integer."""
+"""Fractions of a group's largest value to try as the largest integer."""
 _EXPONENTS = tuple(step / 10 for step in range(10))
 _COLUMNS = 128
-"""That GPTQ rounds before it tells the columns behind them."""
+"""Columns that GPTQ rounds before it updates those behind them."""
 
 
 class ScaledIntegerLinear(IntegerLinear):
-    """A layer whose weights were multiplied by ``factors`` [inputs], by which it divides its inputs."""
+    """A layer whose weights were multiplied by ``factors`` [inputs] and which divides its inputs by them."""
 
     factors: Tensor
 
@@ -57,8 +57,8 @@ class ScaledIntegerLinear(IntegerLinear):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """``errors``: of each layer's outputs on the text, relative to their norm. ``bytes_before``, ``bytes_after``: of
-    the weights that became integers."""
+    """``errors``: output error of each layer on the text, relative to the output norm. ``bytes_before``,
+    ``bytes_after``: of the quantized weights."""
 
     method: str
     bits: int
@@ -84,19 +84,19 @@ def quantize_calibrated(
     method: Method = "gptq",
     dtype: torch.dtype | None = None,
 ) -> CalibrationReport:
-    """Give the linear layers in the blocks of ``module`` integer weights, in place; embeddings and head stay.
+    """Quantize the linear layers in the blocks of ``module``, in place; embeddings and head are kept.
 
     Args:
         module: any model with repeated blocks.
-        batches: inputs of its forward: a tensor of token numbers [rows, tokens], a tuple or a dict each. Some thousand
-            tokens of text like that which it will see.
+        batches: inputs of its forward: each a tensor of token ids [rows, tokens], a tuple or a dict. A few thousand
+            tokens of representative text.
         bits: 8 or 4.
-        group_size: columns of a row with one scale: a multiple of 64 (8 bits) or 128 (4 bits).
-        method: "gptq", "awq", or "nearest", which needs the text for the report only.
-        dtype: of the layers' inputs and outputs; None: of their weights.
+        group_size: columns of a row per scale: a multiple of 64 (8 bits) or 128 (4 bits).
+        method: "gptq", "awq", or "nearest", which uses the text only for the report.
+        dtype: of the layers' inputs and outputs; None: the dtype of their weights.
 
     Raises:
-        ValueError: no batches, no linear layers in blocks, or sizes that are not possible.
+        ValueError: no batches, no linear layers in blocks, or invalid sizes.
     """
     given = list(batches)
     blocks = blocks_of(module)
@@ -134,8 +134,8 @@ def quantize_calibrated(
 
 @dataclass(eq=False, slots=True)
 class Moments:
-    """Moments of a layer's inputs: ``second`` fp32 [inputs, inputs], the sum of x x^T; ``absolute`` [inputs], of
-    |x|."""
+    """Moments of a layer's inputs x over all rows: ``second`` fp32 [inputs, inputs], the sum of x x^T; ``absolute``
+    [inputs], the sum of |x|."""
 
     second: Tensor
     absolute: Tensor
@@ -149,7 +149,7 @@ class Moments:
 
 
 class _BlockDone(Exception):
-    """The block has run: what comes after it is not needed."""
+    """Ends a forward once the block has run, as the rest is not needed."""
 
 
 def input_moments(
@@ -236,21 +236,21 @@ def _quantized(
 
 
 def _output_error(weight: Tensor, values: Tensor, second: Tensor) -> float:
-    """||(W - Q) X|| / ||W X||."""
+    """Return ||(W - Q) X|| / ||W X||."""
     difference = weight - values
     wrong = ((difference @ second) * difference).sum()
     return float((wrong.clamp(min=0) / ((weight @ second) * weight).sum().clamp(min=1e-30)).sqrt())
 
 
 def _largest(wide: Tensor, bits: int, group: int) -> Tensor:
-    """fp32 [outputs, groups]: the scale with which a group's largest value is the largest integer."""
+    """Return scales fp32 [outputs, groups] that map each group's largest value to the largest integer."""
     scales = wide.view(len(wide), -1, group).abs().amax(-1) / (2 ** (bits - 1) - 1)
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
 def _scales(wide: Tensor, importance: Tensor, bits: int, group: int) -> Tensor:
-    """[outputs, groups]: of a few parts of the largest value, the one with the least error, each column's weighted by
-    its inputs' squares."""
+    """Return scales [outputs, groups] with the least squared error among ``_SHRINKS`` of the largest value, columns
+    weighted by ``importance``, the sum of squares of their inputs."""
     largest = _largest(wide, bits, group)
     best, least = largest, torch.full_like(largest, torch.inf)
     weights = importance.view(1, -1, group)
@@ -270,7 +270,7 @@ def _levels(wide: Tensor, scales: Tensor, bits: int, group: int) -> Tensor:
 
 
 def _factors(wide: Tensor, second: Tensor, inputs: Moments, bits: int, group: int) -> Tensor:
-    """fp32 [columns]."""
+    """Return AWQ's column scales, fp32 [columns]."""
     mean = functional.pad(inputs.absolute / max(1, inputs.count), (0, wide.shape[1] - len(inputs.absolute)))
     mean = mean.clamp(min=1e-4 * float(mean.max()) + 1e-12)
     best, least = torch.ones_like(mean), float("inf")
@@ -287,11 +287,11 @@ def _factors(wide: Tensor, second: Tensor, inputs: Moments, bits: int, group: in
 
 
 def _gptq(wide: Tensor, second: Tensor, scales: Tensor, bits: int, group: int) -> Tensor:
-    """Integers [outputs, columns]."""
+    """Return GPTQ's integers [outputs, columns]."""
     most = 2 ** (bits - 1) - 1
     hessian = second.double()
     diagonal = hessian.diagonal()
-    diagonal += _DAMPING * float(diagonal.mean()) + 1e-12  # an input that is always 0 rounds alone
+    diagonal += _DAMPING * float(diagonal.mean()) + 1e-12  # keeps H invertible if an input is always 0
     order = diagonal.argsort(descending=True)
     left = wide[:, order].clone()
     columns_scale = scales.repeat_interleave(group, 1)[:, order]

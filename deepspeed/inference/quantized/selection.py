@@ -20,7 +20,7 @@ from deepspeed.transforms.weight_quantization.quantization import quantize_layer
 
 
 class QuantizedPart(IntegerLinear):
-    """The integers of a layer that ranks share, in the place of its weight."""
+    """The integer weight of a tensor-parallel layer, in place of its weight parameter."""
 
     @property
     def shape(self) -> torch.Size:
@@ -28,7 +28,7 @@ class QuantizedPart(IntegerLinear):
 
 
 def settings_of_integers(config: DeepSpeedInferenceConfig) -> list[str]:
-    """The given keys of ``quant`` that count with ``dtype="int8"`` alone."""
+    """Return the given keys of ``quant`` that only take effect with ``dtype="int8"``."""
     quant = config.quant
     given = sorted(quant.weight.model_fields_set & {"num_bits", "q_groups", "q_type"})
     activation = ["quant.activation"] if "activation" in quant.model_fields_set else []
@@ -38,9 +38,9 @@ def settings_of_integers(config: DeepSpeedInferenceConfig) -> list[str]:
 def quantize_as_configured(
     module: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype
 ) -> Iterator[str]:
-    """Change layers in place; a line for each thing done. ``dtype``: of activations.
+    """Quantize layers in place; yield a log line per change. ``dtype``: dtype of activations.
 
-    ValueError: settings are impossible, or fit no layer.
+    ValueError: settings are invalid, or fit no layer.
     """
     weight = config.quant.weight
     if (
@@ -84,7 +84,7 @@ def quantize_as_configured(
 
 
 def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> int:
-    """The same as ``quantize_linears`` for layers of which each rank has a part; how many were changed."""
+    """Quantize tensor-parallel layers as ``quantize_linears`` does whole ones; return how many were changed."""
     owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
     count = 0
     for layer in list(module.modules()):
@@ -105,8 +105,8 @@ def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype
 
 
 def give_six_bits(module: nn.Module) -> str:
-    """Linear layers store their weights as floating-point numbers of 6 bits (W6A16); weights that other layers have too
-    stay. Returns a line that says what was done."""
+    """Store the weights of linear layers as 6-bit floating-point numbers (W6A16), except weights shared with other
+    layers. Return a log line."""
     owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
     config = QuantizationConfig(q_bits=6, mantissa_bits=2)
     count = before = after = 0

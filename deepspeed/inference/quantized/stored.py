@@ -1,4 +1,4 @@
-"""Layers that keep the integers of a folder which another library quantized."""
+"""Layers that keep the integer weights of a checkpoint quantized by another library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
 
 
 def keep_integers(module: nn.Module, name: str, weight: GroupedIntegers) -> bool:
-    """Replace the linear layer that owns the parameter ``name`` by an `IntegerLinear` of these integers; its bias is
-    kept. Returns False if there is no such layer, or the kernels have no layout for such groups."""
+    """Replace the linear layer that owns the parameter ``name`` by an `IntegerLinear` with these integers and the same
+    bias. Return False if there is no such layer, or the kernels have no layout for these groups."""
     path, _, child = name.removesuffix(".weight").rpartition(".")
     try:
         parent = module.get_submodule(path)
@@ -33,8 +33,8 @@ def keep_integers(module: nn.Module, name: str, weight: GroupedIntegers) -> bool
 
 
 def quantized_matrix(weight: GroupedIntegers) -> QuantizedMatrix | None:
-    """Return the same values for the kernels, in 4 bits if these hold them, else in 8. None: the integers need more, or
-    the groups are not whole runs of columns."""
+    """Repack ``weight`` for the kernels, in 4 bits if its integers fit, else in 8. None: the integers need more bits,
+    or the groups are not whole runs of columns."""
     columns, count = weight.levels.shape[1], weight.scales.shape[1]
     size = -(-columns // count)
     if not torch.equal(weight.groups, torch.arange(columns) // size):

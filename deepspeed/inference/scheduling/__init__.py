@@ -1,1 +1,1 @@
-"""Choice of the requests and tokens of each forward: pure, without a model."""
+"""Scheduling of requests and tokens into forwards; pure, without a model."""

@@ -15,9 +15,9 @@ POOLINGS = ("last", "mean", "cls")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Grammar that an answer follows. ``kind``: "json_schema", "json_object", "regex", "choice" (a JSON list of texts)
-    or "grammar" (Lark); ``text``: the schema, expression, list or grammar. ``reasoning``: the beginning and the end of
-    free text in front of what follows the grammar, which is there if the beginning is; "": it has begun already."""
+    """Grammar of an answer. ``kind``: "json_schema", "json_object", "regex", "choice" (a JSON list of texts) or
+    "grammar" (Lark); ``text``: the schema, expression, list or grammar. ``reasoning``: start and end marker of optional
+    free text before the constrained part; start marker "": the reasoning has already begun."""
 
     kind: str
     text: str = ""
@@ -26,8 +26,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the model, before anything changes its logits, and the likeliest tokens at its
-    place as (token, log-probability), the likeliest first."""
+    """Log-probability of a token under the model's unprocessed logits, and the most likely tokens at its position as
+    (token, log-probability), most likely first."""
 
     token: int
     value: float
@@ -36,35 +36,36 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. The names and meanings are those of Transformers'
-    generation, and of OpenAI's interface where that has none.
+    """Sampling parameters of one request. Names and meanings follow Transformers' generation, and OpenAI's API for what
+    that lacks.
 
     Args:
-        max_new_tokens: at most so many; 0: the prompt is computed, and nothing follows.
-        min_new_tokens: none of ``stop_token_ids`` before so many.
-        temperature: 0: the most probable token; else (1e-6 to 1e6) logits are divided by it and the token is drawn.
-        top_k: only the so many most probable; 0: all.
-        top_p: only the most probable that together have this probability.
-        min_p: only those with at least this part of the highest probability.
+        max_new_tokens: most new tokens; 0: compute the prompt only.
+        min_new_tokens: no ``stop_token_ids`` before this many new tokens.
+        temperature: 0: greedy; else (1e-6 to 1e6) logits are divided by it and the token is drawn.
+        top_k: draw from this many most likely tokens; 0: all.
+        top_p: draw from the most likely tokens whose probabilities add up to this.
+        min_p: draw from tokens with at least this fraction of the highest probability.
         repetition_penalty: logits of tokens seen before are divided (negative ones multiplied) by it; 1e-3 to 1e3.
-        presence_penalty: subtracted from the logits of tokens of the answer; -2 to 2.
-        frequency_penalty: subtracted from the logits of tokens of the answer as often as they occurred; -2 to 2.
+        presence_penalty: subtracted from the logits of tokens in the answer; -2 to 2.
+        frequency_penalty: subtracted from the logits of tokens in the answer, once per occurrence; -2 to 2.
         logit_bias: (token, value) pairs, added to the logits.
         allowed_token_ids: only these; None: all.
-        bad_words: sequences of tokens that do not occur in the answer.
+        bad_words: token sequences that must not occur in the answer.
         constraint: the grammar of the answer.
         stop_token_ids: tokens that end the sequence; the token is part of the result.
-        seed: of this request's draws, which depend on nothing else: not on what is computed beside it.
-        logprobs: also return the logarithm of each token's probability, before all of the above.
-        top_logprobs: with ``logprobs``, also those of so many of the likeliest tokens.
-        prompt_logprobs: also return those of the prompt's tokens. Its keys and values are then computed, not shared.
+        seed: of this request's draws, which depend on nothing else, in particular not on the rest of the batch.
+        logprobs: also return each token's log-probability, before all of the above.
+        top_logprobs: with ``logprobs``, also those of this many most likely tokens.
+        prompt_logprobs: also return those of the prompt's tokens. The prompt is then computed, not taken from the
+            cache.
         pooling: return one vector instead of tokens: the last hidden state of the prompt's "last" token, of its first
             ("cls"), or the "mean" of all. Needs ``max_new_tokens=0``.
-        adapter: that the model is run with (`inference/model/low_rank.py`).
-        priority: under the scheduler's policy "priority", requests with a lower value are served first.
+        adapter: LoRA adapter to run the model with (`inference/model/low_rank.py`).
+        priority: under the scheduler's policy "priority", lower values are served first.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
 
     max_new_tokens: int = 20
@@ -114,17 +115,17 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """True: the likeliest token by the model's own logits is taken."""
+        """True: greedy decoding of the model's own logits."""
         return self.temperature == 0 and not self.changes_logits
 
     @property
     def has_penalties(self) -> bool:
-        """True: logits change with the tokens before."""
+        """True: logits depend on earlier tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def changes_logits(self) -> bool:
-        """True: logits are changed other than by the filters of draws."""
+        """True: logits are changed other than by the sampling filters."""
         excludes = self.bad_words or self.min_new_tokens or self.has_masks
         return bool(self.has_penalties or self.logit_bias or excludes)
 
@@ -135,15 +136,15 @@ class SamplingParams:
 
     @property
     def tokens(self) -> Iterator[int]:
-        """The token ids that are named anywhere."""
+        """All token ids that the parameters mention."""
         yield from (token for token, _ in self.logit_bias)
         yield from self.allowed_token_ids or ()
         yield from (token for word in self.bad_words for token in word)
 
 
 class State(Enum):
-    """WAITING: has no blocks, as it is new or had to give them up. RUNNING: has blocks. FINISHED: has none and will
-    get no further tokens."""
+    """WAITING: has no blocks, being new or preempted. RUNNING: has blocks. FINISHED: has no blocks and gets no further
+    tokens."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -152,13 +153,12 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what has been generated after it.
+    """A prompt and the tokens generated after it.
 
-    ``tokens``: both. ``computed``: of so many, keys and values are in the cache. ``logprobs``: of the new tokens;
-    ``prompt_logprobs``: of the prompt's but the first, which nothing predicts; where they are asked for. ``pooled``:
-    the vector that ``params.pooling`` asks for, in fp32; a sum of all hidden states so far, until it is finished.
-    ``reason``,
-    once finished: "stop" (one of the stop tokens), "length" or "cancelled".
+    ``tokens``: prompt and answer. ``computed``: how many of these have cached keys and values. ``logprobs``: of new
+    tokens; ``prompt_logprobs``: of the prompt's except the first, which nothing predicts; both if asked for.
+    ``pooled``: the fp32 vector for ``params.pooling``; until finished, a running sum of hidden states. ``reason``, once
+    finished: "stop" (a stop token), "length" or "cancelled".
     """
 
     id: int
@@ -170,10 +170,10 @@ class Request:
     pooled: Any = None
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
-    shared: int = 0  # tokens whose keys and values were found in the cache, in the last admission
+    shared: int = 0  # tokens found in the prefix cache at the last admission
     preemptions: int = 0
-    rejected_drafts: int = 0  # proposals in a row of which no token was accepted
-    draft_backoff: int = 0  # forwards without a proposal from now on
+    rejected_drafts: int = 0  # consecutive proposals without an accepted token
+    draft_backoff: int = 0  # forwards to skip before the next proposal
     state: State = State.WAITING
     reason: str | None = None
 
@@ -185,8 +185,8 @@ class Request:
 
     @property
     def computes_prompt(self) -> bool:
-        """Return whether logits or hidden states of the whole prompt are needed, so that none of it may come from
-        the cache."""
+        """Return whether logits or hidden states of the whole prompt are needed, so that it must not come from the
+        prefix cache."""
         if self.params.pooling in ("mean", "cls"):
             return True
         return self.params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
@@ -197,20 +197,20 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that are known but not computed: 1 while it generates."""
+        """Tokens known but not yet computed: 1 while decoding."""
         return len(self.tokens) - self.computed
 
     @property
     def limit(self) -> int:
-        """Tokens of the longest result."""
+        """Length of the longest possible result, in tokens."""
         return len(self.prompt) + self.params.max_new_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of a request from position ``start``, which one forward computes. ``is_last``: they reach the
-    end of what is known, so that a token follows. ``proposed``: computed behind them, as guesses; ``accepted`` of
-    these have become tokens of the request."""
+    """``count`` tokens of a request from position ``start``, computed by one forward. ``is_last``: they reach the last
+    known token, so the forward yields a next token. ``proposed``: draft tokens computed after them, of which
+    ``accepted`` have become tokens of the request."""
 
     request: Request
     start: int
@@ -224,12 +224,12 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Tokens that the forward computes."""
+        """Number of tokens that the forward computes."""
         return self.count + len(self.proposed)
 
     def accept(self, token: int) -> bool:
-        """Keep ``token``, which was chosen to follow, if it is the one proposed and does not end the request. Returns
-        whether it was kept: then what follows it is computed too."""
+        """Keep ``token``, sampled by the model, if it equals the draft token and does not end the request. Return
+        whether it was kept: then the logits after it are valid too."""
         request, expected = self.request, self.proposed[self.accepted : self.accepted + 1]
         if list(expected) != [token] or token in request.params.stop_token_ids:
             return False

@@ -1,27 +1,26 @@
-"""Scheduler of tokens: chooses those that the next forward computes.
+"""Scheduler: chooses the tokens that the next forward computes.
 
-Dynamic SplitFuse (C. Holmes et al.: DeepSpeed-FastGen, 2024): each forward has the same number of tokens as far as work
-is there. Every request that generates gets its one token first; what is left of the budget goes to prompts, the longest
-of which are cut into chunks and the last of which fills the budget exactly. So a long prompt delays nobody's next token
-by more than one forward of constant size.
+Dynamic SplitFuse (C. Holmes et al.: DeepSpeed-FastGen, 2024): every forward has the same number of tokens while there
+is enough work. Each decoding request gets its one token first; the rest of the budget goes to prompts, which are cut
+into chunks so that the last one fills the budget exactly. A long prompt therefore delays a decoding request by at most
+one forward of constant size per token.
 
-Prompts are served in the order of their arrival, but for those that are *much shorter* than one before them: they go
-first, so that a short prompt does not wait for all of a long one. What they take is bounded by a token bucket: of what
-the budgets leave for prompts, a part ``short_share`` is put into the bucket, which holds no more than one budget, and
-who overtakes pays from it. Over any number of forwards, those who are overtaken get the other part but for one budget,
-so nobody starves; a single short prompt mostly finds the bucket full, and has a forward of its own. Nobody overtakes
-into the blocks, or the place among ``max_sequences``, that the first of those that wait needs.
+Prompts are served in arrival order, except that prompts *much shorter* than an earlier one overtake it, so that they
+need not wait for all of a long one. A token bucket bounds what they take: the fraction ``short_share`` of each prefill
+budget is added to the bucket, which holds at most one budget, and overtaking prompts draw on it. Over any number of
+forwards, overtaken prompts get at least the rest of the prefill budget less one budget, so none starves; a single
+short prompt usually finds the bucket full, and is computed in one forward. An overtaking prompt never takes the blocks,
+or the place among ``max_sequences``, that the first waiting request needs.
 
-A request that finds no block for its next token takes those of the request that arrived last (*preemption*), which
-starts anew later: with what it has generated, and with what of its blocks is still in the cache.
+A request that finds no block for its next token preempts the latest arrival (*preemption*) and takes its blocks. The
+preempted request is recomputed later, from the tokens generated so far and the blocks left in the prefix cache.
 
-With `speculation.py`, proposed tokens fill what a forward and the cache have left then: they delay no prompt and
-preempt nobody.
+With `speculation.py`, draft tokens fill what is left of the forward and the cache: they delay no prompt and preempt no
+request.
 
-With the policy "priority", requests of a lower ``priority`` value come before all of a higher one in each of these
-orders, and those of one value by their arrival. So prompts overtake only those of their own value, those of the highest
-value are preempted first, and while more urgent ones keep coming they wait without bound. A request that runs does not
-lose its place to a more urgent one that waits.
+With the policy "priority", each of these orders is by ``priority`` value, lowest first, then by arrival. Prompts thus
+overtake only prompts of their own value, the highest value is preempted first, and it may starve while more urgent
+requests keep coming. A running request is not preempted for a more urgent waiting one.
 """
 
 from __future__ import annotations
@@ -38,22 +37,20 @@ from deepspeed.inference.scheduling.speculation import Proposer
 POLICIES = ("fcfs", "priority")
 
 _MUCH_SHORTER = 4
-"""A prompt overtakes those that have so many times as many tokens left: who is overtaken is late by a small part of
-what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
-help neither."""
+"""Prompts overtake those with at least this many times their remaining tokens: it delays a long prompt by little of its
+own time. Prompts of similar length are not interleaved, which would delay the first and speed up neither."""
 
 _MAX_DRAFT_BACKOFF = 15
-"""After proposals in vain a request goes without for 1, 3, 7 and at most 15 forwards: where little repeats, what is
-rejected then costs little."""
+"""Longest backoff: after rejected proposals a request gets none for 1, 3, 7, then at most 15 forwards, so that text
+with little repetition costs little."""
 
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Counts of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer
-    although requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: those that
-    sequences had when they were started, of which the prefix cache had ``shared_tokens``. ``overtaking_tokens``: of
-    short prompts, before the turn that their arrival gave them. ``drafts``: of one or more of the
-    ``proposed_tokens``, of which ``accepted_tokens`` were kept."""
+    """Counts over all forwards. ``full``: forwards that fill the budget; ``short``: those that do not although requests
+    wait (for blocks or for ``max_sequences``). ``looked_up_tokens``: tokens of admitted sequences, of which the prefix
+    cache had ``shared_tokens``. ``overtaking_tokens``: computed for short prompts ahead of their arrival order.
+    ``drafts``: chunks with draft tokens; there were ``proposed_tokens``, of which ``accepted_tokens`` were kept."""
 
     forwards: int = 0
     tokens: int = 0
@@ -72,14 +69,14 @@ class Scheduler:
     """Chooses the tokens of each forward, and reserves their blocks.
 
     Args:
-        blocks: of the cache; the scheduler alone changes the tables of its requests.
-        token_budget: tokens of one forward.
-        max_sequences: requests that have blocks at the same time; at most ``token_budget``.
-        max_length: tokens of the longest request, prompt included; None: what the cache holds.
-        short_share: the part of what is left for prompts with which short ones may overtake long ones, 0 to below 1; 0:
-            strictly in the order of arrival.
+        blocks: block manager of the cache; only the scheduler changes the tables of its requests.
+        token_budget: most tokens per forward.
+        max_sequences: most requests that hold blocks at a time; at most ``token_budget``.
+        max_length: longest request in tokens, prompt included; None: what the cache holds.
+        short_share: fraction of the prefill budget with which short prompts may overtake long ones, 0 to below 1; 0:
+            strict arrival order.
         policy: "fcfs": by arrival; "priority": by ``SamplingParams.priority``, then by arrival.
-        speculation: proposes tokens for what a forward has left; None: nobody does.
+        speculation: proposes draft tokens for the rest of a forward; None: no speculation.
     """
 
     def __init__(
@@ -131,7 +128,7 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError if ``request`` could become longer than is possible."""
+        """Raise ValueError if ``request`` could exceed the longest possible length."""
         if request.limit > self.max_length:
             raise ValueError(
                 f"request {request.id}: {len(request.prompt)} tokens and up to {request.params.max_new_tokens} new "
@@ -139,7 +136,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Let ``request`` wait. ValueError: it could become longer than is possible, or ids do not ascend."""
+        """Enqueue ``request``. ValueError: it could exceed the longest possible length, or ids do not ascend."""
         self.check(request)
         if request.id <= self._last_id:
             raise ValueError(f"request {request.id} after request {self._last_id}: ids ascend")
@@ -147,20 +144,20 @@ class Scheduler:
         insort(self._waiting, request, key=self._sort_key)
 
     def cancel(self, request: Request) -> None:
-        """Give ``request`` no further tokens; does nothing if it is finished. ValueError: it was never added."""
+        """Finish ``request`` without further tokens; no-op if it is finished. ValueError: it was never added."""
         if request.state is not State.FINISHED:
             self._finish(request, "cancelled")
 
     def schedule(self, max_with_drafts: int | None = None) -> list[Chunk]:
         """Return the chunks of the next forward, at most ``token_budget`` tokens, and reserve their blocks; empty only
-        without work. ``complete`` has to follow before the next call. ``max_with_drafts``: a forward is
-        filled up with draft tokens only to this many; None: to the budget."""
+        without work. Call ``complete`` before the next call. ``max_with_drafts``: size up to which draft tokens may
+        fill the forward; None: the budget."""
         self._restart_grown()
         chunks = list(self._decode_chunks())
         budget = self.token_budget - len(chunks)
         self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
         chunks += self._prefill_chunks(budget)
-        while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can go on
+        while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can make progress
             self._preempt(self._running[-1])
             chunks = self._prefill_chunks(budget)
         if self.speculation is not None:
@@ -171,8 +168,8 @@ class Scheduler:
         return chunks
 
     def complete(self, chunks: Sequence[Chunk], tokens: Mapping[int, int]) -> list[Request]:
-        """Record that the forward of ``chunks`` is done. ``tokens``: by id of each request with its last chunk in it,
-        the next token, after those that the chunk accepted. Returns the requests that are finished."""
+        """Record the finished forward of ``chunks``. ``tokens``: by id of each request whose last chunk was in it, the
+        next token, after the accepted draft tokens. Return the finished requests."""
         finished = []
         for chunk in chunks:
             request = chunk.request
@@ -198,19 +195,19 @@ class Scheduler:
     # -------------------------------------------------------------------------------------- parts of schedule
 
     def _restart_grown(self) -> None:
-        """Compute requests again whose RoPE frequencies change at their new length (dynamic and long-rope scaling)."""
+        """Restart requests whose RoPE frequencies change at their new length (longrope), to recompute them."""
         for request in self.running:
             if self.blocks.span(len(request.tokens)) != request.table.span:
                 self._restart(request)
 
     def _decode_chunks(self) -> Iterator[Chunk]:
-        """Yield one token for each that generates. Those preempted for it come later: they are not scheduled yet."""
+        """Yield one token per decoding request. Preemption takes later ones, which have not been yielded yet."""
         for request in self.running:
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
                 yield Chunk(request, request.computed, 1)
 
     def _propose(self, speculation: Proposer, chunks: Sequence[Chunk], most: int) -> None:
-        """Add proposed tokens to the last chunks of requests, up to ``most`` tokens in all, where blocks are free."""
+        """Add draft tokens to the last chunks of requests, up to ``most`` tokens in total, where blocks are free."""
         asked: list[tuple[Chunk, int]] = []
         for chunk in chunks:
             request, known = chunk.request, len(chunk.request.tokens)
@@ -231,9 +228,9 @@ class Scheduler:
 
     def _add_proposed(self, chunk: Chunk, tokens: Sequence[int]) -> None:
         request, known = chunk.request, len(chunk.request.tokens)
-        room = self.blocks.room(request.table) - known  # others have taken blocks meanwhile
+        room = self.blocks.room(request.table) - known  # other requests' drafts may have taken blocks
         tokens = tokens[: max(0, room)]
-        # Past a length where rotations change, they would be computed otherwise than they are chosen.
+        # Beyond a length where rotations change, they would be computed differently than they were proposed.
         if not tokens or self.blocks.span(known + len(tokens)) != request.table.span:
             return
         self.blocks.reserve(request.table, known + len(tokens))
@@ -242,7 +239,7 @@ class Scheduler:
         self.counts.proposed_tokens += len(tokens)
 
     def _make_room(self, request: Request) -> bool:
-        """Reserve room for one more token, by preemption where needed. Returns False if ``request`` was preempted."""
+        """Reserve room for one more token, by preemption if needed. Return False if ``request`` was preempted."""
         while not self.blocks.reserve(request.table, request.computed + 1):
             victim = self._running[-1]
             self._preempt(victim)
@@ -251,17 +248,17 @@ class Scheduler:
         return True
 
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
-        """Schedule prompts in their order, and before each those that overtake it. One chunk per request: a longer one
-        replaces it where its own turn adds to what it overtook with."""
+        """Schedule prompts in order, each after the prompts that overtake it. One chunk per request: when the turn of
+        a prompt that overtook comes, a longer chunk replaces its first one."""
         prompts = [request for request in self._running if request.pending > 1]
-        if len(self._running) < self.max_sequences:  # else none of those that wait can begin
+        if len(self._running) < self.max_sequences:  # otherwise no waiting request can be admitted
             prompts += self._waiting
         prompts.sort(key=self._sort_key)
         shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by priority
         for request in sorted(prompts, key=_length):
             shortest[self._priority(request)].append(request)
         chunks: dict[int, Chunk] = {}
-        blocked = False  # one has to wait for blocks: those after it leave it what becomes free
+        blocked = False  # a request waits for blocks: later ones must leave it the blocks that are freed
         for request in prompts:
             if request.id in chunks and chunks[request.id].is_last:
                 continue
@@ -277,15 +274,15 @@ class Scheduler:
     def _overtaking(
         self, request: Request, shortest: deque[Request], budget: int, chunks: dict[int, Chunk]
     ) -> int:
-        """Schedule prompts that overtake ``request``, the shortest first, and return their tokens. ``shortest``:
-        those of its priority that have not been looked at."""
+        """Schedule prompts that overtake ``request``, shortest first, and return their number of tokens. ``shortest``:
+        the prompts of its priority not considered yet."""
         taken = 0
         while shortest and shortest[0].pending * _MUCH_SHORTER <= request.pending:
             allowed = min(budget - taken, int(self._credit))
             if not allowed:
                 break
             early = shortest.popleft()
-            if early.id in chunks:  # by its own turn
+            if early.id in chunks:  # scheduled in its own turn
                 continue
             count = self._serve(early, allowed, chunks)
             if early.state is State.WAITING:
@@ -296,8 +293,8 @@ class Scheduler:
         return taken
 
     def _serve(self, request: Request, budget: int, chunks: dict[int, Chunk]) -> int:
-        """Add up to ``budget`` tokens to this forward, in place of the request's chunk so far, if it is started or can
-        be. Returns how many."""
+        """Add up to ``budget`` tokens of ``request`` to this forward, extending its chunk if it has one, and admit it
+        if needed. Return how many were added."""
         if request.state is State.WAITING and not self._admit(request):
             return 0
         before = chunks[request.id].count if request.id in chunks else 0
@@ -315,9 +312,9 @@ class Scheduler:
         return Chunk(request, start, count)
 
     def _admit(self, request: Request) -> bool:
-        """Start ``request`` if the pool can hold all of its tokens, all tokens of the running requests, and one more
-        block for each of these: otherwise one would be preempted at once. A request that overtakes also leaves room
-        for the first waiting one. Returns whether it was started."""
+        """Admit ``request`` if the pool has blocks for all of its tokens, all tokens of the running requests, and one
+        more block for each of these: otherwise one would be preempted at once. An overtaking request also leaves room
+        for the first waiting one. Return whether it was admitted."""
         coming = [request]
         if self._waiting[0] is not request:
             coming.append(self._waiting[0])
@@ -339,7 +336,7 @@ class Scheduler:
         return True
 
     def _needed(self, request: Request) -> int:
-        """Return how many free blocks starting ``request`` would take."""
+        """Return the number of free blocks that admitting ``request`` would take."""
         shared = (
             0 if request.computes_prompt else self.blocks.found_in_use(request.tokens, request.table.adapter)
         )

@@ -1,11 +1,11 @@
-"""Speculative decoding: cheap guesses of the next tokens, which the forward that computes the next token verifies.
-Pure; `generation/draft.py` has the guesses of a draft model.
+"""Speculative decoding: cheap guesses of the next tokens, verified by the forward that computes the next token.
+Pure; `generation/draft.py` has the draft model.
 
-The model's own choice decides: a proposed token is accepted where exactly it is chosen, greedily or by a draw, after
-the tokens before it. For proposals without probabilities of their own this is the rejection sampling of Y. Leviathan et
-al.: Fast inference from transformers via speculative decoding, 2023: a draw from p accepts token x with the
-probability p(x), and what is drawn instead follows p without x. So requests get the tokens that they would get anyway,
-those with a seed too.
+The model's own choice decides: a draft token is accepted exactly where the model, greedily or by a draw, chooses it
+after the tokens before it. For proposals without probabilities this is the rejection sampling of Y. Leviathan et al.:
+Fast inference from transformers via speculative decoding, 2023: a draw from p accepts token x with probability p(x),
+and a rejected draw follows p without x. So requests get the same tokens as without speculation, including those with a
+seed.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),
 }
-"""Fields of a config by its method, beside those of every config."""
+"""Config fields per method, in addition to the common ones."""
 
 _USUAL_LENGTH = 5
 
 
 class Proposer(Protocol):
-    """Guesses tokens. The ranks of one model, with the same requests, get the same guesses."""
+    """Proposes draft tokens. Ranks of one model, given the same requests, must get the same proposals."""
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes that it keeps of each token in the model's cache."""
+        """Return the bytes kept per token of the model's cache."""
         ...
 
     def start(self, vocab_size: int, tokens: int) -> None:
-        """Serve a model of ``vocab_size`` whose cache holds ``tokens``. ValueError: it cannot for this model."""
+        """Prepare for a model of ``vocab_size`` whose cache holds ``tokens``. ValueError: unsuitable for the model."""
         ...
 
     def propose(self, rooms: Sequence[tuple[Request, int]], total: int) -> list[list[int]]:
-        """Return the tokens that may follow those of each request: up to the number beside it, ``total`` in all."""
+        """Return draft tokens per request: at most the number paired with it, and at most ``total`` in all."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request that has ended or was preempted."""
+        """Drop the state of a request that has ended or was preempted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Settings of ``--speculative-config``, by vLLM's names. ``model``: the folder of the draft model.
+    """Settings of ``--speculative-config``, with vLLM's names. ``model``: folder of the draft model.
 
-    ValueError: a value is out of its range.
+    ValueError: a value is out of range.
     """
 
     method: str
@@ -71,7 +71,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, text: str) -> SpeculativeConfig:
-        """Read a JSON object; "model" alone stands for the method "draft_model". ValueError: it is not such."""
+        """Parse a JSON object; "model" alone implies the method "draft_model". ValueError: invalid."""
         try:
             given: Any = json.loads(text)
         except ValueError as error:
@@ -99,23 +99,23 @@ class SpeculativeConfig:
 
 
 class NgramProposer:
-    """Proposes ``count`` tokens: those after the last place at which the sequence has its last ``longest`` tokens
-    before, or as many of them as possible, down to ``shortest`` (A. Saxena: Prompt lookup decoding, 2023)."""
+    """Proposes up to ``count`` tokens: those that followed the latest earlier occurrence of the sequence's last
+    ``longest`` tokens, or of as many as match, down to ``shortest`` (A. Saxena: Prompt lookup decoding, 2023)."""
 
     token_bytes = 0
 
     def __init__(self, count: int, longest: int = _USUAL_LENGTH, shortest: int = _USUAL_LENGTH) -> None:
-        SpeculativeConfig("ngram", count, None, longest, shortest)  # checks them
+        SpeculativeConfig("ngram", count, None, longest, shortest)  # validates the values
         self.count, self.longest, self.shortest = count, longest, shortest
         self._texts: dict[
             Request, str
         ] = {}  # tokens as characters, searched a hundred times faster than a list
 
     def start(self, vocab_size: int, tokens: int) -> None:
-        """Texts that repeat are found whatever the model."""
+        """No-op: prompt lookup works for any model."""
 
     def propose(self, rooms: Sequence[tuple[Request, int]], total: int) -> list[list[int]]:
-        """See ``Proposer``; none where nothing repeats."""
+        """See ``Proposer``; empty without a repetition."""
         made = []
         for request, room in rooms:
             made.append(self._following(request, min(self.count, room, total)))
@@ -134,6 +134,6 @@ class NgramProposer:
             at = text.rfind(text[-length:], 0, -1)
             if at >= 0:
                 period = len(text) - length - at
-                found = tokens[-period:]  # goes on for ever if the text ends as it began to repeat
+                found = tokens[-period:]  # cycles if the match overlaps the end of the text
                 return [found[index % period] for index in range(most)]
         return []

@@ -1,1 +1,1 @@
-"""Serving: many clients of one generator, as text, over HTTP."""
+"""Serving: one generator behind an HTTP server for many clients."""

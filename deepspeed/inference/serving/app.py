@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from deepspeed.inference.serving.handling import (
     unauthorized,
     unless_gone,
 )
-from deepspeed.inference.serving.models import ModelError, Models
+from deepspeed.inference.serving.models import ModelError, Models, ServedModel
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.protocol import (
     Answer,
@@ -39,12 +39,12 @@ from deepspeed.inference.serving.protocol import (
 )
 from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.routes.adapters import add_adapter_routes
-from deepspeed.inference.serving.routes.embeddings import Embedder, add_embedding_routes
+from deepspeed.inference.serving.routes.embeddings import add_embedding_routes
 from deepspeed.inference.serving.routes.scores import add_score_routes
 from deepspeed.inference.serving.routes.texts import add_text_routes
 from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
-from deepspeed.inference.serving.service import ClosedError, Service
+from deepspeed.inference.serving.service import ClosedError, Service, Services
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
@@ -58,17 +58,14 @@ _END = 24
 """Tokens of a prompt's end that tell whether it opens or closes reasoning."""
 
 
-def make_app(
-    service: Service, tokenizer: Tokenizer, settings: ServerSettings, models: Models | None = None
-) -> FastAPI:
-    """The application; whoever runs it starts and closes ``service``. ``models``: with its adapters, if there are
-    any."""
+def make_app(models: Models, settings: ServerSettings) -> FastAPI:
+    """The application; whoever runs it starts and closes ``models.services``."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    intake, models = Intake(settings, service), models or Models(settings.model, settings.max_length)
-    server = _Server(service, tokenizer, settings, intake, models)
+    intake = Intake(settings, models.services)
+    server = _Server(intake, models)
     _add_middleware(app, settings)
 
-    _add_health_routes(app, service, settings.model)
+    _add_health_routes(app, models)
 
     @app.get("/v1/models")
     async def listed(request: Request) -> Response:
@@ -80,10 +77,7 @@ def make_app(
     async def model(request: Request, name: str) -> Response:
         if not intake.authorize(request):
             return unauthorized()
-        try:
-            return JSONResponse(models.one(name))
-        except ModelError as problem:
-            return refusal_of(problem)
+        return JSONResponse(models.one(name))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -95,12 +89,15 @@ def make_app(
 
     _add_response_routes(app, intake, server)
     add_adapter_routes(app, intake, models)
-    embedder = Embedder(service, intake, models, tokenizer)
-    add_embedding_routes(app, intake, embedder)
-    add_score_routes(app, intake, embedder)
-    add_text_routes(app, intake, models, tokenizer, settings.max_length)
-    if settings.encode_pair is None:
-        _add_page(app, bool(tokenizer.template))
+    add_embedding_routes(app, intake, models)
+    add_score_routes(app, intake, models)
+    add_text_routes(app, intake, models)
+    if any(each["type"] in ("chat", "language") for each in models.described()):
+        _add_page(app)
+
+    @app.exception_handler(ModelError)
+    async def no_model(_: Request, problem: ModelError) -> Response:
+        return refusal_of(problem)
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, problem: HTTPException) -> Response:
@@ -110,24 +107,26 @@ def make_app(
     return app
 
 
-def _add_health_routes(app: FastAPI, service: Service, model: str) -> None:
-    def condition(good: bool) -> Response:
-        why = {} if service.failure is None else {"error": str(service.failure)}
+def _add_health_routes(app: FastAPI, models: Models) -> None:
+    """``?model=name``: of one model; else of all together."""
+
+    def condition(request: Request, is_good: Callable[[Service | Services], bool]) -> Response:
+        name = request.query_params.get("model")
+        asked = models.services if name is None else models.find(name)[0].service
+        good, why = is_good(asked), {} if asked.failure is None else {"error": str(asked.failure)}
         return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
 
     @app.get("/health")
-    async def health() -> Response:
-        return condition(service.failure is None)
+    async def health(request: Request) -> Response:
+        return condition(request, lambda asked: asked.failure is None)
 
     @app.get("/ready")
-    async def ready() -> Response:
-        return condition(service.healthy)
+    async def ready(request: Request) -> Response:
+        return condition(request, lambda asked: asked.healthy)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(
-            service.metrics.text(service.state(), model), media_type="text/plain; version=0.0.4"
-        )
+        return PlainTextResponse(models.services.metrics(), media_type="text/plain; version=0.0.4")
 
 
 def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
@@ -143,10 +142,10 @@ def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
         )
 
 
-def _add_page(app: FastAPI, chats: bool) -> None:
-    """Serve a page to try the model. It has no secrets: who asks a model there gives the token."""
+def _add_page(app: FastAPI) -> None:
+    """Serve a page to try the models. It has no secrets: who asks a model there gives the token, and only then sees
+    the names."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    text = text if chats else text.replace("const CHAT = true;", "const CHAT = false;")
     headers = {
         "Content-Security-Policy": policy_of(text),
         "X-Content-Type-Options": "nosniff",
@@ -202,15 +201,9 @@ class _ThisMachineOnly:
 
 @dataclass(eq=False)
 class _Server:
-    service: Service
-    tokenizer: Tokenizer
-    settings: ServerSettings
     intake: Intake
     models: Models
-
-    def __post_init__(self) -> None:
-        self.store = ResponseStore()
-        self._special_ids = {text: token for token, text in self.tokenizer.specials.items()}
+    store: ResponseStore = field(default_factory=ResponseStore)
 
     async def answer(self, request: Request, kind: Any) -> Response:
         begun = await self.intake.take(request, partial(self._begin, kind))
@@ -229,107 +222,16 @@ class _Server:
         return self._submitted(protocol.parse(kind, body), loop)
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
-        adapter = self.models.find(request.model)
-        response, model = None, request.model or self.models.name
+        model, adapter = self.models.find(request.model)
+        response, name = None, request.model or model.name
         if isinstance(request, ResponsesRequest):
             given = request
             request, messages = chat_of(given, self.store)
-            response = ResponseAnswer(given, model, messages)
-        choices, form = self._choices(request, adapter)
-        sequences = self._submit(choices, request, loop, form)
+            response = ResponseAnswer(given, name, messages)
+        choices, form = _choices(model, request, adapter)
+        sequences = _submit(model, choices, request, loop, form)
         counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), model, response)
-
-    def _choices(self, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
-        settings, made, form = self.settings, [], None
-        if isinstance(request, ChatRequest):
-            self._check_count(1, request.n)
-            tokens, form = self._chat(request)
-            prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
-        else:
-            given = protocol.prompts_of(request)
-            self._check_count(len(given), request.n)
-            # One by one: those after the first that does not fit are not tokenized.
-            prompts = (self._tokens(each, request) for each in given)
-        shared = {**sampling_of(request, self.tokenizer.words), "adapter": adapter}
-        if form is not None:
-            shared["constraint"] = form.constraint(shared["constraint"], self._special_ids)
-        for prefix, tokens in prompts:
-            room = settings.max_length - len(tokens)
-            for index in range(request.n):
-                params = protocol.params_of(
-                    request, index, room, settings.default_tokens, settings.stop_token_ids, shared
-                )
-                made.append(Choice(len(made), tokens, params, prefix))
-        return made, form
-
-    def _chat(self, request: ChatRequest) -> tuple[list[int], AnswerForm]:
-        """Return the tokens of a chat, and how its answers are read."""
-        use, own = tools_of(request), protocol.own_template_of(request, self.settings.trust_templates)
-        arguments = {
-            **protocol.template_of(request),
-            **own,
-            **({"tools": list(use.given)} if use.given else {}),
-        }
-        messages = protocol.messages_of(request)
-        begun = messages[-1]["content"] if arguments.get("continue_final_message") else ""
-        tokens = self.tokenizer.chat(messages, arguments)
-        specials, known = list(self._special_ids), self.tokenizer.specials
-        end = "".join(known.get(token) or self.tokenizer.decode([token]) for token in tokens[-_END:])
-        return tokens, answer_form(self.settings.formats, use, end, specials, begun)
-
-    def _check_count(self, prompts: int, n: int) -> None:
-        """RequestError: more sequences than are ever served at one time."""
-        most = self.service.max_requests
-        if prompts * n > most:
-            raise RequestError(
-                f"prompts: {prompts}, n: {n}; their product is at most {most}, the sequences served at one time "
-                "(--max-requests)",
-                "n" if prompts <= most else "prompt",
-            )
-
-    def _tokens(self, prompt: str | list[int], request: CompletionRequest) -> tuple[str, list[int]]:
-        """Return the text to repeat, and the tokens."""
-        whole = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not whole:
-            raise RequestError("the prompt is empty", "prompt")
-        tokens = _cut(whole, request.truncate_prompt_tokens)
-        if not request.echo:
-            return "", tokens
-        if isinstance(prompt, str) and tokens is whole:
-            return prompt, tokens
-        return self.tokenizer.decode(tokens), tokens
-
-    def _submit(
-        self,
-        choices: Sequence[Choice],
-        request: Any,
-        loop: asyncio.AbstractEventLoop,
-        form: AnswerForm | None,
-    ) -> list[RunningAnswer]:
-        """All or none."""
-        self.service.check_room(len(choices))
-        made, stops, ids = [], protocol.stops_of(request), self._special_ids
-        marked = () if form is None else form.markers
-        shown = {ids[mark] for mark in (marked if request.skip_special_tokens else ids) if mark in ids}
-        try:
-            for choice in choices:
-                before = choice.prompt[-ECHOED:] if choice.prefix else ()
-                text = TextStream(
-                    self.tokenizer.decode,
-                    stops,
-                    specials=self.tokenizer.specials,
-                    before=before,
-                    include_stop=request.include_stop_str_in_output,
-                    shown=shown,
-                )
-                parser = None if form is None else form.parser()
-                made.append(RunningAnswer(self.service, choice, text, loop, parser))
-        except BaseException:
-            for each in made:
-                each.cancel()
-            raise
-        return made
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), name, response)
 
     async def _respond(
         self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
@@ -431,6 +333,109 @@ class _Server:
                 reader.cancel()
             for each in sequences:
                 each.cancel()
+
+
+def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
+    made, form = [], None
+    if isinstance(request, ChatRequest):
+        _check_count(model.service, 1, request.n)
+        tokens, form = _chat(model, request)
+        prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
+    else:
+        given = protocol.prompts_of(request)
+        _check_count(model.service, len(given), request.n)
+        # One by one: those after the first that does not fit are not tokenized.
+        prompts = (_tokens(model.tokenizer, each, request) for each in given)
+    shared = {**sampling_of(request, model.tokenizer.words), "adapter": adapter}
+    if form is not None:
+        shared["constraint"] = form.constraint(shared["constraint"], model.special_ids)
+    for prefix, tokens in prompts:
+        for index in range(request.n):
+            params = protocol.params_of(
+                request,
+                index,
+                len(tokens),
+                model.max_length,
+                model.default_tokens,
+                model.stop_token_ids,
+                shared,
+            )
+            made.append(Choice(len(made), tokens, params, prefix))
+    return made, form
+
+
+def _chat(model: ServedModel, request: ChatRequest) -> tuple[list[int], AnswerForm]:
+    """Return the tokens of a chat, and how its answers are read."""
+    use, own = tools_of(request), protocol.own_template_of(request, model.trust_templates)
+    arguments = {
+        **protocol.template_of(request),
+        **own,
+        **({"tools": list(use.given)} if use.given else {}),
+    }
+    messages = protocol.messages_of(request)
+    begun = messages[-1]["content"] if arguments.get("continue_final_message") else ""
+    tokens = model.tokenizer.chat(messages, arguments)
+    specials, known = list(model.special_ids), model.tokenizer.specials
+    end = "".join(known.get(token) or model.tokenizer.decode([token]) for token in tokens[-_END:])
+    return tokens, answer_form(model.formats, use, end, specials, begun)
+
+
+def _check_count(service: Service, prompts: int, n: int) -> None:
+    """RequestError: more sequences than are ever served at one time."""
+    most = service.max_requests
+    if prompts * n > most:
+        raise RequestError(
+            f"prompts: {prompts}, n: {n}; their product is at most {most}, the sequences served at one time "
+            "(--max-requests)",
+            "n" if prompts <= most else "prompt",
+        )
+
+
+def _tokens(
+    tokenizer: Tokenizer, prompt: str | list[int], request: CompletionRequest
+) -> tuple[str, list[int]]:
+    """Return the text to repeat, and the tokens."""
+    whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not whole:
+        raise RequestError("the prompt is empty", "prompt")
+    tokens = _cut(whole, request.truncate_prompt_tokens)
+    if not request.echo:
+        return "", tokens
+    if isinstance(prompt, str) and tokens is whole:
+        return prompt, tokens
+    return tokenizer.decode(tokens), tokens
+
+
+def _submit(
+    model: ServedModel,
+    choices: Sequence[Choice],
+    request: Any,
+    loop: asyncio.AbstractEventLoop,
+    form: AnswerForm | None,
+) -> list[RunningAnswer]:
+    """All or none."""
+    model.service.check_room(len(choices))
+    made, stops, ids = [], protocol.stops_of(request), model.special_ids
+    marked = () if form is None else form.markers
+    shown = {ids[mark] for mark in (marked if request.skip_special_tokens else ids) if mark in ids}
+    try:
+        for choice in choices:
+            before = choice.prompt[-ECHOED:] if choice.prefix else ()
+            text = TextStream(
+                model.tokenizer.decode,
+                stops,
+                specials=model.tokenizer.specials,
+                before=before,
+                include_stop=request.include_stop_str_in_output,
+                shown=shown,
+            )
+            parser = None if form is None else form.parser()
+            made.append(RunningAnswer(model.service, choice, text, loop, parser))
+    except BaseException:
+        for each in made:
+            each.cancel()
+        raise
+    return made
 
 
 class _EventStream(StreamingResponse):

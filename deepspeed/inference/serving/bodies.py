@@ -40,11 +40,11 @@ then waits for one such thread at a time."""
 
 
 class RequestError(ExplainedError, ValueError):
-    """A request that cannot be served. ``field``: which part of it, if one."""
+    """A request that cannot be served. ``field``: which part of it, if one. ``code``: OpenAI's, if there is one."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.field = field
+        self.field, self.code = field, code
 
 
 @dataclass(slots=True)

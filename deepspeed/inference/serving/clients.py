@@ -1,4 +1,4 @@
-"""Clients of a server: their API keys and rates, its certificate, the ids of their requests, and a log of these."""
+"""Clients of a server: API keys, rate limits, TLS certificate, request ids and the request log."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from deepspeed.observe.live.access import check_token
 
 REQUEST_ID = "x-request-id"
 CALLER = "deepspeed.caller"
-"""Entry of a request's scope: the name that its key has."""
+"""Scope entry with the name of the client's key."""
 OPERATOR = "token"
-"""Name of the server's own key, which may do more than those of clients."""
+"""Name of the server's own key, which has more rights than those of clients."""
 _ID = re.compile(rb"[!-~]{1,128}")
 _SWEEP = 4096
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """Read a file with a ``name key`` per line, by name. Empty lines and those that begin with # do not count.
+    """Read a file with one ``name key`` pair per line into a dict by name. Empty lines and lines starting with # are
+    ignored.
 
-    OSError, ValueError: the file, or the line that is named, cannot be read. No message shows a key.
+    OSError, ValueError: the file, or the named line, cannot be read. No message shows a key.
     """
     keys: dict[str, str] = {}
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
@@ -46,36 +47,36 @@ def read_keys(path: str | Path) -> dict[str, str]:
 
 
 def owner_of(authorization: str, keys: Mapping[str, str]) -> str | None:
-    """Return the name of the key in a header ``Authorization``; None: it has none of them. All are compared, so that
-    the time tells nothing."""
+    """Return the name of the key in an ``Authorization`` header; None: unknown. All keys are compared, so that timing
+    reveals nothing."""
     given = authorization.encode()
     found = [name for name, key in keys.items() if hmac.compare_digest(given, f"Bearer {key}".encode())]
     return found[0] if found else None
 
 
 class Certificate(NamedTuple):
-    """Files in PEM's format. ``key_file``: None: the key is in ``file`` too."""
+    """PEM files. ``key_file`` None: the key is in ``file`` too."""
 
     file: str
     key_file: str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """OSError, such as ``ssl.SSLError``: the files cannot be read, or are not a certificate and its key."""
+        """Return a TLS context. OSError, such as ``ssl.SSLError``: unreadable, or not a certificate and its key."""
         made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         made.load_cert_chain(self.file, self.key_file)
         return made
 
 
 class RateLimit:
-    """Lets each client have ``per_minute`` requests at once, at least one, and as many in every further minute (the
-    generic cell rate algorithm, ITU-T I.371)."""
+    """Allows each client a burst of ``per_minute`` requests, at least one, and the same number in every further minute
+    (generic cell rate algorithm, ITU-T I.371)."""
 
     def __init__(self, per_minute: float) -> None:
         self._interval = 60 / per_minute
         self._paid_until: dict[str, float] = {}
 
     def take(self, client: str, now: float) -> float:
-        """Count a request of ``client`` at ``now`` [s]. Returns 0, or the seconds after which it would be taken."""
+        """Count a request of ``client`` at ``now`` [s]. Return 0, or the seconds to wait until it is allowed."""
         paid_until = max(self._paid_until.get(client, now), now) + self._interval
         wait = paid_until - now - max(60, self._interval)
         if wait > 1e-6:
@@ -87,8 +88,8 @@ class RateLimit:
 
 
 class RequestLog:
-    """ASGI middleware: answers carry the id of their request in ``X-Request-Id``, the client's own if it sent one.
-    ``write`` gets a line when an answer has ended: time, client, name of its key, request, status (499: it left before
+    """ASGI middleware: responses carry their request's id in ``X-Request-Id``, the client's own if it sent one. When a
+    response has ended, ``write`` gets a line: time, client, key name, request, status (499: the client left before
     there was one), seconds and id."""
 
     def __init__(self, app: Any, write: Callable[[str], object] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Commands that all ranks of one server carry out before each forward.
+"""Commands that all ranks of one server apply before each forward.
 
-Tensor-parallel ranks run the same scheduler; they need to know the same requests at the same time. The first rank hears
-from clients, and tells the others what it heard before each forward.
+Tensor-parallel ranks run identical schedulers, so they must see the same requests at the same time. Rank 0 serves the
+clients, and broadcasts their commands before each forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deepspeed.inference.scheduling.requests import Constraint, SamplingParams
 
 @dataclass(slots=True)
 class Commands:
-    """``submitted``: (number, prompt, params) of new requests; ``cancelled``: numbers; ``ends``: take no forward after
-    these."""
+    """``submitted``: (number, prompt, params) of new requests; ``cancelled``: numbers; ``ends``: stop after these, with
+    no further forward."""
 
     submitted: list[tuple[int, Sequence[int], SamplingParams]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -56,22 +56,22 @@ def _tuples(value: Any) -> Any:
 
 
 class Announcer(Protocol):
-    """Makes one rank's commands those of all."""
+    """Distributes rank 0's commands to all ranks."""
 
     def announce(self, commands: Commands) -> Commands:
-        """All ranks call this; those that hear no clients with empty commands. Returns the first rank's."""
+        """Return rank 0's commands. Collective; ranks without clients pass empty commands."""
         ...
 
 
 class SingleRankCommands:
-    """There is one rank."""
+    """Announcer for a single rank."""
 
     def announce(self, commands: Commands) -> Commands:
         return commands
 
 
 class Among:
-    """The ranks of ``group``: two small broadcasts, the second only if there is something to tell.
+    """Announcer for the ranks of ``group``: two small broadcasts, the second only if there are commands.
 
     CommunicationError: a rank does not answer within the group's timeout.
     """

@@ -1,4 +1,4 @@
-"""Known fields of a request, and the errors for all others. Pure."""
+"""Known request fields, and the errors for all others. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.inference.serving.bodies import RequestError
 
 HARMLESS = frozenset(
     {
-        # OpenAI's: about billing, storage and caches
+        # OpenAI's: billing, storage and caches
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -19,14 +19,14 @@ HARMLESS = frozenset(
         "service_tier",
         "store",
         "user",
-        # of other servers, about when and how to compute
+        # other servers': when and how to compute
         "cache_prompt",
         "cache_salt",
         "guided_decoding_backend",
         "request_id",
     }
 )
-"""Accepted with any value, and without effect: no value of theirs changes an answer."""
+"""Accepted with any value and ignored: none of their values changes an answer."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
@@ -48,7 +48,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
-    # of other servers
+    # other servers'
     "chat_template": (),
     "include_reasoning": (True,),
     "detokenize": (True,),
@@ -64,10 +64,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
-"""Fields that would change an answer and are not supported, with the values that change nothing. Null is always one."""
+"""Unsupported fields that would change an answer, with the values that do not. Null is always accepted."""
 
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
-"""The last two, padding of events against eavesdroppers and counts before the end, are accepted without effect."""
+"""The last two (padding of events against eavesdroppers, and counts before the end) are accepted without effect."""
 
 _ALSO_CALLED = {
     "max_length": "max_tokens",
@@ -86,8 +86,8 @@ def check_names(
     *,
     inside: str = "",
 ) -> None:
-    """Check that each of ``values`` is a field of ``own``, harmless, or neutral. RequestError names the first that is
-    not. ``inside``: the field whose fields these are, with a dot."""
+    """Check that each key of ``values`` is a field of ``own``, harmless, or neutral. RequestError names the first that
+    is not. ``inside``: the enclosing field, with a trailing dot."""
     for name, value in values.items():
         if value is None or name in own or (name in HARMLESS and not inside):
             continue

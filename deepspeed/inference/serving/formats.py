@@ -1,6 +1,6 @@
-"""Formats in which models write tool calls and reasoning: their readers, and the grammars that make a model write them.
+"""Formats in which models write tool calls and reasoning: readers, and grammars that make a model write them.
 
-The names are those of vLLM's parsers. A new format is a function that reads it and a `ToolFormat` in `TOOL_FORMATS`.
+Names are those of vLLM's parsers. A new format is a reader function and a `ToolFormat` in `TOOL_FORMATS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _short_id() -> str:
-    """Make an id as Mistral's templates demand it."""
+    """Make a 9-character id, as Mistral's templates require."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
 
@@ -28,7 +28,7 @@ def _short_id() -> str:
 
 
 def read_hermes(source: AnswerText, tools: Tools) -> Reading[None]:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
+    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once per call."""
     while (yield from source.text_until("<tool_call>")):
         yield from source.spaces()
         if (yield from json_call(source, tools)):
@@ -39,7 +39,7 @@ def read_hermes(source: AnswerText, tools: Tools) -> Reading[None]:
 
 
 def read_llama3(source: AnswerText, tools: Tools) -> Reading[None]:
-    """``{"name": ..., "parameters": {...}}`` and more of these behind semicolons, where the answer begins or behind
+    """Read ``{"name": ..., "parameters": {...}}``, repeated after semicolons, at the start of the answer or after
     ``<|python_tag|>``."""
     source.keep()
     yield from source.spaces()
@@ -52,8 +52,8 @@ def read_llama3(source: AnswerText, tools: Tools) -> Reading[None]:
 
 
 def read_mistral(source: AnswerText, tools: Tools) -> Reading[None]:
-    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name{...}`` for each call, where
-    newer models write ``[CALL_ID]id`` and ``[ARGS]`` behind the name."""
+    """Read ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name{...}`` per call, where newer
+    models write ``[CALL_ID]id`` and ``[ARGS]`` after the name."""
     while (yield from source.text_until("[TOOL_CALLS]")):
         yield from source.spaces()
         if (yield from source.skip("[")):
@@ -65,8 +65,8 @@ def read_mistral(source: AnswerText, tools: Tools) -> Reading[None]:
 
 
 def read_xml(source: AnswerText, tools: Tools) -> Reading[None]:
-    """``<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>``; values are JSON where
-    the schema of the parameter is not of a text."""
+    """Read ``<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>``; values are JSON
+    unless the parameter's schema is a string."""
     while marker := (yield from source.text_until("<tool_call>", "<function=")):
         if marker == "<tool_call>":
             yield from source.spaces()
@@ -85,7 +85,7 @@ def read_xml(source: AnswerText, tools: Tools) -> Reading[None]:
 
 
 def _calls(source: AnswerText, tools: Tools, between: str) -> Reading[bool]:
-    """Read objects with ``between`` between them; what is none becomes text. False: there are none."""
+    """Read objects separated by ``between``; anything else becomes text. Return False if there are none."""
     found = False
     while (yield from json_call(source, tools)):
         found = True
@@ -113,7 +113,7 @@ def _named(source: AnswerText, tools: Tools) -> Reading[None]:
 
 
 def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
-    """False: something else is between them, or there is no end."""
+    """Read parameters up to ``</function>``. Return False if something else comes between, or the end is missing."""
     known, before = schema.get("properties"), "{"
     while True:
         yield from source.spaces()
@@ -135,7 +135,7 @@ def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
 
 
 def _json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """Return a parameter's value as JSON. ``schema``: of it, a part of ``root``."""
+    """Return a parameter's value as JSON. ``schema``: the parameter's, within ``root``."""
     kinds = kinds_of(schema, root)
     if value in ("null", "None") and "null" in kinds:
         return "null"
@@ -158,14 +158,15 @@ def _refuse(constant: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """
+    """Reader and grammar of one format of tool calls.
+
     Args:
         read: reads an answer, given the functions that may be called.
-        call: a call in the grammar: templates with ``{name}``, around the arguments.
-        begin, between, end: what stands around all calls.
-        specials: markers that are special tokens of some tokenizers: `read` has to see them.
-        make_id: of a call.
-        as_xml: arguments are written as `read_xml` reads them, not as JSON.
+        call: grammar of a call: templates with ``{name}``, before and after the arguments.
+        begin, between, end: text around and between the calls.
+        specials: markers that some tokenizers have as special tokens, which `read` must see.
+        make_id: makes the id of a call.
+        as_xml: arguments are written in the form of `read_xml`, not as JSON.
     """
 
     read: Callable[[AnswerText, Tools], Reading[None]]
@@ -221,13 +222,13 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 
 def tool_format(name: str, specials: Sequence[str] = ()) -> ToolFormat:
-    """Return the format of this name; ``specials``: texts of special tokens, which tell Mistral's two apart."""
+    """Return the format ``name``; ``specials``: texts of special tokens, which distinguish Mistral's two formats."""
     return _MISTRAL_NAMED if name == "mistral" and "[ARGS]" in specials else TOOL_FORMATS[name]
 
 
 def grammar(form: ToolFormat, tools: Tools, *, many: bool, specials: Mapping[str, int]) -> str:
-    """Return the grammar (Lark, as llguidance reads it) of one call of one of ``tools``, or of ``many`` calls.
-    ``specials``: the special tokens of the tokenizer by their texts."""
+    """Return the grammar (Lark, as llguidance reads it) of one call to one of ``tools``, or of ``many`` calls.
+    ``specials``: special tokens of the tokenizer, by text."""
 
     def text(value: str) -> str:
         return _literal(value, form.specials, specials)
@@ -250,7 +251,7 @@ def grammar(form: ToolFormat, tools: Tools, *, many: bool, specials: Mapping[str
 
 
 def _literal(value: str, markers: Sequence[str], specials: Mapping[str, int]) -> str:
-    """Return a text in Lark; markers that are special tokens stand for these."""
+    """Return a text in Lark, with markers that are special tokens replaced by these."""
     there = [each for each in markers if each in specials]
     parts = re.split("(" + "|".join(map(re.escape, there)) + ")", value) if there else [value]
     made = [f"<[{specials[part]}]>" if part in there else json.dumps(part) for part in parts if part]
@@ -258,7 +259,7 @@ def _literal(value: str, markers: Sequence[str], specials: Mapping[str, int]) ->
 
 
 def _xml_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the rules of parameters: those required once, the others once at most, in the order of the schema."""
+    """Return the rules of parameters in schema order: required ones once, others at most once."""
     known, needed = schema.get("properties") or {}, set(schema.get("required") or ())
     shared = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
     parts = [f"{name}_{at}" + "?" * (key not in needed) for at, key in enumerate(known)]
@@ -283,24 +284,24 @@ def _xml_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """``begin`` and ``end``: what stands around reasoning, where an answer begins. ``always``: an answer begins with
-    reasoning, also without ``begin``, unless the prompt has ended it."""
+    """``begin`` and ``end``: markers around reasoning at the start of an answer. ``always``: an answer starts with
+    reasoning even without ``begin``, unless the prompt has ended it."""
 
     begin: str
     end: str
     always: bool = False
 
     def begins_in(self, prompt: str) -> bool:
-        """Return whether an answer to ``prompt``, of which the end is enough, begins amid reasoning."""
+        """Return whether an answer to ``prompt`` (its end suffices) starts inside reasoning."""
         before = prompt.rstrip()
         return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
 
     def goes_on_in(self, message: str) -> bool:
-        """Return whether the begun ``message`` ends amid reasoning."""
+        """Return whether the partial ``message`` ends inside reasoning."""
         return message.rfind(self.begin) > message.rfind(self.end)
 
     def reader(self, inside: bool) -> Callable[[AnswerText], Reading[None]]:
-        """Return what reads reasoning; ``inside``: the answer begins amid of it."""
+        """Return a reader of reasoning; ``inside``: the answer starts within it."""
 
         def read(source: AnswerText) -> Reading[None]:
             source.keep()
@@ -327,7 +328,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def guessed_tool_format(template: str) -> str | None:
-    """Return the name of the format that a chat template describes; None: it mentions none that is known."""
+    """Return the name of the tool format that a chat template uses; None: none of the known ones."""
     for mark, name in (
         ("<parameter=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
@@ -341,7 +342,7 @@ def guessed_tool_format(template: str) -> str | None:
 
 
 def guessed_reasoning_format(template: str) -> str | None:
-    """Return the name of the format of reasoning that a chat template mentions; None: it mentions none."""
+    """Return the name of the reasoning format that a chat template uses; None: none."""
     for mark, name in (("</think>", "qwen3"), ("[/THINK]", "mistral")):
         if mark in template:
             return name

@@ -21,8 +21,7 @@ from deepspeed.inference.serving.bodies import LONG
 from deepspeed.inference.serving.clients import CALLER, OPERATOR, RateLimit, owner_of
 from deepspeed.inference.serving.models import ModelError
 from deepspeed.inference.serving.protocol import RequestError
-from deepspeed.inference.serving.service import BusyError, ClosedError, OverdueError, Service
-from deepspeed.inference.serving.tool_requests import Formats
+from deepspeed.inference.serving.service import BusyError, ClosedError, OverdueError, Services
 from deepspeed.observe.live.access import check_token
 
 _Made = TypeVar("_Made")
@@ -30,30 +29,17 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """``model``: the name in answers. ``token``: that clients have to send, or one of ``keys``, by the names of their
-    owners; neither: only requests to a name of this machine are answered. ``requests_per_minute``: of a client, by its
-    key, else by its address. ``allowed_origins``: whose pages may read answers in a browser. ``max_length``: tokens of
-    a prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``max_body_bytes``: of a
-    request; ``body_seconds``: in which it has to arrive. ``formats``: of calls and reasoning; ``trust_templates``: a
-    request may bring its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of
-    the list, any for an empty one, none for None. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair
-    of texts, for a cross-encoder; None: the model generates."""
+    """``token``: that clients have to send, or one of ``keys``, by the names of their owners; neither: only requests
+    to a name of this machine are answered. ``requests_per_minute``: of a client, by its key, else by its address.
+    ``allowed_origins``: whose pages may read answers in a browser. ``max_body_bytes``: of a request; ``body_seconds``:
+    in which it has to arrive."""
 
-    model: str
-    max_length: int
-    stop_token_ids: tuple[int, ...] = ()
     token: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     requests_per_minute: float | None = None
     allowed_origins: tuple[str, ...] = ()
-    default_tokens: int = 1024
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 60.0
-    formats: Formats = Formats()
-    trust_templates: bool = False
-    pooling: str = "last"
-    dimensions: tuple[int, ...] | None = None
-    encode_pair: Callable[[str, str, int | None], list[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None:
@@ -70,11 +56,11 @@ class _TooLargeError(ValueError):
 
 
 class Intake:
-    """Takes requests in, as long as ``service`` is there for them."""
+    """Takes requests in, as long as one of ``services`` is there for them."""
 
-    def __init__(self, settings: ServerSettings, service: Service) -> None:
+    def __init__(self, settings: ServerSettings, services: Services) -> None:
         self.settings = settings
-        self._service = service
+        self._services = services
         self._keys = settings.all_keys
         rate = settings.requests_per_minute
         self._rate = None if rate is None else RateLimit(rate)
@@ -117,7 +103,7 @@ class Intake:
         if (refused := self._too_fast(request)) is not None:
             return refused
         try:
-            self._service.check_open()
+            self._services.check_open()
             body, loop = await self._body(request), asyncio.get_running_loop()
             usual = self._long if sum(map(len, body)) > LONG else self._short
             return await loop.run_in_executor(threads or usual, _worked, work, body, loop)
@@ -190,8 +176,8 @@ def refusal_of(problem: Exception) -> Response:
         after = problem.retry_after
         headers = None if after is None else {"Retry-After": str(after)}
         return refusal(503, str(problem), "server_error", headers=headers)
-    field = problem.field if isinstance(problem, RequestError) else None
-    return refusal(400, str(problem), "invalid_request_error", field)
+    field, code = (problem.field, problem.code) if isinstance(problem, RequestError) else (None, None)
+    return refusal(400, str(problem), "invalid_request_error", field, code=code)
 
 
 def unauthorized() -> Response:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.clients import Certificate
-from deepspeed.inference.serving.service import RETRY_AFTER_S, Service
+from deepspeed.inference.serving.service import RETRY_AFTER_S, Services
 
 HEADERS_S = 20.0
 """In which the headers of a request have to arrive."""
@@ -41,7 +41,7 @@ _POLL_S = 0.05
 
 def make_listener(
     app: Any,
-    service: Service,
+    services: Services,
     *,
     host: str,
     port: int,
@@ -66,7 +66,7 @@ def make_listener(
         ws="none",
         lifespan="off",  # it would be in the midst of it when a second Ctrl-C ends it
     )
-    return Listener(config, service, drain_seconds, ready)
+    return Listener(config, services, drain_seconds, ready)
 
 
 class Listener(uvicorn.Server):
@@ -78,10 +78,10 @@ class Listener(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, drain_seconds: float, ready: Callable[[str], None]
+        self, config: uvicorn.Config, services: Services, drain_seconds: float, ready: Callable[[str], None]
     ) -> None:
         super().__init__(config)
-        self._service = service
+        self._services = services
         self._drain_seconds = drain_seconds
         self._ready = ready
 
@@ -100,7 +100,8 @@ class Listener(uvicorn.Server):
             sys.setswitchinterval(usual)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.draining, begun = True, set(self.server_state.tasks)
+        self._services.drain()
+        begun = set(self.server_state.tasks)
         ending = asyncio.create_task(self._end_answers())
         try:
             # Connections are still accepted: probes of /ready, and clients with new requests, are told 503.
@@ -113,11 +114,11 @@ class Listener(uvicorn.Server):
             if self.server_state.tasks:
                 await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
             # Nobody is left to be served, and the service must not call a loop that is gone.
-            await asyncio.to_thread(self._service.close, drain=False)
+            await asyncio.to_thread(self._services.close, drain=False)
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._drain_seconds)
-        await asyncio.to_thread(self._service.close, drain=False)
+        await asyncio.to_thread(self._services.close, drain=False)
         await asyncio.sleep(_LAST_WORDS_S)
         self._hang_up()
 

@@ -23,9 +23,9 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def lines(self, name: str, labels: str = "") -> Iterator[str]:
+    def lines(self, name: str, labels: str) -> Iterator[str]:
         """``labels``: further ones, each with a comma behind it."""
-        total, alone = 0, f"{{{labels[:-1]}}}" if labels else ""
+        total, alone = 0, f"{{{labels[:-1]}}}"
         yield f"# TYPE {name} histogram"
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             total += count
@@ -70,32 +70,31 @@ class Metrics:
             self._finished[reason] += 1
             self._whole.add(seconds)
 
-    def text(self, now: Mapping[str, float], model: str = "") -> str:
-        """Return the page: our names, then those of vLLM's server for what means the same. ``now``: values of this
-        moment, by name."""
+    def lines(self, now: Mapping[str, float], model: str) -> Iterator[str]:
+        """Our names, then those of vLLM's server for what means the same, each behind its type. ``now``: values of
+        this moment, by name."""
+        labels = f'model_name="{_escaped(model)}",'
         with self._lock:
-            lines = [
-                "# TYPE deepspeed_requests_total counter",
-                *(f'deepspeed_requests_total{{reason="{k}"}} {v}' for k, v in sorted(self._finished.items())),
-                "# TYPE deepspeed_tokens_total counter",
-                *(f'deepspeed_tokens_total{{kind="{k}"}} {v}' for k, v in sorted(self._tokens.items())),
-                *self._first_token.lines("deepspeed_time_to_first_token_seconds"),
-                *self._between_tokens.lines("deepspeed_time_between_tokens_seconds"),
-                *self._whole.lines("deepspeed_request_seconds"),
-            ]
+            totals = {"requests": ("reason", self._finished), "tokens": ("kind", self._tokens)}
+            for name, (kind, counts) in totals.items():
+                yield f"# TYPE deepspeed_{name}_total counter"
+                for key, count in sorted(counts.items()):
+                    yield f'deepspeed_{name}_total{{{labels}{kind}="{key}"}} {count}'
+            yield from self._first_token.lines("deepspeed_time_to_first_token_seconds", labels)
+            yield from self._between_tokens.lines("deepspeed_time_between_tokens_seconds", labels)
+            yield from self._whole.lines("deepspeed_request_seconds", labels)
             for name, value in now.items():
-                lines += [f"# TYPE deepspeed_{name} gauge", f"deepspeed_{name} {value:g}"]
-            lines += self._as_vllm(now, f'model_name="{_escaped(model)}",engine="0",')
-        return "\n".join(lines) + "\n"
+                yield from _value(f"deepspeed_{name}", "gauge", labels, value)
+            yield from self._as_vllm(now, f'{labels}engine="0",')
 
     def _as_vllm(self, now: Mapping[str, float], labels: str) -> Iterator[str]:
         """The names that dashboards for vLLM's server ask for."""
         for name, value in _gauges(now).items():
-            yield from _value(name, "gauge", labels, value)
+            yield from _value(f"vllm:{name}", "gauge", labels, value)
         for name, key in (("prompt_tokens", "prompt"), ("generation_tokens", "generated")):
-            yield from _value(f"{name}_total", "counter", labels, self._tokens[key])
+            yield from _value(f"vllm:{name}_total", "counter", labels, self._tokens[key])
         for name, key in _COUNTERS.items():
-            yield from _value(name, "counter", labels, now.get(key, 0))
+            yield from _value(f"vllm:{name}", "counter", labels, now.get(key, 0))
         yield "# TYPE vllm:request_success_total counter"
         for reason, count in sorted(self._finished.items()):
             told = _REASONS.get(reason, reason)
@@ -109,6 +108,20 @@ class Metrics:
             ("request_generation_tokens", self._answers),
         ):
             yield from histogram.lines(f"vllm:{name}", labels)
+
+
+def page_of(models: Mapping[str, tuple[Metrics, Mapping[str, float]]]) -> str:
+    """Return the page of models: name -> (its metrics, values of this moment). The samples of one name are together,
+    as the format asks for."""
+    families: dict[str, list[str]] = {}
+    for name, (metrics, now) in models.items():
+        family: list[str] = []
+        for line in metrics.lines(now, name):
+            if line.startswith("#"):
+                family = families.setdefault(line, [])
+            else:
+                family.append(line)
+    return "".join(f"{line}\n" for kind, samples in families.items() for line in (kind, *samples))
 
 
 _REASONS = {"cancelled": "abort", "failed": "error"}
@@ -133,8 +146,8 @@ def _gauges(now: Mapping[str, float]) -> dict[str, float]:
 
 
 def _value(name: str, kind: str, labels: str, value: float) -> Iterator[str]:
-    yield f"# TYPE vllm:{name} {kind}"
-    yield f"vllm:{name}{{{labels[:-1]}}} {value:g}"
+    yield f"# TYPE {name} {kind}"
+    yield f"{name}{{{labels[:-1]}}} {value:g}"
 
 
 def _escaped(label: str) -> str:

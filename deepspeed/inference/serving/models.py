@@ -1,15 +1,20 @@
-"""Names that requests may give as their model. Pure."""
+"""Models of a server, and the names by which requests ask for them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from safetensors import SafetensorError
 
 from deepspeed.base.exceptions import ExplainedError
+from deepspeed.inference.serving.service import Service, Services
+from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tool_requests import Formats
 
 _MAX_TOLD = 8
 
@@ -21,33 +26,73 @@ class ModelError(ExplainedError, ValueError):
     """A request names a model that is not there."""
 
 
+@dataclass(eq=False, kw_only=True)
+class ServedModel:
+    """``name``: in requests and answers. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an
+    answer if the client does not say. ``formats``: of calls and reasoning; ``trust_templates``: a request may bring
+    its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for
+    an empty one, none for None. ``generates``: text. ``encode_pair``: (left, right, most tokens) -> the prompt of a
+    pair of texts, for a cross-encoder; None: it is none. ``load_adapter``: makes an adapter of a folder; None: there
+    are none."""
+
+    name: str
+    service: Service
+    tokenizer: Tokenizer
+    max_length: int
+    stop_token_ids: tuple[int, ...] = ()
+    default_tokens: int = 1024
+    formats: Formats = Formats()
+    trust_templates: bool = False
+    pooling: str = "last"
+    dimensions: tuple[int, ...] | None = None
+    generates: bool = True
+    encode_pair: Callable[[str, str, int | None], list[int]] | None = None
+    load_adapter: Callable[[str], Any] | None = None
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Return the tokens that decoding leaves out, by their texts."""
+        return {text: token for token, text in self.tokenizer.specials.items()}
+
+    @property
+    def type(self) -> str:
+        """Return what the model is for, as Together's API lists it: a "rerank" model scores pairs of texts, a
+        "language" model has no chat template."""
+        if self.encode_pair is not None or not self.generates:
+            return "embedding" if self.encode_pair is None else "rerank"
+        return "chat" if self.tokenizer.template else "language"
+
+
 class Models:
-    """The model of a server, and its adapters; methods may be called from any thread.
+    """Methods may be called from any thread. ``models``: with different names; the first answers requests that name
+    none. ValueError: a name is empty or given twice."""
 
-    Args:
-        name: in requests and answers.
-        max_length: tokens of a prompt and its answer.
-        load: makes an adapter of a folder; None: there are none.
-    """
-
-    def __init__(self, name: str, max_length: int, load: Callable[[str], Any] | None = None) -> None:
-        self.name = name
-        self._max_length = max_length
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = {model.name: model for model in models}
+        if len(self._models) < len(models) or "" in self._models:
+            names = [model.name for model in models]
+            raise ValueError(f"the models of a server have different names: {', '.join(map(repr, names))}")
+        self.default = models[0]
+        self.services = Services({model.name: model.service for model in models})
         self._began = int(time.time())
-        self._load = load
-        self._adapters: dict[str, tuple[str, Any]] = {}  # name -> (folder, adapter)
+        # name -> (folder, adapter, its model)
+        self._adapters: dict[str, tuple[str, Any, ServedModel]] = {}
         self._loading: set[str] = set()
         self._lock = threading.Lock()  # of both
 
-    def add(self, name: str, folder: str, *, anew: bool = False) -> None:
-        """Load an adapter. ``anew``: in place of one of this name; requests that have begun keep the one they began
-        with. ValueError: the name is taken, there are too many, or the folder holds none for this model."""
-        if self._load is None:
-            raise ValueError("this server takes no adapters: they need a model on one rank")
+    def add(self, name: str, folder: str, base: str = "", *, anew: bool = False) -> None:
+        """Load an adapter of the model ``base``. ``anew``: in place of one of this name; requests that have begun keep
+        the one they began with. ModelError: there is no such model. ValueError: the name is taken, there are too many,
+        or the folder holds none for this model."""
+        model = self._base(base)
+        if model.load_adapter is None:
+            raise ValueError(
+                f"{model.name!r} takes no adapters: they need a model that generates, on one rank"
+            )
         with self._lock:
             self._reserve(name, anew)
         try:
-            self._adapters[name] = folder, self._load(folder)
+            self._adapters[name] = folder, model.load_adapter(folder), model
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{folder}: {error}") from error
         finally:
@@ -55,7 +100,7 @@ class Models:
                 self._loading.discard(name)
 
     def _reserve(self, name: str, anew: bool) -> None:
-        taken = name in (self.name, *self._loading) or (name in self._adapters and not anew)
+        taken = name in self._models or name in self._loading or (name in self._adapters and not anew)
         if not name or taken:
             raise ValueError(f"the name {name!r} is {'taken' if name else 'empty'}")
         known = self._loading | self._adapters.keys()
@@ -68,35 +113,34 @@ class Models:
         if self._adapters.pop(name, None) is None:
             raise ModelError(f"there is no adapter {name!r}")
 
-    def find(self, name: str) -> Any:
-        """Return the adapter of this name, None for the model itself. ModelError: see ``check``."""
-        known = self._adapters.get(name)
-        if known is None and name not in ("", self.name):
-            there = ", ".join(map(repr, [self.name, *list(self._adapters)][:_MAX_TOLD]))
-            raise ModelError(f"there is no model {name!r}, only {there}")
-        return None if known is None else known[1]
+    def find(self, name: str) -> tuple[ServedModel, Any]:
+        """Return the model of this name, and None; or the adapter of this name behind its model. An empty name stands
+        for the first model. ModelError: there is none."""
+        if (known := self._adapters.get(name)) is not None:
+            return known[2], known[1]
+        return self._base(name), None
 
-    def check(self, name: str) -> None:
-        """ModelError: there is no model of this name; an empty one stands for the server's."""
-        self.find(name)
+    def _base(self, name: str) -> ServedModel:
+        found = self._models.get(name) if name else self.default
+        if found is None:
+            there = ", ".join(map(repr, [*self._models, *list(self._adapters)][:_MAX_TOLD]))
+            raise ModelError(f"there is no model {name!r}, only {there}")
+        return found
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the models as ``/v1/models`` lists them."""
-        return [self._entry(name) for name in (self.name, *list(self._adapters))]
+        """Return the models as ``/v1/models`` lists them, adapters last."""
+        return [self.one(name) for name in (*self._models, *list(self._adapters))]
 
     def one(self, name: str) -> dict[str, Any]:
         """ModelError: there is no model of this name."""
-        self.check(name)
-        return self._entry(name)
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        folder, _ = self._adapters.get(name, (self.name, None))
+        folder, _, model = self._adapters.get(name) or ("", None, self._base(name))
         return {
             "id": name,
             "object": "model",
             "created": self._began,
             "owned_by": "deepspeed",
-            "root": folder,
-            "parent": None if name == self.name else self.name,
-            "max_model_len": self._max_length,
+            "root": folder or name,
+            "parent": model.name if folder else None,
+            "max_model_len": model.max_length,
+            "type": model.type,
         }

@@ -1,4 +1,4 @@
-"""Log and traces of a server's requests, as its options ask for them."""
+"""Access log and traces of a server's requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from deepspeed.base.extras import install_hint
 
 _QUIET = "health,ready,metrics"
-"""Paths that probes ask all the time."""
+"""Paths that probes poll."""
 
 
 def access_log(target: str) -> Callable[[str], object]:
-    """Return what writes lines to the file ``target`` (one that was moved away is opened anew), or, for ``-``, to
+    """Return a function that writes lines to the file ``target`` (reopened after log rotation), or, for ``-``, to
     standard error. OSError: it cannot be written."""
     handler = logging.StreamHandler(sys.stderr) if target == "-" else WatchedFileHandler(target)
     log = logging.Logger("deepspeed.access", logging.INFO)
@@ -24,8 +24,8 @@ def access_log(target: str) -> Callable[[str], object]:
 
 
 def trace(app: Any, endpoint: str, model: str) -> None:
-    """Have OpenTelemetry send a span per request to ``endpoint`` (OTLP over HTTP), within the trace of the client if
-    it names one. ValueError: a package is missing."""
+    """Send an OpenTelemetry span per request to ``endpoint`` (OTLP over HTTP), within the client's trace if it sends
+    one. ValueError: a package is missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor

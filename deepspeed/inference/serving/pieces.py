@@ -1,8 +1,8 @@
-"""From the text of an answer, piece by piece, to what it consists of: text, reasoning and calls of tools. Pure.
+"""Incremental parsing of an answer into text, reasoning and tool calls. Pure.
 
-A format (`formats.py`) is a generator that reads an `AnswerText` and yields where it needs more. It decides by the text
-alone and never by where a piece ends, so that an answer has the same parts however it is cut, and each character is
-looked at a few times at most.
+A format (`formats.py`) is a generator that reads an `AnswerText` and yields when it needs more text. Its decisions
+depend on the text alone, never on where a piece ends, so an answer has the same parts however it is streamed, and each
+character is looked at only a few times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.inference.serving.text import overlap
 
 Kind = Literal["text", "reasoning", "call", "arguments"]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The functions that may be called, by name, with the JSON schema of their arguments."""
+"""The callable functions, by name, with the JSON schema of their arguments."""
 
 _Result = TypeVar("_Result")
 Reading: TypeAlias = Generator[None, None, _Result]
@@ -31,17 +31,17 @@ _SCALAR = re.compile(r"[^\s,\]}]*")
 
 
 _STRETCH = 256
-"""Characters read at a time: a reader may look at what is there once for each marker in it."""
+"""Characters read at a time: for each marker in it, a reader may scan what has arrived once."""
 
 
 def long_id() -> str:
-    """Make the id of a call."""
+    """Make a unique id for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. ``text``: of a call, the name of the function; of arguments, some of their JSON text.
+    """A part of an answer. ``text``: for a call, the function's name; for arguments, a piece of their JSON text.
     ``index`` and ``id``: of the call."""
 
     kind: Kind
@@ -51,30 +51,30 @@ class Piece:
 
 
 class AnswerText:
-    """The text of an answer as far as it is there, and the parts found in it.
+    """The text of an answer received so far, and the parts found in it.
 
-    White space at the end of a text is held back: before and after calls, and around reasoning, there is no text.
+    Trailing white space of a text is held back: there is no text before and after calls, or around reasoning.
     """
 
     def __init__(self, make_id: Callable[[], str], limit: int | None) -> None:
         self.ended = False
-        self.calls = self.closed = 0  # those that have begun, and those whose arguments have an end
-        self.is_full = False  # there are as many calls as may be: nothing more is found
+        self.calls = self.closed = 0  # calls begun, and calls whose arguments are complete
+        self.is_full = False  # the limit of calls is reached: later parts are dropped
         self._make_id, self._limit = make_id, limit
-        self.kind: Kind = "text"  # of what was said last
-        self._text, self._at = "", 0  # what has arrived, and how far it was read
-        self._kept: list[str] | None = None  # read, and text unless it turns out to be a call
+        self.kind: Kind = "text"  # of the last part
+        self._text, self._at = "", 0  # received text, and the read position in it
+        self._kept: list[str] | None = None  # read text that is output unless it turns out to be a call
         self._spaces: list[str] = []  # held back
-        self._blank = False  # white space that comes now begins a text
+        self._blank = False  # drop leading white space of the next text
         self._said = False
         self._found: list[Piece] = []
 
     def feed(self, text: str) -> None:
-        """Append what has arrived."""
+        """Append received text."""
         self._text, self._at = self._text[self._at :] + text, 0
 
     def pieces(self) -> list[Piece]:
-        """Return what was found since the last call, neighbours of one kind joined."""
+        """Return the parts found since the last call, with neighbours of one kind joined."""
         found, self._found = self._found, []
         made: list[Piece] = []
         run: list[str] = []
@@ -95,19 +95,19 @@ class AnswerText:
     # ------------------------------------------------------------------------------------------------ reading
 
     def more(self) -> Reading[bool]:
-        """Wait for unread text. False: it has ended."""
+        """Wait for unread text. Return False at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._at < len(self._text)
 
     def peek(self, count: int) -> Reading[str]:
-        """Return the next ``count`` characters; fewer if the text ends."""
+        """Return the next ``count`` characters, without reading them; fewer at the end."""
         while len(self._text) - self._at < count and not self.ended:
             yield
         return self._text[self._at : self._at + count]
 
     def take(self, count: int) -> str:
-        """Read so many characters, which are there."""
+        """Read ``count`` characters, which must have arrived."""
         taken = self._text[self._at : self._at + count]
         self._at += len(taken)
         if self._kept is not None:
@@ -115,7 +115,7 @@ class AnswerText:
         return taken
 
     def skip(self, marker: str) -> Reading[bool]:
-        """Read ``marker`` if it is next."""
+        """Read ``marker`` if it comes next; return whether it did."""
         found = (yield from self.peek(len(marker))) == marker
         if found:
             self.take(len(marker))
@@ -126,18 +126,18 @@ class AnswerText:
         yield from self._run(_SPACES)
 
     def word(self) -> Reading[str]:
-        """Read the name of a function, or nothing."""
+        """Read a function name, possibly empty."""
         return (yield from self._run(_WORD))
 
     def until(self, marker: str) -> Reading[str | None]:
-        """Read ``marker`` and return what stands before it. None: there is none."""
+        """Read up to and including ``marker``; return what precedes it. None: there is no marker."""
         before: list[str] = []
         found = yield from self.pass_until((marker,), before.append)
         return "".join(before) if found else None
 
     def pass_until(self, markers: tuple[str, ...], sink: Callable[[str], None]) -> Reading[str]:
-        """Read the first of ``markers``, none of which contains the beginning of another, and return it; "" if there
-        is none. What stands before it goes to ``sink``."""
+        """Read up to and including the first of ``markers``, none of which contains the start of another, and return
+        it; "" if there is none. Text before it goes to ``sink``."""
         while (yield from self.more()):
             text = self._text[self._at :]
             places = [(text.find(each), each) for each in markers if each in text]
@@ -154,7 +154,7 @@ class AnswerText:
         return ""
 
     def value(self, sink: Callable[[str], None]) -> Reading[bool]:
-        """Read a JSON value, whose text goes to ``sink``. False: it has no end, or a bracket in it closes no other."""
+        """Read a JSON value into ``sink``. Return False if it is unterminated or its brackets do not match."""
         if (yield from self.peek(1)) not in _CLOSERS:
             scalar = yield from self._run(_SCALAR)
             sink(scalar)
@@ -169,7 +169,7 @@ class AnswerText:
         return False
 
     def string(self) -> Reading[str | None]:
-        """Read a JSON text. None: it is none."""
+        """Read a JSON string and return its value. None: there is none."""
         if (yield from self.peek(1)) != '"':
             return None
         raw: list[str] = []
@@ -177,7 +177,7 @@ class AnswerText:
         return decoded("".join(raw)) if whole else None
 
     def _run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read characters as long as they match."""
+        """Read characters while they match ``pattern``."""
         run: list[str] = []
         while (yield from self.more()):
             match = pattern.match(self._text, self._at)
@@ -191,29 +191,29 @@ class AnswerText:
     # ------------------------------------------------------------------------------------------------ finding
 
     def text_until(self, *markers: str) -> Reading[str]:
-        """Say the text before the first of ``markers`` and return that one, from which on what is read is kept; "" if
-        there is none."""
+        """Output the text before the first of ``markers`` and return that marker; from it on, text is kept. "" if there
+        is none."""
         self._kept = None
         marker = yield from self.pass_until(markers, lambda text: self.say("text", text))
         self._kept = [marker]
         return marker
 
     def keep(self) -> None:
-        """Take what is read from now on as text, unless it turns out to be a call."""
+        """Keep text read from now on, to be output unless it turns out to be a call."""
         self._kept = []
 
     def drop(self) -> None:
-        """Forget what was kept: it is no text."""
+        """Discard the kept text."""
         self._kept = None
 
     def as_text(self) -> None:
-        """Add what was kept: it is text."""
+        """Output the kept text."""
         kept, self._kept = self._kept, None
         if kept:
             self.say("text", "".join(kept))
 
     def say(self, kind: Kind, text: str) -> None:
-        """Note text or reasoning."""
+        """Output text or reasoning, without leading and trailing white space."""
         if kind != self.kind:
             self.kind, self._spaces, self._blank = kind, [], True
         core = text.rstrip()
@@ -227,26 +227,26 @@ class AnswerText:
         self._note(kind, shown)
 
     def begin(self, name: str) -> None:
-        """Note that a call of ``name`` begins. What was kept belongs to it."""
+        """Start a call of ``name``, which the kept text belongs to."""
         self._kept = None
         self._blank = self._blank or not self._said
-        self.is_full = self._has_all()  # also where the last has no end
+        self.is_full = self._has_all()  # also if the last call was not closed
         if not self.is_full:
             self._note("call", name, self.calls, self._make_id())
             self.calls += 1
 
     def argue(self, text: str) -> None:
-        """Note arguments of the call that has begun last."""
+        """Add text to the arguments of the current call."""
         self._note("arguments", text, self.calls - 1)
 
     def close(self) -> None:
-        """Note that the arguments are complete."""
+        """Mark the arguments of the current call as complete."""
         if not self.is_full:
             self.closed += 1
             self.is_full = self._has_all()
 
     def flush(self) -> None:
-        """Note white space at the end of a text without calls."""
+        """Output held white space at the end of an answer without calls."""
         if self._spaces and self.kind == "text" and not self.calls and not self._blank:
             self._note("text", "".join(self._spaces))
 
@@ -259,12 +259,12 @@ class AnswerText:
 
 
 class Parser:
-    """Takes an answer apart.
+    """Splits an answer into its parts.
 
     Args:
-        readers: what reads the answer, one after the other; what they leave is text.
-        make_id: the id of a call.
-        limit: calls after which nothing more is read; None: none.
+        readers: run one after the other; what they leave is text.
+        make_id: makes the id of a call.
+        limit: number of calls after which nothing more is read; None: unlimited.
     """
 
     def __init__(
@@ -278,28 +278,28 @@ class Parser:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether nothing more is read: there are as many calls as may be."""
+        """True: the limit of calls is reached, so nothing more is read."""
         return self._source.is_full
 
     @property
     def has_called(self) -> bool:
-        """Return whether there are calls, and each has an end."""
+        """True: there are calls, all complete."""
         return 0 < self._source.calls == self._source.closed
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether reasoning was the last that was found."""
+        """True: the last part found is reasoning."""
         return self._source.kind == "reasoning"
 
     def add(self, text: str) -> list[Piece]:
-        """Return the parts that are certain now and were not before."""
+        """Return the parts that ``text`` completes."""
         for begin in range(0, len(text), _STRETCH):
             self._source.feed(text[begin : begin + _STRETCH])
             next(self._reading, None)
         return self._source.pieces()
 
     def finish(self) -> list[Piece]:
-        """Return the rest."""
+        """Return the remaining parts."""
         self._source.ended = True
         next(self._reading, None)
         return self._source.pieces()
@@ -313,21 +313,21 @@ class Parser:
 
 
 class _Scan:
-    """Looks for the end of a JSON object, list or text that comes in pieces."""
+    """Finds the end of a JSON object, list or string that arrives in pieces."""
 
     def __init__(self) -> None:
-        self.broken = False  # by a bracket that closes no other
+        self.broken = False  # a bracket closes no other
         self._closers: list[str] = []
         self._escaped = False
 
     def end(self, piece: str) -> int | None:
-        """Return where it ends in ``piece``. None: it goes on."""
+        """Return the end position in ``piece``. None: not in this piece."""
         begin, self._escaped = int(self._escaped), False
         closers = self._closers
         for mark in _MARKS.finditer(piece, begin):
             sign = mark[0]
             if sign[0] == "\\":
-                self._escaped = len(sign) == 1  # the next piece has what it escapes
+                self._escaped = len(sign) == 1  # the escaped character is in the next piece
             elif closers and closers[-1] == sign:
                 closers.pop()
                 if not closers:
@@ -343,8 +343,8 @@ class _Scan:
 
 
 def json_call(source: AnswerText, tools: Tools) -> Reading[bool]:
-    """Read an object with the name of a function, and its arguments, also called parameters, in any order; other
-    members are ignored. False: it is something else, or the function is none of ``tools``; what was read is kept."""
+    """Read an object with a function's name and its arguments (or parameters), in any order; other members are ignored.
+    Return False if it is something else, or the function is not in ``tools``; the text read is kept."""
     if not (yield from source.skip("{")):
         return False
     call = _JsonCall(source, tools)
@@ -366,16 +366,16 @@ def json_call(source: AnswerText, tools: Tools) -> Reading[bool]:
 
 
 class _JsonCall:
-    """A call of which some members have been read."""
+    """A partially read call."""
 
     def __init__(self, source: AnswerText, tools: Tools) -> None:
         self.name: str | None = None
         self.begun = False
         self._source, self._tools = source, tools
-        self._early: str | None = None  # arguments in front of the name
+        self._early: str | None = None  # arguments that precede the name
 
     def member(self, key: str) -> Reading[bool]:
-        """Read the value of ``key``. False: this is no call, or has no end."""
+        """Read the value of ``key``. Return False if this is not a call, or is unterminated."""
         if key == "name" and self.name is None:
             name = yield from self._source.string()
             if name not in self._tools:
@@ -389,7 +389,7 @@ class _JsonCall:
         return (yield from self._source.value(lambda _: None))
 
     def begin(self, arguments: str) -> None:
-        """Note the whole call."""
+        """Output the whole call."""
         assert self.name is not None
         self.begun = True
         self._source.begin(self.name)
@@ -397,7 +397,7 @@ class _JsonCall:
         self._source.close()
 
     def _arguments(self) -> Reading[bool]:
-        """An object; or a text with one, as some models write it."""
+        """Read an object, or a string that contains one, as some models write it."""
         source, first = self._source, (yield from self._source.peek(1))
         if self.name is not None and first == "{":
             self.begun = True
@@ -421,7 +421,7 @@ def _close(made: list[Piece], run: list[str]) -> None:
 
 
 def decoded(text: str) -> str | None:
-    """Return the text that a JSON text stands for. None: it is malformed."""
+    """Decode a JSON string. None: malformed."""
     try:
         return json.loads(text, strict=False)
     except ValueError:

@@ -25,16 +25,6 @@ class NotFiniteError(RuntimeError):
     """A vector has numbers that JSON does not have, and that no client can use."""
 
 
-def classifier_in(folder: str) -> str | None:
-    """Return the name of the class if the model in ``folder`` classifies texts (a cross-encoder): loaded as one that
-    generates, it would have a head of random weights."""
-    try:
-        named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # whoever loads it tells
-    return next((str(each) for each in named or () if str(each).endswith("ForSequenceClassification")), None)
-
-
 def pooling_of(folder: str) -> str | None:
     """Return the pooling that a folder of sentence-transformers names; None: it is no such folder. ValueError: another
     than the last token, the mean or the first."""

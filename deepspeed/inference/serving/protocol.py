@@ -308,20 +308,21 @@ def stops_of(request: _Sampling) -> list[str]:
 def params_of(
     request: _Sampling,
     index: int,
-    room: int,
+    prompt: int,
+    most: int,
     default: int,
     stop_token_ids: tuple[int, ...],
     shared: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt, after which ``room`` tokens fit; ``default`` if
-    the request does not say how many; ``shared``: those of all sequences (`sampling_fields.py`). RequestError: more
-    are asked for than fit."""
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens, with which it has at most
+    ``most``; ``default`` new ones if the request does not say how many; ``shared``: those of all sequences
+    (`sampling_fields.py`). RequestError: more are asked for than fit."""
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    least = 1 if asked is None else asked
+    least, room = 1 if asked is None else asked, most - prompt
     if room < least:
-        raise RequestError(
-            f"the prompt leaves room for {max(0, room)} tokens, {least} are asked for", "max_tokens"
-        )
+        told = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
+        most_told = f"this model's maximum context length is {most} tokens"
+        raise RequestError(f"{most_told}: {told}", "max_tokens", "context_length_exceeded")
     new = min(default, room) if asked is None else asked
     logprobs = wants_logprobs(request)
     return SamplingParams(
@@ -349,7 +350,7 @@ class TextLogprob:
 
     text: str
     value: float | None
-    top: Mapping[str, float] = field(default_factory=dict)
+    top: Sequence[tuple[str, float]] = ()
     offset: int = 0
 
 
@@ -411,9 +412,7 @@ class Answer:
         if logprobs is not None and self.chat:
             told = {"content": [_told(each) for each in logprobs], "refusal": None}
         elif logprobs is not None:
-            tops = [
-                each.top and {text: _finite(value) for text, value in each.top.items()} for each in logprobs
-            ]
+            tops = [_by_text(each.top) for each in logprobs]
             told = {
                 "tokens": [each.text for each in logprobs],
                 "token_logprobs": [None if each.value is None else _finite(each.value) for each in logprobs],
@@ -446,8 +445,16 @@ def _told_pieces(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {**told, "tool_calls": list(calls.values())} if calls else told
 
 
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return, of tokens with one text, such as parts of characters, only the likeliest, which comes first."""
+    found: dict[str, float] = {}
+    for text, value in top:
+        found.setdefault(text, _finite(value))
+    return found
+
+
 def _told(entry: TextLogprob) -> dict[str, Any]:
-    top = [_entry(text, value) for text, value in entry.top.items()]
+    top = [_entry(text, value) for text, value in entry.top]
     return {**_entry(entry.text, entry.value or 0.0), "top_logprobs": top}
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses: a conversation that the server remembers for a while, told as items and named events. Pure."""
+"""OpenAI's Responses API: a conversation that the server stores for a while, as items and named events. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DELTAS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response and the messages up to its end, both as JSON. ``until``: seconds of `time.monotonic`."""
+    """A response and the messages up to its end, both as JSON. ``until``: expiry, in seconds of `time.monotonic`."""
 
     response: str
     messages: str
@@ -41,8 +41,8 @@ class Stored:
 
 
 class ResponseStore:
-    """Remembers the last responses: at most ``count`` of them, for ``seconds``, and with ``size`` characters in all.
-    May be used from several threads."""
+    """Keeps the most recent responses: at most ``count``, for ``seconds``, and with at most ``size`` characters in
+    total. Thread-safe."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class ResponseStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._count, self._seconds, self._most, self._clock = count, seconds, size, clock
-        self._kept: dict[str, Stored] = {}  # the oldest first
+        self._kept: dict[str, Stored] = {}  # oldest first
         self._size = 0
         self._lock = threading.Lock()
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Remember a response, unless it is larger than all may be together."""
+        """Store a response, unless it alone exceeds ``size``; evict the oldest as needed."""
         texts = json.dumps(response, ensure_ascii=False), json.dumps(messages, ensure_ascii=False)
         made = Stored(*texts, self._clock() + self._seconds)
         with self._lock:
@@ -69,14 +69,14 @@ class ResponseStore:
                 self._drop(next(iter(self._kept)))
 
     def get(self, id: str) -> Stored | None:
-        """Return what is known of ``id``."""
+        """Return the stored response ``id``, None if unknown or expired."""
         with self._lock:
             while self._kept and next(iter(self._kept.values())).until <= self._clock():
                 self._drop(next(iter(self._kept)))
             return self._kept.get(id)
 
     def delete(self, id: str) -> bool:
-        """Forget ``id``. False: it is not known."""
+        """Delete ``id``. Return False if it is unknown."""
         known = self.get(id) is not None
         with self._lock:
             self._drop(id)
@@ -89,7 +89,7 @@ class ResponseStore:
 
 def chat_of(request: ResponsesRequest, store: ResponseStore) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the request as a chat, and its messages without the instructions, which hold for one response only.
-    RequestError: an item or another field is malformed, or the previous response is not known."""
+    RequestError: an item or field is malformed, or the previous response is unknown."""
     if request.n != 1:
         raise RequestError("n: a response is one answer", "n")
     history: list[dict[str, Any]] = []
@@ -127,13 +127,13 @@ def _tools(given: Any) -> list[Any]:
 
 
 def _choice(given: Any) -> Any:
-    """A function is named at the top here."""
+    """Convert a choice of a function: its name is at the top level here, nested in chats."""
     flat = isinstance(given, dict) and given.get("type") == "function" and "function" not in given
     return {"type": "function", "function": {"name": given.get("name")}} if flat else given
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """Return the format of the text as chats have it."""
+    """Return the text format as a chat's ``response_format``."""
     form = given.get("format") if isinstance(given, dict) else None
     if form is None:
         return {}
@@ -145,7 +145,7 @@ def _format(given: Any) -> dict[str, Any]:
 
 
 def messages_of_items(given: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat that a text or a list of items stands for. RequestError: one is malformed."""
+    """Convert a text or a list of items to chat messages. RequestError: an item is malformed."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -198,7 +198,7 @@ def _joined(parts: Any, where: str) -> str:
 
 
 def _add_call(made: list[dict[str, Any]], item: dict[str, Any], thought: str, where: str) -> None:
-    """Add a call to the message before it, if that is one of the assistant and no reasoning stands between them."""
+    """Add a call to the previous message if it is the assistant's and no reasoning intervenes, else to a new one."""
     if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
         raise RequestError(f"{where}: a function_call has a name and a call_id", where)
     function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
@@ -210,11 +210,11 @@ def _add_call(made: list[dict[str, Any]], item: dict[str, Any], thought: str, wh
 
 
 class ResponseAnswer:
-    """One response: its items as they become certain, and the events that tell of them.
+    """Builds one response: its items as they are completed, and their events.
 
     Args:
-        request: what is answered. ``model``: the name in the answer.
-        messages: of the conversation, which grows by the answer.
+        request: the request. ``model``: model name in the response.
+        messages: of the conversation, to which the answer is appended.
     """
 
     def __init__(self, request: ResponsesRequest, model: str, messages: list[dict[str, Any]]) -> None:
@@ -245,8 +245,8 @@ class ResponseAnswer:
             "truncation": "disabled",
             "usage": None,
         }
-        self._item: dict[str, Any] | None = None  # the one that grows
-        self._text: list[str] = []  # of it
+        self._item: dict[str, Any] | None = None  # the item in progress
+        self._text: list[str] = []  # its text so far
         self._number = 0
 
     def begin(self) -> list[dict[str, Any]]:
@@ -254,7 +254,7 @@ class ResponseAnswer:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
-        """Take parts of the answer, and return the events that tell of them."""
+        """Add parts of the answer; return their events."""
         told = []
         for piece in pieces:
             if piece.kind == "call" or self._item is None or self._item["type"] != _ITEMS[piece.kind]:
@@ -266,7 +266,7 @@ class ResponseAnswer:
         return told
 
     def end(self, reason: str | None, usage: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the last events. ``reason``: as chats tell it; ``usage``: see `usage_of_response`."""
+        """Return the last events. ``reason``: finish reason as in chats; ``usage``: see `usage_of_response`."""
         cut = reason == "length"
         told = self._close("incomplete" if cut else "completed")
         self.told["status"] = "incomplete" if cut else "completed"
@@ -277,7 +277,7 @@ class ResponseAnswer:
         return [*told, self._whole(f"response.{self.told['status']}")]
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the event of a response that has no end."""
+        """Return the event of a failed response."""
         self.told |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._whole("response.failed")
 
@@ -355,7 +355,7 @@ class ResponseAnswer:
 
 
 def usage_of_response(usage: dict[str, int], reasoning: int) -> dict[str, Any]:
-    """Return counts of tokens under the names that responses have for them."""
+    """Convert a chat's token counts to the names of the Responses API."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},

@@ -1,4 +1,4 @@
-"""Fields of a request that change logits, as parameters of its sequences. Pure, but for the tokenizer."""
+"""Request fields that change logits, converted to sampling parameters. Pure, except for the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.inference.scheduling.requests import Constraint
 from deepspeed.inference.serving.bodies import RequestError, kind_of
 
 _MAX_TOKENS = 1024
-"""Of a list of tokens, or of biases; OpenAI's limit of biases."""
+"""Most tokens in a list, or biases; OpenAI's limit for biases."""
 
 _MAX_WORDS, _WORD_LENGTH, _MAX_CHOICES = 64, 200, 256
 _GUIDED = {
@@ -30,8 +30,8 @@ _KINDS = {
 
 
 def sampling_of(request: Any, encode: Callable[[str], list[int]]) -> dict[str, Any]:
-    """Return the arguments of `SamplingParams` that all sequences of a request share. ``encode``: from a text to its
-    tokens, without special ones. RequestError: one is malformed."""
+    """Return the arguments of `SamplingParams` that all sequences of a request share. ``encode``: text to tokens,
+    without special tokens. RequestError: a field is malformed."""
     allowed = _tokens(request.allowed_token_ids, "allowed_token_ids")
     return {
         "presence_penalty": request.presence_penalty,
@@ -44,13 +44,13 @@ def sampling_of(request: Any, encode: Callable[[str], list[int]]) -> dict[str, A
 
 
 def stop_tokens_of(request: Any) -> tuple[int, ...]:
-    """Return the further tokens that end a sequence. RequestError: they are malformed."""
+    """Return additional stop tokens. RequestError: malformed."""
     return _tokens(request.stop_token_ids, "stop_token_ids")
 
 
 def constraint_of(request: Any) -> Constraint | None:
-    """Return the grammar that a request asks for in OpenAI's form (``response_format``) or in vLLM's
-    (``structured_outputs``, ``guided_json`` and the like). RequestError: it is malformed, or there are several."""
+    """Return the grammar requested in OpenAI's form (``response_format``) or in vLLM's (``structured_outputs``,
+    ``guided_json`` and the like). RequestError: malformed, or more than one."""
     found = [
         *_of_format(request.response_format),
         *_of_structure(request.structured_outputs, "structured_outputs"),
@@ -136,7 +136,7 @@ def _tokens(given: Any, name: str) -> tuple[int, ...]:
 
 
 def _bad_words(given: Any, encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Each word as it begins a text, and as it stands behind a space: tokenizers may tell these apart."""
+    """Tokenize each word both at the start of a text and after a space: tokenizers may distinguish these."""
     if given is None:
         return ()
     if not isinstance(given, list) or len(given) > _MAX_WORDS:

@@ -91,11 +91,9 @@ class RunningAnswer:
 
     def _note(self, found: TokenLogprob, before: Sequence[int] | None = None) -> None:
         text, *others = self._text.texts_of([found.token, *(token for token, _ in found.top)], before)
-        top: dict[str, float] = {}
-        for other, (_, value) in zip(others, found.top, strict=True):
-            top.setdefault(other, value)  # of tokens with one text the likeliest
-        if top:
-            top.setdefault(text, found.value)
+        top = [(other, value) for other, (_, value) in zip(others, found.top, strict=True)]
+        if top and found.token not in dict(found.top):
+            top.append((text, found.value))
         self.logprobs.append(TextLogprob(text, found.value, top, self._offset))
         self._offset += len(text)
 

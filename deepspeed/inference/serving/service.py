@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
 from deepspeed.inference.serving.commands import Announcer, Commands, SingleRankCommands
-from deepspeed.inference.serving.metrics import Metrics
+from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
 """How often ranks hear of an idle server, far below the timeout of a collective."""
@@ -344,3 +344,51 @@ class Service:
         if self.failure is not None:
             return ClosedError(f"the generator has failed: {type(self.failure).__name__}: {self.failure}")
         return ClosedError("the server is shutting down", RETRY_AFTER_S)
+
+
+class Services:
+    """The services of a server's models, by their names, as one."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = services
+
+    def start(self) -> Services:
+        for each in self._services.values():
+            each.start()
+        return self
+
+    def follow(self) -> None:
+        """See ``Service.follow``: models of several ranks are alone on their server."""
+        for each in self._services.values():
+            each.follow()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Return that of the first which has failed."""
+        return next((each.failure for each in self._services.values() if each.failure is not None), None)
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether all take requests."""
+        return all(each.healthy for each in self._services.values())
+
+    def drain(self) -> None:
+        """Answer only those who have asked already."""
+        for each in self._services.values():
+            each.draining = True
+
+    def check_open(self) -> None:
+        """ClosedError: none of them answers new requests of clients."""
+        if not any(each.healthy for each in self._services.values()):
+            next(iter(self._services.values())).check_open()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """See ``Service.close``; ``timeout`` is that of all together."""
+        self.drain()
+        end = None if timeout is None else time.monotonic() + timeout
+        for each in self._services.values():
+            each.close(drain=drain, timeout=None if end is None else max(0.0, end - time.monotonic()))
+
+    def metrics(self) -> str:
+        """Return the page of all."""
+        return page_of({name: (each.metrics, each.state()) for name, each in self._services.items()})

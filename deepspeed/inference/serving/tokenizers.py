@@ -1,4 +1,4 @@
-"""Text and tokens, as a server needs them."""
+"""Tokenizers as a server needs them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from deepspeed.inference.serving.bodies import RequestError
+
 BEGIN = MappingProxyType({"add_generation_prompt": True})
-"""Arguments of a template after which an answer begins."""
+"""Template arguments for a prompt that an answer follows."""
 
 
 class Tokenizer(Protocol):
-    """``specials``: the tokens that ``decode`` leaves out, and their texts. ``template``: for chats; empty: none."""
+    """``specials``: tokens that ``decode`` omits, and their texts. ``template``: chat template; empty: none."""
 
     @property
     def specials(self) -> Mapping[int, str]: ...
@@ -28,27 +30,27 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of Transformers. Its methods may be called from several threads at once.
+    """A tokenizer of Transformers. Thread-safe.
 
     Args:
-        tokenizer: nobody else may encode with it, as that may change what it pads and cuts.
-        max_tokens: of a prompt. ``encode`` and ``chat`` raise ValueError for a text that, by its length alone, must
-            have more; None: for none.
+        tokenizer: must not encode elsewhere, as that may change its padding and truncation.
+        max_tokens: of a prompt. ``encode`` and ``chat`` raise ValueError for a text whose length alone implies more;
+            None: never.
 
-    ``chat`` raises ValueError if the tokenizer has no template for chats, or if the template refuses the messages.
+    ``chat`` raises ValueError if the tokenizer has no chat template, or the template refuses the messages.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        # Encodes, too: the first call sets that nothing is padded or cut, and later calls, which find it so, only read.
+        # Also encodes: the first call disables padding and truncation; later calls find them disabled and only read.
         longest = characters_per_token(tokenizer)
         self._max_characters = None if max_tokens is None or longest is None else max_tokens * longest
         self.specials = self._left_out()
 
     @property
     def template(self) -> str:
-        """All templates for chats, one behind the other."""
+        """All chat templates, concatenated."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -56,23 +58,23 @@ class HuggingFaceTokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def words(self, text: str) -> list[int]:
-        """Return the tokens of a part of a text: without special ones."""
+        """Tokenize a part of a text: without special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
-        # Cleaning up would take back spaces that have been sent.
+        # Cleaning up would remove spaces that have already been sent.
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def decode_all(self, tokens: list[int]) -> str:
-        """Return the text with special tokens."""
+        """Decode with special tokens."""
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def names(self, tokens: list[int]) -> list[str]:
-        """Return the entries of the vocabulary; an empty text for a token that is not in it."""
+        """Return the vocabulary entries; "" for a token without one."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(tokens)]
 
     def info(self) -> dict[str, Any]:
-        """Return the class, the special tokens by their roles, and the chat template."""
+        """Return the class, the special tokens by role, and the chat template."""
         known = self._tokenizer
         roles = {
             name: str(value) for name, value in known.special_tokens_map.items() if isinstance(value, str)
@@ -82,21 +84,21 @@ class HuggingFaceTokenizer:
         return {"tokenizer_class": type(known).__name__, "chat_template": template, **of_interest, **roles}
 
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
-        """Return the tokens of a chat. ``arguments``: of the template, and what else it is applied with."""
+        """Tokenize a chat. ``arguments``: of the template and of ``apply_chat_template``."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError("the model has no chat template: use /v1/completions")
         try:
             text = self._tokenizer.apply_chat_template(list(messages), **{**arguments, "tokenize": False})
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise arbitrary exceptions
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
-            raise ValueError(
-                f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in "
-                f"{self._max_tokens:,} tokens"
+            told = (
+                f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in"
             )
+            raise RequestError(f"{told} {self._max_tokens:,} tokens", None, "context_length_exceeded")
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def _left_out(self) -> dict[int, str]:
@@ -109,12 +111,12 @@ class HuggingFaceTokenizer:
 
 
 def characters_per_token(tokenizer: Any) -> int | None:
-    """The most characters of a text that can become one token: those of the longest in the vocabulary. None if there
-    is no such bound: the tokenizer drops characters, or joins runs of blanks, of unknown ones or of whole words."""
+    """Return the most characters of a text that one token can cover: the length of the longest vocabulary entry. None:
+    unbounded, as the tokenizer drops characters, or joins runs of blanks, of unknown characters or of whole words."""
     longest = max(map(len, tokenizer.get_vocab()), default=1)
-    # The last is for private use, and in no vocabulary.
+    # The last is a private-use character, in no vocabulary.
     for character in (" ", "\n", "a", "\ue000"):
-        run = character * (1000 + 4 * longest)  # WordPiece knows no words of more than 100 characters
+        run = character * (1000 + 4 * longest)  # WordPiece treats words of over 100 characters as unknown
         if len(tokenizer.encode(run, add_special_tokens=False, verbose=False)) * longest < len(run):
             return None
     return longest

@@ -1,4 +1,4 @@
-"""Tools and reasoning of a request: its fields, the messages of its history, and how its answers are read. Pure."""
+"""Tools and reasoning of a request: fields, messages of the history, and parsing of answers. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request. ``given``: as clients write them, for the template; ``callable``: the functions
-    that may be called, with the schemas of their arguments; ``is_forced``: one has to be; ``many``: more than one."""
+    """Tools of a request. ``given``: as the client sent them, for the template; ``callable``: callable functions with
+    the schemas of their arguments; ``is_forced``: a call is required; ``many``: several calls are allowed."""
 
     given: tuple[Mapping[str, Any], ...] = ()
     callable: Mapping[str, Mapping[str, Any]] | None = None
@@ -36,7 +36,7 @@ class ToolUse:
 
 
 def tools_of(request: Any) -> ToolUse:
-    """RequestError: tools or ``tool_choice`` are malformed, or name a function that is not there."""
+    """Return the tools of a request. RequestError: malformed, or ``tool_choice`` names an unknown function."""
     given, choice = request.tools, request.tool_choice
     if not given:
         if choice != "auto":
@@ -64,7 +64,7 @@ def tools_of(request: Any) -> ToolUse:
 
 
 def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the schema of the arguments."""
+    """Return a function's name and the schema of its arguments."""
     function = (
         tool.get("function")
         if isinstance(tool, dict) and tool.get("type", "function") == "function"
@@ -93,9 +93,9 @@ def _chosen(choice: Any) -> Any:
 
 
 def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[str, Any]:
-    """Return a message of the history as templates read it: the arguments of its calls as objects where they are
-    such, and its reasoning under both of its names. ``budget``: of the arguments of all calls. RequestError: the calls
-    are malformed, or their arguments have more parts or values than is left."""
+    """Return a message of the history in the form that templates read: call arguments as objects where they parse as
+    such, and reasoning under both of its names. ``budget``: for the arguments of all calls. RequestError: the calls are
+    malformed, or exceed the budget."""
     thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls")
     if isinstance(thought, str):
         message = {**message, "reasoning_content": thought, "reasoning": thought}
@@ -122,14 +122,14 @@ def _past(call: Any, where: str, budget: JsonBudget) -> dict[str, Any]:
         except RequestError:
             raise
         except ValueError:
-            read = None  # as a model that was cut short has written it
+            read = None  # a model that was cut short wrote incomplete JSON
         arguments = read if isinstance(read, dict) else arguments
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Formats of a server's model. ``tools``, ``reasoning``: names in `formats.py`; None: it has none."""
+    """Formats of a server's model. ``tools``, ``reasoning``: names in `formats.py`; None: unsupported."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -137,8 +137,8 @@ class Formats:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """Formats of the answers to one request: calls in ``tools``, reasoning in ``reasoning``. ``inside``: they begin
-    amid reasoning."""
+    """Formats of the answers to one request: of calls in ``tools``, of reasoning in ``reasoning``. ``inside``: answers
+    start within reasoning."""
 
     use: ToolUse
     tools: ToolFormat | None
@@ -147,12 +147,12 @@ class AnswerForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts of special tokens that are to be seen."""
+        """Texts of the special tokens that the parser must see."""
         calls = () if self.tools is None else self.tools.specials
         return calls if self.reasoning is None else (*calls, self.reasoning.begin, self.reasoning.end)
 
     def parser(self) -> Parser | None:
-        """Make what takes one answer apart; None: it is all text."""
+        """Make a parser for one answer; None: it is plain text."""
         form, known, readers = self.tools, self.use.callable, []
         if self.reasoning is not None:
             readers.append(self.reasoning.reader(self.inside))
@@ -162,8 +162,8 @@ class AnswerForm:
         return Parser(*readers, make_id=form.make_id, limit=None if self.use.many else 1)
 
     def constraint(self, given: Constraint | None, specials: Mapping[str, int]) -> Constraint | None:
-        """Return the grammar of the answers: of the calls, where these are forced, else ``given``; behind reasoning.
-        RequestError: there would be two."""
+        """Return the grammar of the answers, after any reasoning: of the calls if forced, else ``given``. RequestError:
+        both are asked for."""
         if self.use.is_forced and self.tools is not None and self.use.callable:
             if given is not None:
                 raise RequestError("an answer is a call, or follows another grammar", "tool_choice")
@@ -177,8 +177,8 @@ class AnswerForm:
 def answer_form(
     formats: Formats, use: ToolUse, end: str, specials: Sequence[str], begun: str = ""
 ) -> AnswerForm:
-    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens; ``begun``: the
-    message that answers continue. RequestError: tools are given, and how the model calls them is not known."""
+    """Return the formats of answers. ``end``: of the prompt; ``specials``: texts of special tokens; ``begun``: the
+    partial message that answers continue. RequestError: there are tools, but the model's call format is unknown."""
     name = formats.tools
     if use.callable and name is None:
         if not use.is_forced:
@@ -187,17 +187,17 @@ def answer_form(
                 "a call with tool_choice",
                 "tools",
             )
-        name = "llama3_json"  # plain JSON, which the grammar forces and the answer is read by
+        name = "llama3_json"  # plain JSON, enforced by the grammar
     form = tool_format(name, specials) if use.callable and name is not None else None
     return AnswerForm(use, form, *_reasoning(formats.reasoning, end, begun))
 
 
 def _reasoning(name: str | None, end: str, begun: str) -> tuple[ReasoningFormat | None, bool]:
-    """Return the format of reasoning in an answer, None where there can be none, and whether it begins amid of it."""
+    """Return the reasoning format, None if an answer has no reasoning, and whether the answer starts within it."""
     if name is None:
         return None, False
     form = REASONING_FORMATS[name]
-    if begun.strip():  # the end of a prompt does not tell how far a message is
+    if begun.strip():  # the state follows from the partial message, not from the end of the prompt
         inside = form.goes_on_in(begun)
         return (form if inside else None), inside
     if end.rstrip().endswith(form.end):

@@ -1,4 +1,4 @@
-"""JSON schemas of the arguments of tools: what is checked of them, and the types that they name. Pure."""
+"""JSON schemas of tool arguments: validation, and the types that they name. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from deepspeed.inference.serving.bodies import RequestError, kind_of
 _BY_NAME = ("properties", "$defs", "definitions")
 _EACH = ("anyOf", "oneOf", "allOf")
 _MAX_DEPTH = 64
-"""Schemas inside of each other."""
+"""Nesting depth of schemas."""
 
 _MAX_ENTRIES = 256
-"""Schemas, types and values that are looked at for the types of one parameter, which an answer may have often, and
+"""Most schemas, types and values inspected to find one parameter's types, which recur per answer; also the most
 characters of a reference."""
 
 
 def check_schema(schema: Any, where: str, depth: int = 0) -> None:
-    """RequestError names the first place, under ``where``, that is no JSON schema."""
+    """Raise RequestError naming the first place, under ``where``, that is not a JSON schema."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -40,7 +40,7 @@ def check_schema(schema: Any, where: str, depth: int = 0) -> None:
 
 
 def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str]]:
-    """Yield the schemas in one, and their places. RequestError: what should have them does not."""
+    """Yield the nested schemas and their places. RequestError: a container of schemas has another type."""
     for name in _BY_NAME:
         found = schema.get(name)
         if found is not None and not isinstance(found, dict):
@@ -65,8 +65,8 @@ def _wrong(where: str, expected: str, given: Any) -> RequestError:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema, a part of ``root``, names anywhere, "value" for one without a name; none if it
-    does not say. Both have been checked."""
+    """Return all types that a schema within ``root`` names, "value" for one without a name; empty if it names none.
+    Both must have passed ``check_schema``."""
     made, todo, seen = set[str](), [schema], set[int]()
     for _ in range(_MAX_ENTRIES):
         part = todo.pop() if todo else None
@@ -93,7 +93,7 @@ def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _referred(reference: Any, root: Any) -> Any:
-    """Return the schema that a reference names. None: there is none in ``root``."""
+    """Resolve a reference within ``root``. None: there is no such schema."""
     if not isinstance(reference, str) or len(reference) > _MAX_ENTRIES or not reference.startswith("#/"):
         return None
     found = root

@@ -1,1 +1,1 @@
-"""Models whose layers are split over ranks for inference."""
+"""Models split over ranks for inference."""

@@ -1,4 +1,4 @@
-"""A second module over the weights of one that trains, whose layers are shared by several ranks while it generates."""
+"""A tensor-parallel copy of a training module, for generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed.zero.gathering.gathered import GatheredParameters
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A parameter of the module that trains, and what the copy has of it."""
+    """A parameter of the training module, and the copy's parameter that stands for it."""
 
     source: nn.Parameter
     held: nn.Parameter
@@ -26,16 +26,16 @@ class _Weight:
 
 
 class SplitCopy:
-    """``module`` with its layers split over ``group``. What is not split is the module's own storage; the rest of a
-    weight's elements are on other ranks, so that a copy costs ``1 / group.size`` of the weights.
+    """A copy of ``module`` with its layers split over ``group``. Unsplit weights share the module's storage; of split
+    ones each rank holds its part, so a copy costs ``1 / group.size`` of the weights.
 
-    Made while all weights are whole (``unwrap_model_for_generation``). Collective.
+    Create while all weights are whole (``unwrap_model_for_generation``). Collective.
 
     Args:
-        module: the module that trains; nothing of it is changed.
+        module: the training module, which is not changed.
         group: the ranks that generate together.
-        pinned: the split weights keep their memory between two uses.
-        layers_at_once: layers whose weights are gathered at one time while the copy is filled, if they are partitioned.
+        pinned: keep the memory of split weights between uses.
+        layers_at_once: number of layers to gather at a time while filling the copy, if weights are partitioned.
 
     DeepSpeedConfigError: the model cannot be split.
     """
@@ -62,17 +62,17 @@ class SplitCopy:
         self.release()
 
     def fill(self, *, whole: bool) -> None:
-        """Take the module's present weights. Collective if they are partitioned.
+        """Copy the module's current weights. Collective if they are partitioned.
 
         Args:
-            whole: they are whole already.
+            whole: the weights are whole already.
         """
         for block in self._blocks:
             with GatheredParameters(block, enabled=not whole):
                 self._fill(block)
 
     def release(self) -> None:
-        """Nothing keeps the module's weights alive; what is pinned stays as memory."""
+        """Drop all references to the module's weights; pinned weights keep their memory."""
         for weight in self._weights.values():
             if not (self._pinned and weight.is_cut):
                 weight.held.data = weight.held.data.new_empty(0)
@@ -91,7 +91,7 @@ class SplitCopy:
 
 
 def _blocks(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
-    """The parameters by the numbered layer that they are in, ``count`` layers to a block; those in none are a block."""
+    """Group parameters by numbered layer, ``count`` layers per block; those outside any layer form a block."""
     layers: dict[str, list[nn.Parameter]] = {}
     for name, param in module.named_parameters():
         path = name.split(".")

@@ -1,4 +1,4 @@
-"""Sharing the layers of a model among ranks, and what else engines do before they generate."""
+"""Split a model's layers over ranks; checks and random numbers of a parallel generation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from deepspeed.parallel.tensor.trial import try_split
 
 
 def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Communicator:
-    """``size`` neighbouring ranks of this job, or those of ``group`` or of a model-parallel unit.
+    """Return the group of ``size`` consecutive ranks, or ``group``, or the group of a model-parallel unit.
 
-    DeepSpeedConfigError: the group that is given has another size, or the job has no multiple of ``size`` ranks.
+    DeepSpeedConfigError: the given group has another size, or the world size is no multiple of ``size``.
     """
     dist.init_distributed()
     given = mpu.get_model_parallel_group() if group is None and mpu is not None else group
@@ -54,14 +54,14 @@ def split_over(
     summed: tuple[str, ...] = (),
     became: Became = lambda *_: None,
 ) -> None:
-    """Each rank of ``group`` keeps its part of the layers, by the model's graph. ``became`` is told which parameter
-    took whose place. Collective.
+    """Split the layers over ``group`` by the model's graph. ``became`` is called with each replaced parameter and its
+    replacement. Collective.
 
     Args:
-        summed: layers whose outputs are sums over the ranks, for a model whose graph cannot be followed; the other
-            linear layers of their blocks are split by their outputs.
+        summed: layers whose outputs are summed over the ranks, for a model whose graph cannot be traced; the other
+            linear layers of their blocks are split by outputs.
 
-    DeepSpeedConfigError: the model cannot be followed, and nothing says what to split.
+    DeepSpeedConfigError: the graph cannot be traced, and ``summed`` is empty.
     """
     try:
         try:
@@ -81,7 +81,7 @@ def split_over(
 
 
 class _OnlyExperts:
-    """Stand-in for the training engine that distributing experts asks for."""
+    """Stand-in for the training engine that ``ExpertParallelism.apply`` expects."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self.mesh = mesh
@@ -90,17 +90,17 @@ class _OnlyExperts:
         return contextlib.nullcontext()
 
     def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
-        """Nobody remembers parameters."""
+        """No-op: there is no optimizer that refers to parameters."""
 
     def say(self, text: str) -> None:
         log_dist(f"inference: {text}", ranks=[0])
 
 
 def spread_experts(module: nn.Module, size: int, group: Any = None) -> Communicator:
-    """``size`` neighbouring ranks, which it returns, keep a part of the experts of each layer. Collective.
+    """Spread each layer's experts over ``size`` consecutive ranks; return their group. Collective.
 
-    DeepSpeedConfigError: the model has no experts, or ``size`` does not divide them or the ranks, or is not that of
-    ``group``.
+    DeepSpeedConfigError: the model has no experts, or ``size`` does not divide their number or the world size, or
+    differs from the size of ``group``.
     """
     dist.init_distributed()
     if group is not None and communicator(group).size != size:
@@ -117,8 +117,8 @@ def spread_experts(module: nn.Module, size: int, group: Any = None) -> Communica
 
 @contextlib.contextmanager
 def same_random_numbers(group: Communicator | None) -> Iterator[None]:
-    """A block in which the ranks of ``group`` draw the same numbers, after which each goes on with its own. Collective;
-    without a group nothing happens."""
+    """Make the ranks of ``group`` draw the same random numbers within the block; each rank's own state is restored
+    after it. Collective; no-op without a group."""
     if group is None:
         yield
         return
@@ -132,9 +132,8 @@ def same_random_numbers(group: Communicator | None) -> Iterator[None]:
 
 
 def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int, kept: int = 0) -> None:
-    """Check the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens, of which ``kept`` are
-    for
-    the answer."""
+    """Check the prompt length of a call of ``generate``. RuntimeError: more than ``longest`` tokens, less the ``kept``
+    ones for the answer."""
     given = kwargs.get("input_ids", inputs[0] if inputs else None)
     if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest - kept:
         less = f" less min_out_tokens={kept}" if kept else ""

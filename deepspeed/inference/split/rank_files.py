@@ -1,7 +1,7 @@
-"""The weights of ranks that share a model's layers, a file for each of them: ``save_mp_checkpoint_path``.
+"""Tensor-parallel weights, one file per rank: ``save_mp_checkpoint_path``.
 
-The folder has ``ds_inference_config.json``, which ``checkpoint=`` takes. Every part says where it lies in the whole
-weight, so that any number of ranks loads it: a weight is put together from whichever files have a piece of it.
+The folder has ``ds_inference_config.json``, which ``checkpoint=`` takes. Each part records its placement in the whole
+weight, so the files load at any world size: a weight is assembled from all files that have a piece of it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DESCRIPTION = "ds_inference_config.json"
 VERSION = 1.0
 _SHARED = "non-tp.safetensors"
 _KEY = "parts"
-"""Of a file's metadata: name -> [shape of the whole weight, boxes of it that the file has]."""
+"""Metadata key: its value maps name -> [shape of the whole weight, boxes of it that the file has]."""
 
 
 def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Path:
-    """Write what this rank has and none before it, the first rank also the weights that all have. Collective over the
-    job. Returns the path of the description."""
+    """Write the parts that this rank is the first to hold; rank 0 also writes the unsplit weights. Collective over all
+    ranks. Return the path of the description."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     split = {name: param for name, param in module.named_parameters() if placement_of(param).boxes}
@@ -41,7 +41,7 @@ def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Pat
         _write(path / _file_of(rank), {name: split[name] for name in own}, own)
     if rank == 0:
         _write(path / _SHARED, _unsplit(module, split), {})
-    _of_all_ranks({})  # all files are there before the description is
+    _of_all_ranks({})  # barrier: all files exist before the description does
     if rank == 0:
         written = [_file_of(number) for number in range(len(every)) if _new_parts(every, number)]
         description = {
@@ -59,9 +59,9 @@ def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Pat
 
 
 def whole_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of all weights in the files of ``save_parts``, one at a time.
+    """Yield (name, value) of all weights in the files of ``save_parts``, one at a time.
 
-    DeepSpeedConfigError: a file is of another kind, or a piece of a weight is in none of them.
+    DeepSpeedConfigError: a file is of another kind, or a piece of a weight is missing.
     """
     pieces: dict[str, list[tuple[Path, tuple[int, ...], list[Any]]]] = defaultdict(list)
     for file in files:
@@ -88,7 +88,7 @@ def _described(placement: Placement) -> list[Any]:
 
 
 def _new_parts(every: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """Return the parts of a rank that no earlier one has."""
+    """Return the parts of ``rank`` that no lower rank has."""
     return {
         name: described
         for name, described in every[rank].items()
@@ -105,7 +105,7 @@ def _of_all_ranks(mine: dict[str, list[Any]]) -> list[dict[str, list[Any]]]:
 
 
 def _unsplit(module: nn.Module, split: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and saved buffers that every rank has whole."""
+    """Return parameters and persistent buffers that every rank has whole."""
     known = {id(param) for param in split.values()}
     whole: dict[str, Tensor] = {
         name: param for name, param in module.named_parameters() if id(param) not in known
@@ -120,7 +120,7 @@ def _unsplit(module: nn.Module, split: Mapping[str, Tensor]) -> dict[str, Tensor
 def _write(file: Path, tensors: Mapping[str, Tensor], described: Mapping[str, list[Any]]) -> None:
     values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     shared = len({value.data_ptr() for value in values.values() if value.numel()}) < len(values)
-    if shared:  # the format refuses memory that two names have
+    if shared:  # the format refuses tensors that share memory
         values = {name: value.clone() for name, value in values.items()}
     save_file(values, file, metadata={"format": "pt", _KEY: json.dumps(described)})
 
@@ -160,7 +160,7 @@ def _joined(name: str, found: Sequence[tuple[Path, tuple[int, ...], list[Any]]])
 
 
 def _apart(value: Tensor, boxes: Sequence[Any]) -> list[Tensor]:
-    """The pieces of a part that are joined along the one dim in which their boxes differ."""
+    """Split a part into its boxes' pieces, which are concatenated along the one dim in which the boxes differ."""
     extents = [tuple(high - low for low, high in box) for box in boxes]
     if len(boxes) == 1:
         return [value.reshape(extents[0])]

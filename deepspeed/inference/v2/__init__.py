@@ -1,1 +1,1 @@
-"""FastGen: the ragged engine, its configuration, and where its weights come from."""
+"""FastGen: the ragged engine, its configuration, and the sources of its weights."""

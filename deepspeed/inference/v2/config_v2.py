@@ -39,5 +39,5 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     @field_validator("tensor_parallel", mode="before")
     @classmethod
     def of_init_inference(cls, value: Any) -> Any:
-        """The class of the same name that ``init_inference`` takes says it as well."""
+        """Accept ``init_inference``'s class of the same name, too."""
         return DeepSpeedTPConfig(tp_size=value.tp_size) if isinstance(value, InitInferenceTPConfig) else value

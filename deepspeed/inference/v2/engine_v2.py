@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import log_dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
@@ -21,10 +24,10 @@ from deepspeed.inference.cache.stored import StoredBlocks
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.quantized.selection import give_six_bits
 from deepspeed.inference.split.layers import split_over, tensor_parallel_group
+from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.policy import InferenceV2Policy
 from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
-from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
 
 BLOCK_SIZE = 64
 MARK = "ds_engine.json"
@@ -302,3 +305,71 @@ class InferenceEngineV2:
                 f"{memory.size} bytes that are to stay free"
             )
         return blocks
+
+
+# Results of the check whether a batch can be run.
+
+
+class SchedulingResult(Enum):
+    """Success, or the first limit that stands in the way."""
+
+    Success = 0
+    EngineSequenceLimitExceeded = 1
+    """More sequences than are tracked at one time."""
+    BatchSequenceLimitExceeded = 2
+    """More sequences than one forward has."""
+    BatchTokenLimitExceeded = 3
+    """More tokens than one forward has."""
+    KVCacheLimitExceeded = 4
+    """More blocks than nobody uses."""
+    SequenceTokenLimitExceeded = 5
+    """A sequence longer than is possible."""
+
+
+class SchedulingError(ExplainedError, RuntimeError):
+    """A batch was put that cannot be run; ``result`` says why."""
+
+    def __init__(self, result: SchedulingResult) -> None:
+        super().__init__(f"the batch cannot be scheduled: {result.name}")
+        self.result = result
+        self.status = result
+
+
+# Engines from files.
+
+__all__ = ["HuggingFaceCheckpointEngine", "build_engine_from_ds_checkpoint", "build_hf_engine"]
+
+_MARK_OF_OTHERS = "ds_model_config.pkl"
+
+
+def build_hf_engine(
+    path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
+) -> InferenceEngineV2:
+    """An engine of a causal model of Transformers.
+
+    Args:
+        path: a folder of ``save_pretrained`` or of ``InferenceEngineV2.serialize``, or a model's name in the hub.
+        engine_config: limits and ranks.
+        debug_level: accepted for compatibility; the level of the package's log is the caller's.
+
+    Raises:
+        DeepSpeedConfigError: weights are missing, or the config asks for what this release does not have.
+        LayoutError: the model cannot be run over a paged cache.
+    """
+    if (Path(path) / MARK).is_file() or (Path(path) / _MARK_OF_OTHERS).is_file():
+        return build_engine_from_ds_checkpoint(path, engine_config, debug_level)
+    return InferenceEngineV2(InferenceV2Policy(HuggingFaceCheckpointEngine(path)), engine_config)
+
+
+def build_engine_from_ds_checkpoint(
+    path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
+) -> InferenceEngineV2:
+    """An engine from a folder of ``InferenceEngineV2.serialize``; for the arguments see ``build_hf_engine``.
+
+    DeepSpeedConfigError: the folder is none, or was written by another implementation.
+    """
+    if not (Path(path) / MARK).is_file():
+        pickled = (Path(path) / _MARK_OF_OTHERS).is_file()
+        why = "holds pickled layers of another implementation" if pickled else f"has no {MARK}"
+        raise DeepSpeedConfigError(f"{path} {why}: give the folder of the model to build_hf_engine instead")
+    return InferenceEngineV2(InferenceV2Policy(HuggingFaceCheckpointEngine(path)), engine_config)

@@ -63,7 +63,7 @@ class Adagrad(MultiTensorOptimizer):
         torch._foreach_sub_(params, grads)
 
     def _sparse_update(self, group: Group, param: Tensor, grad: Tensor) -> None:
-        """Updates the rows in the gradient, as torch.optim.Adagrad does; all other rows are unchanged."""
+        """Update the rows in the gradient, as torch.optim.Adagrad does; all other rows are unchanged."""
         if group["weight_decay"] != 0:
             raise RuntimeError(
                 f"{type(self).__name__}: weight_decay={group['weight_decay']} cannot be combined with sparse "
@@ -71,7 +71,7 @@ class Adagrad(MultiTensorOptimizer):
             )
         state = self.state_for(param, group)
         state["step"] += 1
-        grad = grad.coalesce()  # the gradients of a row that occurs several times are summed
+        grad = grad.coalesce()  # sums the gradients of a row that occurs several times
         rows, values = tuple(grad.indices()), grad.values().float()
         kept = state[self.state_names[0]]
         sums = kept[rows].float() + values * values
@@ -105,7 +105,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
         self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of torch.optim.Adagrad, where the sums are called `sum`."""
+        """Load a state dict, also one of torch.optim.Adagrad, where the sums are called `sum`."""
         states = {
             key: {"exp_avg_sq" if name == "sum" else name: value for name, value in state.items()}
             for key, state in state_dict["state"].items()

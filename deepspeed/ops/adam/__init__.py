@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 _MODULE_OF = {"DeepSpeedCPUAdam": "cpu_adam", "FusedAdam": "fused_adam"}
-"""Imported when they are asked for: a run uses one of them."""
+"""Imported on first access: a run uses one of them."""
 
 
 def __getattr__(name: str) -> Any:

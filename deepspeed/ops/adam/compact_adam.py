@@ -1,13 +1,13 @@
-"""CompactAdam: Adam whose moments take one byte each, and whose weights may be bfloat16 alone.
+"""CompactAdam: Adam with 8-bit moments, and optionally with bfloat16 weights without fp32 master weights.
 
 T. Dettmers et al.: 8-bit Optimizers via Block-wise Quantization (ICLR 2022); P. Zamirai et al.: Revisiting BFloat16
-Training (2020). With both, a parameter takes 2 bytes (its weight, which is its own master), 2 for the moments, 2 for
-its gradient: 6 instead of 16.
+Training (2020). With both, a parameter takes 6 bytes instead of 16: 2 for the weight, which is its own master, 2 for
+the moments, and 2 for the gradient.
 
-A moment is stored as codes ``exp_avg`` (uint8) with scales ``exp_avg_scale`` (fp32, one per 256 elements), and
-``exp_avg_sq`` holds codes of the root of the second moment (``ops/formats/blockwise.py``). New moments are rounded to
-codes up or down in proportion, so that averages that move by less than one code per step still move; so are weights in
-bfloat16 with ``stochastic_rounding``. Which way is a function of the step and the element.
+A moment is stored as codes ``exp_avg`` (uint8) with scales ``exp_avg_scale`` (fp32, one per 256 elements);
+``exp_avg_sq`` holds codes of the square root of the second moment (``ops/formats/blockwise.py``). New moments are
+rounded stochastically, so that averages that change by less than one code per step still change on average; so are
+bfloat16 weights with ``stochastic_rounding``. The direction is a function of the step and the element's index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed.ops.update import Group, UpdateTraits
 CODES = 3
 """``enum ds_state_codes``."""
 SCALE = "_scale"
-"""What the name of a moment's scales ends with."""
+"""Suffix of the name of a moment's scales."""
 
 _CODE = {"exp_avg": state_codes.SIGNED, "exp_avg_sq": state_codes.UNSIGNED}
 _Starts = tuple[int, ...]
@@ -73,12 +73,12 @@ class CompactAdam(MultiTensorAdam):
     """Adam with decoupled weight decay (``adam_w_mode=True``, AdamW) or with L2 regularisation.
 
     Args:
-        state_bits: 8 (codes) or 32 (fp32) for each moment.
-        stochastic_rounding: round updated bfloat16 parameters up or down at random, in proportion, so that a weight
-            without a master in fp32 also learns from updates smaller than its last digit. Parameters in fp32 are
-            not rounded, fp16 ones to the nearest number.
+        state_bits: 8 (codes) or 32 (fp32) per moment.
+        stochastic_rounding: round updated bfloat16 parameters stochastically, so that a weight without an fp32 master
+            also accumulates updates smaller than its last digit. Parameters in fp32 are not rounded, fp16 ones are
+            rounded to nearest.
 
-    One pass over memory on CPUs and, by a Triton kernel, on GPUs; plain PyTorch with the same bits elsewhere.
+    One pass over memory, on CPUs and, by a Triton kernel, on GPUs; bit-identical plain PyTorch elsewhere.
     """
 
     def __init__(
@@ -134,17 +134,17 @@ class CompactAdam(MultiTensorAdam):
                         self._take_back(state, name)
 
     def _take_back(self, state: dict[str, Any], name: str) -> None:
-        """Restore a state tensor from what was loaded: codes, which loading has made floats (whole numbers: nothing is
-        lost), or values.
+        """Restore a state tensor after loading: from codes, which loading has cast to float (whole numbers, so
+        losslessly), or from values of another Adam.
         """
         loaded = state[name]
         state[name] = loaded.to(torch.uint8)
-        if name + SCALE not in state:  # of another Adam
+        if name + SCALE not in state:  # state of another Adam
             state[name + SCALE] = torch.zeros(state_codes.blocks(loaded.numel()), device=loaded.device)
             self.set_decoded_state(state, name, loaded)
 
     def decoded_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as other Adams keep it: fp32 values for codes, nothing for scales. Copies."""
+        """Copy ``state`` in other Adams' form: codes decoded to fp32 values, no scales."""
         if self.state_bits != 8 or not state:
             return state
         values = {key: value for key, value in state.items() if not key.endswith(SCALE)}
@@ -154,7 +154,7 @@ class CompactAdam(MultiTensorAdam):
         return values
 
     def set_decoded_state(self, state: dict[str, Any], name: str, values: Tensor) -> None:
-        """Inverse of ``decoded_state`` for one moment: what was decoded gets its codes back; else the nearest ones."""
+        """Invert ``decoded_state`` for one moment: decoded values get their codes back, others the nearest codes."""
         if name == "exp_avg_sq":
             values = _root(values.float())
         codes, scales = state_codes.encode(_CODE[name], values.float())
@@ -226,7 +226,7 @@ class CompactAdam(MultiTensorAdam):
         start: int,
         grad_scale: float,
     ) -> None:
-        """The reference: the kernel's operations in its order."""
+        """Update one tensor. Reference implementation: the kernel's operations in the same order."""
         wide, scaled, coded = param.detach().float(), grad.float() * grad_scale, self.state_bits == 8
         moments = [[kept] for kept in (self._kept(state, group) if coded else [state[n] for n in _CODE])]
         updated = [wide.clone()]
@@ -247,7 +247,7 @@ class CompactAdam(MultiTensorAdam):
 
     @staticmethod
     def _kept(state: dict[str, Any], group: Group) -> list[Tensor]:
-        """Both moments times their betas."""
+        """Return both moments, multiplied by their betas."""
         factors = (group["betas"][0], math.sqrt(group["betas"][1]))
         first, root = (
             state_codes.decode_scaled(code, state[name], state[name + SCALE], by)
@@ -257,5 +257,5 @@ class CompactAdam(MultiTensorAdam):
 
 
 def _root(values: Tensor) -> Tensor:
-    """Correctly rounded on every device."""
+    """Return the square root, correctly rounded on every device."""
     return values.double().sqrt_().float()

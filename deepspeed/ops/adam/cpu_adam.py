@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam: host Adam for offloaded training."""
+"""DeepSpeedCPUAdam: Adam on the host, for offloaded training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.ops.update import Group, corrections
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):
-    """Adam (`adamw_mode=False`) or AdamW on host memory, fp32, bf16 or fp16 parameters and gradients.
+    """Adam (`adamw_mode=False`) or AdamW in host memory, with fp32, bf16 or fp16 parameters and gradients.
 
     `fp32_optimizer_states=False` keeps the moments in the parameter's dtype, which halves their memory for
     16-bit parameters. `amsgrad` is in the signature but not available.
@@ -56,13 +56,13 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
 
     @property
     def fp32_optimizer_states(self) -> bool:
-        """Return whether the moments are fp32, whatever dtype the parameters have."""
+        """True: the moments are fp32, regardless of the parameters' dtype."""
         return self.defaults["fp32_optimizer_states"]
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """``step`` with the state under ``state[subgroup_id]``, whatever tensor the parameter is: for callers that put
-        one part of a model after the other into ``param_groups``.
+        """Step with the state under ``state[subgroup_id]``, whichever tensor the parameter is: for callers that put the
+        sub-groups of a model into ``param_groups`` in turn.
 
         Raises:
             ValueError: several parameters have a gradient, which one state cannot serve.
@@ -75,14 +75,14 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
                 self.multi_tensor_step(group, [param], [grad])
             finally:
                 del states[param]
-                self.forget_tables()  # which know the state by the parameter
+                self.forget_tables()  # they look up state by parameter
             torch.autograd.graph.increment_version([param])
         return loss
 
     @torch.no_grad()
     def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Undo the last ``step_subgroup`` of this number, up to rounding. Parameter, gradient and hyperparameters must
-        be those of that update.
+        """Undo the last ``step_subgroup`` of this id, up to rounding. Parameter, gradient and hyperparameters must be
+        those of that update.
 
         Raises:
             RuntimeError: there is no update to undo.
@@ -105,11 +105,11 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
 
     @property
     def _numbered(self) -> dict[Any, Any]:
-        """``state``, whose keys torch declares to be tensors."""
+        """``state`` with ids as keys; torch declares the keys to be tensors."""
         return cast("dict[Any, Any]", self.state)
 
     def _updated_now(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
-        """Group, parameter and gradient of the one parameter that has a gradient; nothing if there is none."""
+        """Return group, parameter and gradient of the only parameter with a gradient, as a list; empty if none has."""
         found = []
         for group in self.param_groups:
             found += [(group, param, param.grad) for param in group["params"] if param.grad is not None]
@@ -121,7 +121,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
 
     @functools.cached_property
     def ds_opt_adam(self) -> ModuleType:
-        """The op's functions, with an optimizer made under ``opt_id``: for updates of one's own."""
+        """Module of the op's functions, with an optimizer created under ``opt_id``, for custom updates."""
         group = self.defaults
         beta1, beta2 = group["betas"]
         decay, decoupled = group["weight_decay"], group["adamw_mode"]
@@ -130,7 +130,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
 
 
 def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool) -> None:
-    """Adam's update solved for what was before it, in fp32."""
+    """Invert Adam's update, in fp32."""
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
     exp_avg, exp_avg_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
     step_size, inverse = corrections(group, int(state["step"]))
@@ -145,10 +145,10 @@ def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, d
     state["exp_avg_sq"].copy_(((exp_avg_sq - (1.0 - beta2) * grad * grad) / beta2).clamp_(min=0.0))
 
 
-# The documented functions of the op, for callers without an optimizer object.
+# The op's documented functions, for callers without an optimizer object.
 
 _made: dict[int, DeepSpeedCPUAdam] = {}
-"""Optimizers by the callers' numbers. An optimizer is given the state for one call, and keeps nothing of it."""
+"""Optimizers by the callers' ids. An optimizer is given the state for one call only."""
 
 
 def create_adam(
@@ -161,7 +161,7 @@ def create_adam(
     adamw_mode: bool = True,
     should_log: bool = False,
 ) -> int:
-    """Make the optimizer ``optimizer_id``, AdamW or (``adamw_mode=False``) Adam; the rest is passed to each update."""
+    """Create AdamW or (``adamw_mode=False``) Adam under ``optimizer_id``; ``adam_update`` sets the other values."""
     made = DeepSpeedCPUAdam(
         [torch.empty(0)], alpha, True, (betta1, betta2), eps, weight_decay, False, adamw_mode
     )
@@ -170,7 +170,7 @@ def create_adam(
 
 
 def destroy_adam(optimizer_id: int) -> int:
-    """Forget it, if it is there. Returns 0."""
+    """Delete the optimizer, if it exists. Returns 0."""
     _made.pop(optimizer_id, None)
     return 0
 
@@ -189,10 +189,10 @@ def adam_update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
 ) -> int:
-    """Update number ``step`` (from 1) of ``params`` and both moments, in place. Returns 0.
+    """Apply update number ``step`` (from 1) to ``params`` and both moments, in place. Returns 0.
 
     Raises:
-        ValueError: there is no optimizer of this number.
+        ValueError: there is no optimizer of this id.
     """
     lists = [params], [grads], [exp_avg], [exp_avg_sq]
     return adam_update_multi(
@@ -216,10 +216,10 @@ def adam_update_multi(
     stale_params: Sequence[Tensor],
     parallel: bool = True,
 ) -> int:
-    """`adam_update` of several tensors at once; ``stale_params``, if not empty, receive the new parameters.
+    """Apply `adam_update` to several tensors at once; ``stale_params``, if not empty, receive the new parameters.
 
     Raises:
-        ValueError: there is no optimizer of this number, or the lists have different lengths.
+        ValueError: there is no optimizer of this id, or the lists have different lengths.
     """
     optimizer = _made.get(optimizer_id)
     if optimizer is None:

@@ -12,8 +12,8 @@ from deepspeed.ops.multi_tensor import refuse
 class FusedAdam(FusedOptimizer, MultiTensorAdam):
     """Adam with decoupled weight decay (`adam_w_mode=True`, AdamW) or with L2 regularisation.
 
-    One kernel per group of tensors: the native host library on CPUs, Triton on GPUs, else PyTorch, all with
-    the same arithmetic. `amsgrad` is in the signature but not available.
+    One kernel per group of tensors: the native library on CPUs, Triton on GPUs, else PyTorch, all with the same
+    arithmetic. `amsgrad` is in the signature but not available.
     """
 
     documented_name = "FusedAdam"

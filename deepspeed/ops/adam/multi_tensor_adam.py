@@ -16,11 +16,11 @@ from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqr
 from deepspeed.ops.update import Group, Tensors, corrections
 
 _DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
-"""One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""
+"""The same option, under FusedAdam's and DeepSpeedCPUAdam's name."""
 
 
 def as_in(group: Group, options: dict[str, Any]) -> dict[str, Any]:
-    """Saved ``options`` as the optimizer of ``group`` spells them, which may be another Adam than the one that was
+    """Rename saved ``options`` for the optimizer of ``group``, which may be a different Adam than the one that was
     saved: with and without offload they differ."""
     own = next((key for key in _DECOUPLED_KEYS if key in group), None)
     return {own if own and key in _DECOUPLED_KEYS else key: value for key, value in options.items()}
@@ -34,7 +34,7 @@ def adam_defaults(
     weight_decay: float,
     adam_w_mode: bool = True,
 ) -> dict[str, Any]:
-    """Return the hyperparameters of a group, as `torch.optim.Optimizer` takes them."""
+    """Return the hyperparameters of a group for `torch.optim.Optimizer`."""
     return {
         "lr": lr,
         "bias_correction": bias_correction,
@@ -46,8 +46,8 @@ def adam_defaults(
 
 
 class MultiTensorAdam(MultiTensorOptimizer):
-    """Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key` whether weight
-    decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""
+    """Base of Adam optimizers. Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key`
+    whether weight decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""
 
     state_names = ("exp_avg", "exp_avg_sq")
     decoupled_key = "adam_w_mode"
@@ -89,7 +89,7 @@ class MultiTensorAdam(MultiTensorOptimizer):
         *,
         kept: bool = False,
     ) -> None:
-        """``kept``: moments are given as what is kept of them, times their beta."""
+        """See the base class. ``kept``: the given moments are already multiplied by their betas."""
         beta1, beta2 = group["betas"]
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         exp_avgs, exp_avg_sqs = states

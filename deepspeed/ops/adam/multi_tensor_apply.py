@@ -1,4 +1,4 @@
-"""One call of an op over lists of tensors."""
+"""Calls of an op over lists of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class MultiTensorApply:
-    """``applier(op, overflow, lists, *args)`` is ``op(chunk_size, overflow, lists, *args)``."""
+    """Calls ``op(chunk_size, overflow, lists, *args)`` for ``applier(op, overflow, lists, *args)``."""
 
     available = True
     warned = False

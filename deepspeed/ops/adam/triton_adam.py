@@ -1,13 +1,11 @@
-"""Adam on many tensors of a GPU in one kernel launch, with the arithmetic of the host kernel and the PyTorch
-path.
+"""Adam on many GPU tensors in one kernel launch, with the arithmetic of the host kernel and the PyTorch path.
 
 Every operation is rounded individually: contraction to fused multiply-adds is disabled, division and square
-root are correctly rounded. Each program updates one block of one tensor: a table of blocks says which one, and
-the table of pointers says where its memory is (rows of `struct ds_segment`, see [Note: pointer
-tables]).
+root are correctly rounded. Each program updates one block of one tensor: a table of blocks identifies it, and the
+table of pointers has the tensor's addresses (rows of `struct ds_segment`, see [Note: pointer tables]).
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def _adam_kernel(
 
 
 def step(launch: Launch, steps: list[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
-    """One update of all segments of `launch`; `steps[i]` counts it for segment i."""
+    """Update all segments of `launch` once; `steps[i]` is the step count of segment i."""
     for each in rounds(launch, steps, BLOCK, native.SEGMENT_WORDS - 1):
         _run(launch, each, group, decoupled, grad_scale)
 

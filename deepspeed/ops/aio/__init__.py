@@ -1,4 +1,4 @@
-"""Asynchronous reads and writes of files."""
+"""Asynchronous file I/O."""
 
 from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -1,4 +1,4 @@
-"""The op `async_io`: what `AsyncIOBuilder().load()` returns."""
+"""The op `async_io`, returned by `AsyncIOBuilder().load()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """One read with its own handle (see `aio_handle`)."""
+    """Read once, with a handle of its own (see `aio_handle`)."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
 
 
@@ -32,14 +32,14 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """One write with its own handle (see `aio_handle`)."""
+    """Write once, with a handle of its own (see `aio_handle`)."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(
         buffer, filename, validate
     )
 
 
 def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
-    """Copies the bytes of one tensor to another of the same size; returns 0."""
+    """Copy the bytes of one tensor to another of the same size; returns 0."""
     with torch.no_grad():
         dest.view(-1).view(torch.uint8).copy_(src.view(-1).view(torch.uint8))
     return 0

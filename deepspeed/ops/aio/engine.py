@@ -1,6 +1,6 @@
-"""Transfer of bytes between memory and files: the native engine, or Python threads where it is missing.
+"""Transfers between memory and files: the native engine, or Python threads if the native library is missing.
 
-Both take an address, a length, a path and an offset, start immediately, and report when the operation is waited for.
+Both take an address, a length, a path and an offset, start immediately, and report errors when waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRANSPORTS = ("io_uring", "libaio", "threads")
 
 PYTHON = "python"
 BACKEND_VARIABLE = "DS_AIO_BACKEND"
-"""Environment variable: the first backend to try, of `TRANSPORTS` or "python"; unavailable ones are skipped."""
+"""Environment variable: the first backend to try, from `TRANSPORTS` or "python"; unavailable ones are skipped."""
 
 _PIECE = 1 << 30  # Linux moves less than 2 GiB per call
 
@@ -37,7 +37,7 @@ class AioOptions:
 
 
 class AioFailure(Exception):
-    """Failure of a transfer at one byte of the file; the handle adds the rest. `detail`: what errno cannot express."""
+    """Failure of a transfer at a byte offset; the handle adds the context. `detail`: what errno cannot express."""
 
     def __init__(self, errno: int, offset: int, detail: str = "") -> None:
         super().__init__(errno, offset, detail)
@@ -50,15 +50,15 @@ class AioEngine(Protocol):
     backend: str
 
     def start(self, write: bool, address: int, nbytes: int, path: str, offset: int) -> int:
-        """Returns a ticket for `finish`; Failure if nothing was started."""
+        """Start a transfer; return a ticket for `finish`. AioFailure: nothing was started."""
         ...
 
     def finish(self, ticket: int) -> None:
-        """Waits for one operation; Failure if it did not succeed."""
+        """Wait for one transfer. AioFailure: it did not succeed."""
         ...
 
     def close(self) -> None:
-        """Waits for operations in flight and ends the threads."""
+        """Wait for transfers in flight and end the threads."""
         ...
 
 
@@ -87,7 +87,7 @@ class _Options(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The native library with the functions of csrc/aio, or None where it (or Linux) is missing."""
+    """Return the native library with the functions of csrc/aio; None without it, or outside Linux."""
     lib = native.library()
     if lib is None or not sys.platform.startswith("linux"):
         return None
@@ -103,7 +103,7 @@ def library() -> ctypes.CDLL | None:
 
 
 class NativeEngine:
-    """C++ worker threads (`csrc/aio`), one per degree of parallelism, each with a queue in the kernel."""
+    """C++ worker threads (`csrc/aio`), one per degree of parallelism, each with its own kernel queue."""
 
     def __init__(self, lib: ctypes.CDLL, options: AioOptions, transport: int) -> None:
         fields = _Options(
@@ -143,7 +143,7 @@ class NativeEngine:
 
 
 class PythonEngine:
-    """pread and pwrite through the page cache, in threads; an operation is split into one part per thread."""
+    """Threads with pread and pwrite through the page cache; a transfer is split into one part per thread."""
 
     backend = PYTHON
 

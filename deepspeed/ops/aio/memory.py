@@ -1,4 +1,4 @@
-"""Host memory for storage: aligned, resident, locked if the system allows it."""
+"""Host memory for storage I/O: aligned, resident, locked if the system allows it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23
 _STEP = 8 << 20  # bytes made resident at a time
 
 
-# Addresses of the live mappings, whichever handle made them: memory belongs to the process.
+# Addresses of all live mappings, of any handle: memory belongs to the process.
 _mappings: set[int] = set()
 
 
 def is_locked(tensor: Tensor) -> bool:
-    """Return whether the tensor, or its base, is in a mapping of `LockedMemory`."""
+    """Return whether the tensor, or its base, lies in a mapping of `LockedMemory`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Return whether a device can access this host memory directly (False if there is no such device)."""
+    """Return whether a device can access this host memory directly; False without a device."""
     return tensor.device.type == "cpu" and get_accelerator().device_name() != "cpu" and tensor.is_pinned()
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """Bytes for transfers between host and device: pinned if there is a device."""
+    """Allocate uint8 [nbytes] for transfers between host and device: pinned if there is a device."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_accelerator().device_name() == "cuda")
 
 
 class LockedMemory:
-    """The locked tensors that one handle has given out.
+    """The locked tensors that one handle has allocated.
 
-    With a GPU they are pinned by torch. Without one they are mapped separately: aligned, resident, and locked
-    against swapping as far as the system's limit (`ulimit -l`) allows. Huge pages are used if available: what a
-    request costs a disk depends on how many contiguous runs its memory has (measured on a virtual disk: reads of 1.2
-    GB/s into scattered pages of 4 KiB, 3.4 GB/s into pages of 2 MiB; writes 3.3 and 6.3).
+    With a GPU they are pinned by torch. Without one they are mapped separately: aligned, resident, and locked against
+    swapping as far as the system's limit (`ulimit -l`) allows. Huge pages are used if available: the cost of a request
+    depends on the number of contiguous runs of its memory (measured on a virtual disk: reads of 1.2 GB/s into scattered
+    4 KiB pages, 3.4 GB/s into 2 MiB pages; writes of 3.3 and 6.3 GB/s).
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class LockedMemory:
         return made
 
     def free(self, tensor: Tensor) -> bool:
-        """Forgets a tensor of `new`; its memory is freed with the last tensor on it. False for any other tensor."""
+        """Release a tensor of `new`; the memory is freed with the last tensor that views it. False: not from `new`."""
         if not self.holds(tensor):
             return False
         del self._given[tensor.data_ptr()]
@@ -74,7 +74,7 @@ class LockedMemory:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    # What follows the last whole huge page stays in small pages: no more memory than requested.
+    # The rest after the last whole huge page is in small pages: no more memory than requested.
     huge = nbytes // HUGE_PAGE * HUGE_PAGE
     pages = _anonymous(nbytes + (HUGE_PAGE if huge else 0))
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
@@ -88,7 +88,7 @@ def _mapped(nbytes: int) -> Tensor:
 
 
 def _make_present(pages: mmap.mmap, begin: int, huge_end: int, end: int) -> None:
-    """Makes [begin, end) resident, up to `huge_end` in huge pages as long as the system, which may have to move other
+    """Make [begin, end) resident, up to `huge_end` in huge pages as long as the system, which may have to move other
     memory for them, finds them in reasonable time."""
     deadline = search_deadline(end - begin)
     at = begin
@@ -115,7 +115,7 @@ def _advise(pages: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 
 
 def _lock(address: int, nbytes: int) -> None:
-    """mlock(2); pages beyond the limit stay unlocked: requests pin theirs while they are in flight."""
+    """Call mlock(2). Pages beyond the limit stay unlocked: requests pin theirs while in flight."""
     try:
         ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
     except (AttributeError, OSError, TypeError):  # not a POSIX system

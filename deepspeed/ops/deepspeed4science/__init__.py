@@ -1,4 +1,4 @@
-"""Operations for models of science."""
+"""Operations for scientific models."""
 
 from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
 

@@ -161,9 +161,11 @@ def _in_kernel(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
     """Return whether the GPU's kernels compute these."""
     if not usable(q, k, v, *biases):
         return False
-    from deepspeed.ops.gpu.softmax_steps import takes
+    from deepspeed.ops.gpu.softmax_steps import supports
 
-    return q.dtype == k.dtype == v.dtype and takes(q.dtype, q.shape[-1]) and 0 not in (q.numel(), k.numel())
+    return (
+        q.dtype == k.dtype == v.dtype and supports(q.dtype, q.shape[-1]) and 0 not in (q.numel(), k.numel())
+    )
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:

@@ -1,18 +1,18 @@
-"""Numbers in 8 bits: codes of a tensor in blocks of 256 elements, each with its largest magnitude (4 bytes).
+"""Blockwise 8-bit codes: blocks of 256 elements, each with its largest magnitude as scale (4 bytes).
 
-T. Dettmers et al.: 8-bit Optimizers via Block-wise Quantization (ICLR 2022). Let ``x`` in [0, 1] be a number's share of
+T. Dettmers et al.: 8-bit Optimizers via Block-wise Quantization (ICLR 2022). Let ``x`` in [0, 1] be a number's ratio to
 the largest magnitude in its block. Its code is the position of ``span * x + c``, with ``c = 1/256``, among the
-floating-point numbers from ``c`` to ``c + span`` with a few bits of mantissa:
+floating-point numbers from ``c`` to ``c + span`` with a few mantissa bits:
 
-    ``UNSIGNED``  256 codes, 5 bits of mantissa: steps of 1.6 to 3.1 % of a large number, 1/8000 of the largest near 0
-    ``SIGNED``    a sign and 128 codes, 4 bits of mantissa: steps of 3.1 to 6.2 %, 1/4000 near 0
+    ``UNSIGNED``  256 codes, 5 mantissa bits: steps of 1.6 to 3.1 % of a large number, 1/8000 of the largest near 0
+    ``SIGNED``    a sign and 128 codes, 4 mantissa bits: steps of 3.1 to 6.2 %, 1/4000 near 0
 
-The first code is exactly 0, the last exactly the largest magnitude. So decoded values have the codes and the scales
-that they came from: a checkpoint in fp32 restores both to the bit.
+The first code is exactly 0, the last exactly the largest magnitude. Decoded values therefore encode to the same codes
+and scales: a checkpoint in fp32 restores both bit for bit.
 
-Blocks start at the start of a parameter. Whoever cuts parameters cuts them at multiples of ``BLOCK``.
+Blocks start at the start of a parameter, so parameters must be cut at multiples of ``BLOCK``.
 
-This is the reference in PyTorch, for every device; the host kernel (``csrc/adam/compact_adam.cpp``) has the same bits.
+This is the PyTorch reference, for every device; the host kernel (``csrc/adam/compact_adam.cpp``) is bit-identical.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Elements with one scale."""
+"""Elements per scale."""
 
 _OFFSET, _BASE = 2.0**-15, 112 << 23
-"""``c`` and its bits. All is scaled by 2**-7, so that a code's bits are zero in those of ``c``: coding and decoding are
-shifts."""
+"""``c`` and its bits. All is scaled by 2**-7, so that the bits of ``c`` are zero where a code's bits go: encoding and
+decoding are shifts."""
 _ABOVE = 1 + 2.0**-22
-"""More than errors of rounding: the largest magnitude has the last code, however numbers are rounded."""
+"""Exceeds rounding errors, so that the largest magnitude always gets the last code."""
 _TINY = 1e-30
-"""Blocks with nothing larger count as zeros."""
+"""Blocks whose largest magnitude is below this are zero."""
 _MASK = 0xFFFFFFFF
 
 
@@ -39,12 +39,12 @@ _MASK = 0xFFFFFFFF
 class Code:
     top: int
     shift: int
-    """Bits of a float that one step takes."""
+    """Position of a code's lowest bit in a float's bits."""
     span: float
     signed: bool
 
     def below(self, dither: Tensor) -> Tensor:
-        """Return the bits of 32 that are added below a code's last one."""
+        """Return the top bits of 32-bit ``dither``, aligned below a code's lowest bit."""
         return dither >> (32 - self.shift)
 
 
@@ -53,25 +53,25 @@ SIGNED = Code(127, 19, 247 * _OFFSET, True)
 
 
 def blocks(numel: int) -> int:
-    """Number of scales of ``numel`` elements."""
+    """Return the number of scales for ``numel`` elements."""
     return -(-numel // BLOCK)
 
 
 def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 values of ``codes`` (uint8, any shape; ``scales`` [blocks])."""
+    """Return the fp32 values of ``codes`` (uint8, any shape; ``scales`` [blocks])."""
     return (_shares(code, codes) * _fp32(1 / code.span) * _per_element(scales, codes.numel())).view(
         codes.shape
     )
 
 
 def decode_scaled(code: Code, codes: Tensor, scales: Tensor, by: float) -> Tensor:
-    """The same times ``by``, for updates: one rounding of an element less, so not quite the product."""
+    """Decode and multiply by ``by``, for updates, with one rounding less per element, so not exactly the product."""
     factors = scales * _fp32(by / code.span)
     return (_shares(code, codes) * _per_element(factors, codes.numel())).view(codes.shape)
 
 
 def _shares(code: Code, codes: Tensor) -> Tensor:
-    """Shares of the largest magnitude, times the code's span. Flat."""
+    """Return ratios to the largest magnitude, times the code's span. Flat."""
     flat = codes.reshape(-1).to(torch.int32)
     shares = (_BASE | ((flat & code.top) << code.shift)).view(torch.float32) - _OFFSET
     if code.signed:
@@ -84,8 +84,9 @@ def _fp32(value: float) -> float:
 
 
 def encode(code: Code, values: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``(codes, scales)`` of fp32 ``values``: the nearest codes, or with ``dither`` (int64, 32 bits per element) one of
-    the two next to a value, in proportion. Only zero (in the unsigned code) and what is next to it become 0."""
+    """Return ``(codes, scales)`` of fp32 ``values``: the nearest codes, or with ``dither`` (int64, 32 bits per element)
+    stochastic rounding to one of the two neighbours. In the unsigned code, only zero becomes 0; in the signed one, also
+    values next to it."""
     flat = values.detach().reshape(-1)
     magnitude = flat.abs()
     scales = _largest(magnitude)
@@ -102,12 +103,12 @@ def encode(code: Code, values: Tensor, dither: Tensor | None = None) -> tuple[Te
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Those of fp32 numbers, as int64."""
+    """Return the bits of fp32 numbers, as int64."""
     return values.view(torch.int32).long() & _MASK
 
 
 def _largest(magnitude: Tensor) -> Tensor:
-    """[blocks] largest magnitudes, 0 for those that count as zero."""
+    """Return the largest magnitudes [blocks], 0 for blocks below ``_TINY``."""
     padded = torch.nn.functional.pad(magnitude, (0, -magnitude.numel() % BLOCK))
     largest = padded.view(-1, BLOCK).amax(1)
     return largest.masked_fill_(largest < _TINY, 0.0)
@@ -122,18 +123,18 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Increments of an update and of an element in a sequence of 32-bit numbers: multiples of irrational parts of
+    """A low-discrepancy sequence of 32-bit numbers: increments per update and per element, irrational fractions of
     2**32, so that the numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding
-    errors cancel sooner than with independent random numbers, of which many are alike by chance."""
+    errors cancel sooner than with independent random numbers."""
 
     update: int
     element: int
     high: int
-    """Of the upper half of an element's index."""
+    """Increment for the upper half of an element's index."""
 
     def dither(self, step: int, start: int, like: Tensor) -> Tensor:
-        """32 bits per element of ``like`` (int64, flat) from the number of the update and the index of the element in
-        its parameter, of which ``start`` is that of the first."""
+        """Return 32 bits per element of ``like`` (int64, flat), from the step and the element's index in its parameter;
+        the first element has index ``start``."""
         index = torch.arange(start, start + like.numel(), device=like.device)
         return (step * self.update + (index & _MASK) * self.element + (index >> 32) * self.high) & _MASK
 
@@ -143,7 +144,7 @@ OF_PARAMS = Sequence(0x9E3779B9, 0xBB67AE85, 0xC2B2AE35)
 
 
 def round_randomly(values: Tensor, dither: Tensor) -> Tensor:
-    """fp32 ``values`` in bfloat16, rounded up or down in proportion to what is between."""
+    """Round fp32 ``values`` stochastically to bfloat16."""
     bits = _bits(values.contiguous())
     rounded = (bits + (dither.view(values.shape) >> 16)) >> 16
     rounded = torch.where(values.isnan(), 0x7FC0, rounded)

@@ -1,22 +1,21 @@
-"""Codecs: tensors as quantized payloads of a few bits per element, for links that are slower than the arithmetic.
+"""Codecs: tensors as quantized payloads of a few bits per element, for slow links.
 
-A codec turns rows of numbers [..., n] into payloads of bytes [..., nbytes(n)] and back. Each payload holds its own
-scales, so that it can be sent, stored and decoded alone, and its size is what travels: scales and padding included.
+A codec encodes rows of numbers [..., n] into payloads of bytes [..., nbytes(n)] and decodes them. Each payload holds
+its own scales, so it can be sent, stored and decoded alone; its size is what is sent, scales and padding included.
 
-[Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, divided and not multiplied by an
-inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE arithmetic
-without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence every rank
-decodes the same numbers from the same payload. On the host the native library does all of it in one pass over memory,
-on GPUs a Triton kernel (``ops/formats/host_codecs.py``), with the same bits.
+[Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, by division, not by multiplication
+with an inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE
+arithmetic without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence
+every rank decodes the same numbers from the same payload. On the host the native library does all of it in one pass
+over memory, on GPUs a Triton kernel (``ops/formats/host_codecs.py``), bit-identically.
 
-[Note: at random] ``BlockCodec`` with a seed rounds each quotient up or down, with the probabilities that make the mean
-the quotient. What decides is a hash of the element's index in its block, the bits of all numbers of the block, the
-number of the block, and the seed. So there is no state: other numbers are rounded otherwise, hence every step; ranks
-and buckets have seeds of their own; the same numbers are rounded in the same way, on every device, also in a run that
-resumes.
+[Note: at random] ``BlockCodec`` with a seed rounds stochastically: each quotient up or down, unbiased. The direction is
+a hash of the element's index in its block, the bits of all numbers of the block, the block's number, and the seed. So
+there is no state: different numbers, hence every step, are rounded differently; ranks and buckets have different seeds;
+and the same numbers are rounded the same way on every device, and in a resumed run.
 
-[Note: what is not finite] A block with a NaN or an infinity has a scale that is not finite, and decodes to numbers that
-are not finite: an overflow of gradients stays visible after the sum over ranks.
+[Note: what is not finite] A block with a NaN or an infinity has a non-finite scale, and decodes to non-finite numbers:
+a gradient overflow stays visible after the sum over ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from deepspeed.ops.formats.integers import Rounding, divisors, nearest, symmetri
 from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 
 BLOCK = 256
-"""Elements that share a scale, unless said otherwise: 1.6 % of the bytes of int8 codes are scales."""
+"""Default number of elements per scale: scales are 1.6 % of the bytes of int8 codes."""
 SIGN_BLOCK = 2048
 _FLOAT_MAX = 448.0
 _ALIGNMENT = 4
@@ -45,31 +44,31 @@ _SCALE = 4  # bytes
 
 
 class Codec(ABC):
-    """Payloads of fixed size for rows of a given length."""
+    """Encodes rows of a given length into payloads of fixed size."""
 
     __slots__ = ()
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the payload of ``numel`` elements."""
+        """Return the size in bytes of the payload of ``numel`` elements."""
 
     @abstractmethod
     def pack(self, values: Tensor) -> Tensor:
-        """uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n]."""
+        """Return uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n]."""
 
     @abstractmethod
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
-        """fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)]."""
+        """Return fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)]."""
 
     def seeded(self, seed: int) -> Codec | None:
-        """Return the codec that rounds at random, by ``seed`` (32 bits); None: there is none of this format."""
+        """Return this codec with stochastic rounding by ``seed`` (32 bits); None: the format has none."""
         return None
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
-        """uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n].
+        """Return uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n].
 
-        ``errors``: fp32 of the same shape, what earlier payloads lacked. They are added first, and become what is
-        lacking now: feedback of errors.
+        ``errors``: fp32 of the same shape, the error feedback: encoding errors of earlier payloads. They are added
+        first, and replaced by the new errors.
         """
         if errors is None:
             return self.pack(values)
@@ -79,12 +78,12 @@ class Codec(ABC):
         return payloads
 
     def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)], or ``out`` of that shape with them."""
+        """Return fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)], in ``out`` if given."""
         values = self.unpack(payloads, numel)
         return values if out is None else out.copy_(values)
 
     def total(self, payloads: Tensor, numel: int) -> Tensor:
-        """fp32 [numel]: the sum of what ``payloads`` [rows, nbytes(numel)] hold, in their order."""
+        """Return fp32 [numel]: the sum of the decoded ``payloads`` [rows, nbytes(numel)], in row order."""
         result = torch.zeros(numel, dtype=torch.float32, device=payloads.device)
         for payload in payloads:
             result.add_(self.decode(payload, numel))
@@ -92,8 +91,8 @@ class Codec(ABC):
 
 
 class _NativeCodec(Codec):
-    """One that has kernels: what stands for an element (``enum ds_codes`` of the native library: mostly the number of
-    bits), and a scale for each ``block``."""
+    """A codec with kernels. ``codes``: the element format (``enum ds_codes`` of the native library: mostly the number
+    of bits); there is one scale per ``block``."""
 
     __slots__ = ()
     codes: int
@@ -125,10 +124,10 @@ class _NativeCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec(_NativeCodec):
-    """Symmetric integers of 8 or 4 bits, each ``block`` of elements with its own scale: its largest magnitude becomes
-    the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). No element is off by more than half a scale; with a
-    ``seed`` (32 bits), at random, by less than a whole one, and right in the mean. Two codes of 4 bits share a byte,
-    the first in its lower half."""
+    """Symmetric 8-bit or 4-bit integers with one scale per ``block`` of elements, which maps its largest magnitude to
+    the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). The error is at most half a scale; with a ``seed`` (32
+    bits, stochastic rounding) it is below one scale, and zero on average. Two 4-bit codes share a byte, the first in
+    its lower half."""
 
     bits: int = 8
     block: int = BLOCK
@@ -172,16 +171,16 @@ class BlockCodec(_NativeCodec):
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
         scales, data = _open(payloads, -(-numel // self.block))
         codes = unpack_bits(data, self.bits, numel).contiguous().view(torch.int8)
-        whole = codes if self.bits == 8 else (codes ^ 8) - 8  # the fourth bit is the sign
+        whole = codes if self.bits == 8 else (codes ^ 8) - 8  # sign-extend the fourth bit
         blocks = _blocks(whole, self.block)
         return blocks.mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
 
 
 @dataclass(frozen=True, slots=True)
 class SignCodec(_NativeCodec):
-    """One bit per element, its sign, and for each ``block`` the mean of the magnitudes: of all scales the one with the
-    smallest squared error, which is below the square of the values whatever they are, as feedback of errors needs it
-    (Karimireddy et al. 2019, Error feedback fixes SignSGD)."""
+    """One sign bit per element, and per ``block`` the mean magnitude as scale: the scale with the least squared error,
+    which is below the squared norm of any values, as error feedback requires (Karimireddy et al. 2019, Error feedback
+    fixes SignSGD)."""
 
     block: int = SIGN_BLOCK
     codes: ClassVar[int] = 1
@@ -211,7 +210,7 @@ class SignCodec(_NativeCodec):
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec(_NativeCodec):
-    """8-bit floating-point numbers (e4m3), each ``block`` of elements with its own scale: its largest magnitude becomes
+    """8-bit floating-point numbers (e4m3) with one scale per ``block`` of elements, which maps its largest magnitude to
     448, the largest such number. Small elements of a block keep three bits where integers would lose them."""
 
     block: int = BLOCK
@@ -239,13 +238,13 @@ class FloatCodec(_NativeCodec):
 
 
 class RootCodec(Codec):
-    """Squares as their roots, 8-bit floating-point numbers with a scale per block: within 13 % of what they were. What
-    would become 0, where a root is less than 1/229,376 of the largest of its block, becomes as large as that: dividing
-    by it stays harmless."""
+    """Non-negative numbers as 8-bit floating-point square roots with a scale per block: relative error below 13 %. A
+    root that would become 0 (less than 1/229,376 of the largest in its block) is raised to that minimum, so dividing by
+    it stays harmless."""
 
     __slots__ = ()
     roots = FloatCodec()
-    least = 2.0**-9 / _FLOAT_MAX  # of e4m3, to the largest
+    least = 2.0**-9 / _FLOAT_MAX  # smallest e4m3 number, relative to the largest
 
     def nbytes(self, numel: int) -> int:
         return self.roots.nbytes(numel)
@@ -262,9 +261,9 @@ class RootCodec(Codec):
 
 @dataclass(frozen=True, slots=True)
 class TopCodec(Codec):
-    """The ``share`` of the elements with the largest magnitudes, as they are, with their places (A. F. Aji, K. Heafield
-    2017, Sparse communication for distributed gradient descent), in the order of their places. The rest is zero, for
-    feedback of errors to send. Of equal magnitudes the first are taken; a NaN is larger than all numbers."""
+    """The ``share`` of elements with the largest magnitudes, unquantized, with their indices in ascending order (A. F.
+    Aji, K. Heafield 2017, Sparse communication for distributed gradient descent). The rest is zero, left to error
+    feedback. Ties go to the lowest index; a NaN counts as larger than all numbers."""
 
     share: float = 0.01
 
@@ -323,12 +322,12 @@ CODECS: dict[str, Callable[[float], Codec]] = {
     "signs": lambda _: SignCodec(),
     "top_k": TopCodec,
 }
-"""``gradient_compression.codec`` -> what makes it of ``gradient_compression.share``. The schema, the rules and the plan
-read this table."""
+"""``gradient_compression.codec`` -> its constructor from ``gradient_compression.share``. The schema, the rules and the
+plan read this table."""
 
 
 def codec_named(name: str, share: float = 0.01) -> Codec:
-    """Return one of ``CODECS``; ``share``: of the elements, for "top_k". ValueError: it is none of them."""
+    """Return one of ``CODECS``; ``share``: fraction of elements, for "top_k". ValueError: unknown."""
     if name not in CODECS:
         raise ValueError(f"codec {name!r} is unknown: use one of {', '.join(CODECS)}")
     return CODECS[name](share)
@@ -338,7 +337,7 @@ _WORD = 0xFFFFFFFF
 
 
 def seed_of(*numbers: int) -> int:
-    """32 bits that depend on all ``numbers``, in their order."""
+    """Hash ``numbers``, in order, to 32 bits."""
     seed = 0
     for number in numbers:
         seed = _mixed(seed + number)
@@ -346,7 +345,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def _parts(blocks: Tensor, seed: int) -> Tensor:
-    """fp32 between -1/2 and 1/2 for all elements of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
+    """Return fp32 in (-1/2, 1/2) per element of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
     block = blocks.shape[-1]
     number = torch.arange(blocks.numel() // block, device=blocks.device)
     keys = _mixed(number + _mixed(number.new_full((), seed & _WORD) + (number >> 32)))
@@ -356,7 +355,7 @@ def _parts(blocks: Tensor, seed: int) -> Tensor:
 
 
 def _mixed(x: Any) -> Any:
-    """A hash of the lowest 32 bits of an integer or of int64 numbers, as ``mix`` in ``csrc/include/mixing.h``."""
+    """Hash the lowest 32 bits of an integer or of int64 numbers, as ``mix`` in ``csrc/include/mixing.h`` does."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
@@ -364,7 +363,7 @@ def _mixed(x: Any) -> Any:
 
 
 def pack_signs(values: Tensor) -> Tensor:
-    """uint8 [..., ceil(n / 8)]: a bit for each of ``values`` [..., n], 1 where it is not negative."""
+    """Return uint8 [..., ceil(n / 8)]: one bit per element of ``values`` [..., n], 1 if it is not negative."""
     positive = values >= 0
     if positive.is_cpu:
         return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
@@ -372,7 +371,7 @@ def pack_signs(values: Tensor) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, numel: int) -> Tensor:
-    """fp32 [..., numel]: +1 and -1 of ``pack_signs``."""
+    """Return fp32 [..., numel]: +1 and -1 from ``pack_signs``."""
     return unpack_bits(packed, 1, numel).float().mul_(2).sub_(1)
 
 
@@ -381,7 +380,7 @@ def _floats(beside: Tensor, *shape: int) -> Tensor:
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """fp32 copy [..., blocks, block], zeros at the end."""
+    """Copy to fp32 [..., blocks, block], zero-padded."""
     padding = -values.shape[-1] % block
     wide = values.to(torch.float32, copy=True)
     if padding:
@@ -398,7 +397,7 @@ def _payload(nbytes: int, scales: Tensor, data: Tensor) -> Tensor:
 
 
 def _open(payloads: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """The scales [..., blocks] and the rest."""
+    """Split payloads into scales [..., blocks] and data."""
     head = _SCALE * blocks
     return payloads[..., :head].contiguous().view(torch.float32), payloads[..., head:]
 

@@ -41,7 +41,7 @@ def encode(
     if gpu.usable(payloads, values, errors):
         from deepspeed.ops.gpu import codecs as kernels  # imports Triton
 
-        if codes in kernels.CODES and kernels.takes(payloads, values, block):
+        if codes in kernels.CODES and kernels.supports(payloads, values, block):
             kernels.encode(payloads, values, codes, block, errors, seed)
             return True
     lib = native.library()
@@ -65,7 +65,7 @@ def decode(payloads: Tensor, values: Tensor, codes: int, block: int, *, total: b
     if gpu.usable(payloads, values):
         from deepspeed.ops.gpu import codecs as kernels  # imports Triton
 
-        if codes in kernels.CODES and kernels.takes(payloads, values, block):
+        if codes in kernels.CODES and kernels.supports(payloads, values, block):
             kernels.decode(payloads, values, codes, block, total=total)
             return True
     lib = native.library()

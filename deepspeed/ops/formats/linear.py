@@ -11,10 +11,10 @@ from torch.nn import functional
 
 
 def frozen_linear(input: Tensor, values: Callable[[Tensor], Tensor], bias: Tensor | None = None) -> Tensor:
-    """``functional.linear`` [.., outputs] of a weight that gets no gradient.
+    """Compute ``functional.linear`` [.., outputs] with a weight that gets no gradient.
 
-    ``values``: gives the weight [outputs, inputs] in the dtype and on the device of a tensor. It is called again in
-    backward, so nothing that was made for the product is kept until then.
+    ``values`` returns the weight [outputs, inputs] in the dtype and on the device of a given tensor. Backward calls it
+    again, so no materialized weight is kept in between.
     """
     if not (torch.is_grad_enabled() and input.requires_grad):
         return functional.linear(input, values(input), bias)

@@ -1,8 +1,8 @@
-"""The op ``quantizer``: tensors as integers of 8 or 4 bits in groups.
+"""The op ``quantizer``: tensors as 8-bit or 4-bit integers in groups.
 
-Codes lie in int8 tensors; two of 4 bits share a byte, the first in its lower half. A group's parameters are fp32, and a
-code stands for ``code * params[0]`` (symmetric) or ``code * params[0] + params[1]`` (asymmetric). Symmetric groups are
-those of the codec that ``zero_quantized_gradients`` sends (``deepspeed/ops/formats/codecs.py``), on its kernels.
+Codes are stored in int8 tensors; two 4-bit codes share a byte, the first in its lower half. A group's parameters are
+fp32, and a code stands for ``code * params[0]`` (symmetric) or ``code * params[0] + params[1]`` (asymmetric). Symmetric
+groups use the codec of ``zero_quantized_gradients`` (``deepspeed/ops/formats/codecs.py``) and its kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCALE_BYTES = 4
 
 
 class QuantizationType(enum.IntEnum):
-    """Range of a group's codes: evenly spaced around 0, or from its least to its greatest value."""
+    """Range of a group's codes: symmetric around 0, or from its smallest to its largest value."""
 
     Symmetric = 0
     Asymmetric = 1
@@ -32,14 +32,14 @@ Symmetric, Asymmetric = QuantizationType.Symmetric, QuantizationType.Asymmetric
 
 
 def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: QuantizationType) -> list[Tensor]:
-    """Codes and parameters of a tensor of any floating-point dtype, cut into ``groups`` equal runs of elements.
+    """Quantize a tensor of any floating-point dtype, split into ``groups`` equal runs of elements.
 
     Returns:
-        int8 codes in the shape of the input (with 4 bits the last dimension is half as long), and parameters fp32
-        [groups, 1], or [groups, 2] if ``quant_type`` is ``Asymmetric``. No element is off by more than half a step.
+        int8 codes in the shape of the input (with 4 bits the last dim is half as long), and parameters fp32
+        [groups, 1], or [groups, 2] if ``quant_type`` is ``Asymmetric``. The error is at most half a step.
 
     Raises:
-        ValueError: other bits, or no such number of equal groups (with 4 bits, of an even number of elements).
+        ValueError: other bits, or no such equal groups (with 4 bits, of an even number of elements).
     """
     codes, params = _encoded(input_vals.detach(), groups, num_bits, QuantizationType(quant_type))
     return [codes.view(_shape_of_codes(input_vals, num_bits)), params]
@@ -48,32 +48,32 @@ def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: Quantiz
 def dequantize(
     quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
 ) -> Tensor:
-    """fp16 values of ``quantize``'s results."""
+    """Return the fp16 values of ``quantize``'s results."""
     return _decoded(quantized_data, params, groups, num_bits, QuantizationType(quant_type), torch.float16)
 
 
 def dequantize_fp32(
     quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
 ) -> Tensor:
-    """fp32 values of ``quantize``'s results."""
+    """Return the fp32 values of ``quantize``'s results."""
     return _decoded(quantized_data, params, groups, num_bits, QuantizationType(quant_type), torch.float32)
 
 
 class CUDAQuantizer:
-    """Weights in 8 bits, symmetric, on any device, in groups that it chooses: as few as ``target_group_size`` allows,
-    or a single one where no such number divides the weights. (The name is the documented one.)
+    """Quantizes weights to symmetric 8 bits on any device, in as few groups as ``target_group_size`` allows, or in a
+    single one if no such number divides the weights. (The name is the documented one.)
     """
 
     target_group_size: ClassVar[int] = 8000
-    """Elements of a group, at most."""
+    """Most elements per group."""
     _MIN_GROUP: ClassVar[int] = 16
 
     def quantize(self, param: Tensor, groups: int | None = None) -> list[Tensor]:
-        """Codes and scales. ValueError: not that many equal groups."""
+        """Return codes and scales. ValueError: the elements cannot be split into that many equal groups."""
         return quantize(param, groups or self._groups(param.numel()), 8, Symmetric)
 
     def dequantize(self, quantized_param: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Their values, in fp16 unless ``dtype`` says otherwise."""
+        """Return the values, in fp16 unless ``dtype`` is given."""
         return _decoded(quantized_param, scale, scale.numel(), 8, Symmetric, dtype or torch.float16)
 
     def _groups(self, numel: int) -> int:
@@ -82,7 +82,7 @@ class CUDAQuantizer:
 
 
 def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> tuple[Tensor, Tensor]:
-    """int8 codes [groups, bytes] and parameters."""
+    """Return int8 codes [groups, bytes] and parameters."""
     rows = _rows(values, groups, bits)
     if kind is Symmetric and rows.shape[1] % 2 == 0:
         payloads = _codec(rows.shape[1], bits).encode(rows)
@@ -91,11 +91,11 @@ def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> 
             torch.float32
         )
     wide = rows.float()
-    if kind is Symmetric:  # the codec takes even numbers only
+    if kind is Symmetric:  # the codec takes even counts only
         levels, scale = symmetric_levels(wide, bits, narrow=True)
         return levels.to(torch.int8), scale
     levels, scale, low = asymmetric_levels(wide, bits, from_least=True)
-    scale = divisors(scale)  # one value only, which any step keeps
+    scale = divisors(scale)  # a group of equal values: any step preserves it
     half = 2 ** (bits - 1)
     codes = levels.sub_(half).to(torch.int8)
     if bits == 4:
@@ -106,7 +106,7 @@ def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> 
 def _decoded(
     data: Tensor, params: Tensor, groups: int, bits: int, kind: QuantizationType, dtype: torch.dtype
 ) -> Tensor:
-    """Values in the shape of the codes, the last dimension as long as ``quantize`` was given it."""
+    """Decode to the shape of the codes, with the last dim as long as ``quantize``'s input."""
     columns = 2 if kind is Asymmetric else 1
     if bits not in (4, 8) or groups < 1 or data.numel() % groups or params.numel() != groups * columns:
         raise ValueError(
@@ -129,7 +129,7 @@ def _decoded(
 
 
 def _rows(values: Tensor, groups: int, bits: int) -> Tensor:
-    """[groups, elements of a group]."""
+    """Reshape to [groups, elements per group]."""
     if bits not in (4, 8):
         raise ValueError(f"num_bits={bits}: codes have 4 or 8 bits")
     if groups < 1 or not values.numel() or values.numel() % (groups * 8 // bits):
@@ -139,7 +139,7 @@ def _rows(values: Tensor, groups: int, bits: int) -> Tensor:
 
 
 def _codec(numel: int, bits: int) -> BlockCodec:
-    """With one block: a payload is its scale and its codes."""
+    """Return a codec with a single block: a payload is one scale and the codes."""
     return BlockCodec(bits, numel)
 
 

@@ -1,4 +1,4 @@
-"""Codes of 1 to 12 bits in bytes, one behind the other: the first in the lowest bits of the first byte."""
+"""Codes of 1 to 12 bits packed contiguously into bytes: the first in the lowest bits of the first byte."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.nn import functional
 
 
 def pack_bits(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """uint8 with ``ceil(n * bits / 8)`` bytes along ``dim``, for the ``n`` integers below 2 to the power of ``bits``
-    that ``codes`` has there."""
+    """Pack the ``n`` integers below ``2**bits`` along ``dim`` of ``codes`` into uint8, ``ceil(n * bits / 8)`` bytes."""
     if bits == 8:
         return codes.to(torch.uint8)
     dim, count = dim % codes.dim(), codes.shape[dim]
@@ -30,8 +29,8 @@ def pack_bits(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int | None = None, dim: int = -1) -> Tensor:
-    """The opposite of `pack_bits`: ``count`` codes along ``dim`` (by default as many as there is room for), uint8, or
-    int32 for more than 8 bits."""
+    """Invert `pack_bits`: return ``count`` codes along ``dim`` (by default as many as fit), uint8, or int32 for more
+    than 8 bits."""
     dim = dim % packed.dim()
     if count is None:
         count = packed.shape[dim] * 8 // bits
@@ -53,7 +52,7 @@ def _holding(bits: int) -> torch.dtype:
 
 
 def _parts(values: Tensor, dim: int, each: int) -> tuple[Tensor, ...]:
-    """Every ``each``-th along ``dim``, from the first, the second and so on; zeros at the end."""
+    """Split into strided slices with step ``each`` along ``dim``, zero-padded at the end."""
     if missing := -values.shape[dim] % each:
         values = functional.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
     return values.unflatten(dim, (-1, each)).unbind(dim + 1)

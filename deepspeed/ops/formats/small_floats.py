@@ -106,7 +106,7 @@ class FloatGroups:
         if out.is_contiguous() and gpu.usable(packed, out, scale):
             from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
 
-            if kernels.takes(out, self.size):
+            if kernels.supports(out, self.size):
                 kernels.decode(packed, scale, out, self.size, *self._constants[:3])
                 return out
         codes, scales = self._parts(packed, scale)
@@ -124,7 +124,7 @@ class FloatGroups:
             return None
         from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
 
-        if not kernels.takes(values, self.size):
+        if not kernels.supports(values, self.size):
             return None
         seed = int(torch.randint(2**31, ()).item()) if stochastic else None
         return kernels.encode(values, self.size, *self._constants, seed=seed)

@@ -1,6 +1,5 @@
 """Floating-point numbers of 4, 6, 8 and 12 bits."""
 
-from deepspeed.ops.fp_quantizer.fp8_gemm import matmul_fp8
-from deepspeed.ops.fp_quantizer.quantize import FP_Quantize, Quantizer
+from deepspeed.ops.fp_quantizer.quantize import FP_Quantize, Quantizer, matmul_fp8
 
 __all__ = ["FP_Quantize", "Quantizer", "matmul_fp8"]

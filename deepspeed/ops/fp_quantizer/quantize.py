@@ -174,3 +174,34 @@ class FP_Quantize(Quantizer):
                 f"group_size={self.group_size} with q_bits={bits}: groups have to be a multiple of 4 values"
             )
         return FloatGroups(FORMATS[bits], self.group_size)
+
+
+# Products with quantized matrices.
+
+
+def matmul_fp8(
+    inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
+) -> Tensor:
+    """``inp @ weight`` for a matrix that ``quantizer`` has quantized last, given as its codes and scales.
+
+    Args:
+        inp: [.., rows of the matrix].
+        weight, scale: from ``quantizer.quantize(matrix, return_meta_tensor=True)``.
+        quantization_group_size: that of the quantizer.
+
+    Raises:
+        ValueError: another group size.
+    """
+    if quantization_group_size != quantizer.group_size:
+        raise ValueError(
+            f"quantization_group_size={quantization_group_size}, but the quantizer has "
+            f"group_size={quantizer.group_size}"
+        )
+    return matmul_fp8_fallback(inp, weight, scale, quantization_group_size, quantizer)
+
+
+def matmul_fp8_fallback(
+    inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
+) -> Tensor:
+    """The same by way of the dequantized matrix."""
+    return torch.matmul(inp, quantizer.dequantize(weight, scale=scale))

@@ -1,4 +1,4 @@
-"""Reads and writes between files and GPU memory."""
+"""Direct I/O between files and GPU memory."""
 
 from deepspeed.ops.op_builder import GDSBuilder
 

@@ -1,8 +1,7 @@
-"""cuFile, NVIDIA's library for transfers between files and GPU memory (GPUDirect Storage), behind the interface of the
-host's engines.
+"""cuFile, NVIDIA's library for transfers between files and GPU memory (GPUDirect Storage), as an ``AioEngine``.
 
-Its calls are synchronous, so threads make them; each operation is shared by all threads. Block size, queue depth, and
-what happens on file systems without direct access are left to cuFile (`cufile.json`).
+Its calls are synchronous, so threads make them; each transfer is split over all threads. Block size, queue depth, and
+the fallback on file systems without direct access are left to cuFile (`cufile.json`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 _FIRST_ERROR = 5000  # CUfileOpError: values below it are not cuFile errors
 _PERMISSION_DENIED, _IO_NOT_SUPPORTED, _ALREADY_OPEN = 5025, 5008, 5026
 _ERRNO = {_PERMISSION_DENIED: errno.EACCES, _IO_NOT_SUPPORTED: errno.EOPNOTSUPP}
-_PAGE = 4096  # bytes of the file; threads never share a page, which cuFile may read, change and write back
+_PAGE = 4096  # bytes of the file; threads never share a page, as cuFile may read, modify and write back whole pages
 
 
 class _Status(ctypes.Structure):
@@ -44,7 +43,7 @@ class _Description(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """cuFile with its signatures set, None if it is not installed."""
+    """Return cuFile with its signatures set, None if it is not installed."""
     try:
         lib = ctypes.CDLL(NAME, use_errno=True)
     except OSError:
@@ -66,7 +65,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def open_driver(lib: Any) -> None:
-    """OSError if cuFile cannot work here."""
+    """Open the cuFile driver. OSError: cuFile does not work here."""
     code = lib.cuFileDriverOpen().error
     if code not in (0, _ALREADY_OPEN):
         raise OSError(
@@ -87,7 +86,7 @@ def deregister(lib: Any, address: int) -> None:
 
 
 class CuFileEngine:
-    """The interface of `deepspeed.ops.aio.engine.Engine`; addresses are in device memory."""
+    """Implements `deepspeed.ops.aio.engine.AioEngine` for addresses in device memory."""
 
     backend = "cufile"
 
@@ -123,7 +122,7 @@ class CuFileEngine:
 
 
 def _parts(offset: int, nbytes: int, count: int) -> list[tuple[int, int]]:
-    """[begin, end) of up to `count` runs of an operation on the file at `offset`, split at page boundaries of the
+    """Split a transfer at file position `offset` into up to `count` runs [begin, end), at page boundaries of the
     file."""
     cuts = {(offset + nbytes * i // count) // _PAGE * _PAGE - offset for i in range(1, count)}
     places = [0, *sorted(cut for cut in cuts if 0 < cut < nbytes), nbytes]
@@ -131,7 +130,7 @@ def _parts(offset: int, nbytes: int, count: int) -> list[tuple[int, int]]:
 
 
 class _File:
-    """A file registered with cuFile, for one operation."""
+    """A file registered with cuFile, for one transfer."""
 
     def __init__(self, lib: Any, write: bool, path: str, offset: int, nbytes: int) -> None:
         self._lib, self._write, self._offset = lib, write, offset
@@ -152,7 +151,7 @@ class _File:
             raise
 
     def move(self, device: int, address: int, begin: int, nbytes: int) -> None:
-        """Moves bytes [begin, begin + nbytes) of the operation, in a thread."""
+        """Transfer bytes [begin, begin + nbytes) of the operation, in a worker thread."""
         get_accelerator().set_device(device)
         call = self._lib.cuFileWrite if self._write else self._lib.cuFileRead
         done = 0

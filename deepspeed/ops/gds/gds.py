@@ -16,7 +16,7 @@ from deepspeed.ops.gds import cufile
 
 @functools.cache
 def why_not() -> str:
-    """Why GPUDirect Storage cannot be used here."""
+    """Return the reason why GPUDirect Storage cannot be used here, "" if it can."""
     if not torch.cuda.is_available():
         return "gds_handle needs an NVIDIA GPU, and torch sees none."
     if cufile.library() is None:
@@ -30,10 +30,10 @@ def is_available() -> bool:
 
 
 class gds_handle(aio_handle):  # documented name
-    """The interface of `aio_handle` for CUDA tensors, whose bytes do not pass through the host.
+    """An `aio_handle` for CUDA tensors, whose bytes bypass the host.
 
-    Raises NotImplementedError if there is no GPU or no cuFile, and OSError if cuFile does not start:
-    `aio_handle` takes CUDA tensors too, through pinned host memory.
+    Raises NotImplementedError without a GPU or cuFile, and OSError if cuFile does not start: `aio_handle` takes CUDA
+    tensors too, through pinned host memory.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class gds_handle(aio_handle):  # documented name
     # ---- memory --------------------------------------------------------------------------------------------
 
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A 1-D tensor of the example's dtype on the current device, pinned."""
+        """Allocate a pinned 1-D tensor of the example's dtype on the current device."""
         device = get_accelerator().current_device_name()
         tensor = torch.empty(num_elem, dtype=example_tensor.dtype, device=device)
         self.pin_device_tensor(tensor)
         return tensor
 
     def free_pinned_device_tensor(self, tensor: Tensor) -> bool:
-        """Unpins a tensor; its memory is freed with its last view. False if it was not pinned by this handle."""
+        """Unpin a tensor; its memory is freed with its last view. False if it was not pinned by this handle."""
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: Tensor) -> bool:
-        """Registers the memory of a contiguous tensor; it must be unpinned before that memory is freed."""
+        """Register the memory of a contiguous tensor; unpin it before that memory is freed."""
         _check_device(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes and tensor.data_ptr() not in self._registered:
@@ -74,7 +74,7 @@ class gds_handle(aio_handle):  # documented name
         return True
 
     def unpin_device_tensor(self, tensor: Tensor) -> bool:
-        """False if the tensor was not pinned by this handle."""
+        """Deregister a tensor's memory. False if it was not pinned by this handle."""
         if self._registered.pop(tensor.data_ptr(), None) is None:
             return False
         cufile.deregister(self._cufile, tensor.data_ptr())
@@ -98,7 +98,7 @@ class gds_handle(aio_handle):  # documented name
             return super()._start(write, buffer, filename, offset, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
-        """The tensor itself, once work queued on it earlier has completed."""
+        """Return the tensor itself, after pending work on it has completed."""
         get_accelerator().synchronize()
         return buffer
 

@@ -1,14 +1,14 @@
-"""Triton kernels for tensors on a GPU, each beside a plain reference that exists without it.
+"""Triton kernels for tensors on a GPU, each next to a plain reference that works without one.
 
 A module of this package holds the kernels of one subject and the functions that launch them. Such a function takes the
-tensors of the plain operation and returns its results; it looks at shapes, not at devices, so that a test can call it
-with CPU tensors where Triton interprets kernels (`tests/ops/gpu/triton_kit.py`). Who calls it is the place that chooses
-between the host's kernel and PyTorch: it asks `usable` first, and only then imports the module, which imports Triton.
-Nothing here is imported with the package, nor by a process that has no GPU.
+tensors of the plain operation and returns its results; it checks shapes, not devices, so that tests can call it with
+CPU tensors where Triton interprets kernels (`tests/ops/gpu/triton_kit.py`). Its caller chooses between the host's
+kernel and PyTorch: it first asks `usable`, and only then imports the module, which imports Triton. Nothing here is
+imported with the package, or by a process without a GPU.
 
-Rules that all kernels keep: numbers are computed in fp32 whatever they are stored in, an index is computed in int64
-where a tensor may have more than 2^31 elements, and what has to be equal to the host's kernel bit for bit is compiled
-without fused multiply-adds, as the host's kernels are.
+Rules for all kernels: arithmetic is in fp32 whatever the storage dtype, indices are int64 where a tensor may have more
+than 2^31 elements, and results that must match the host's kernel bit for bit are compiled without fused multiply-adds,
+as the host's kernels are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 MIN_CAPABILITY = 8
-"""The first compute capability (of NVIDIA's GPUs) for whose kernels this package is compiled in its tests."""
+"""Lowest compute capability (of NVIDIA's GPUs) that the tests compile these kernels for."""
 
 
 @cache
@@ -36,7 +36,7 @@ def _runs_on(device: torch.device) -> bool:
     if device not in _RUNS:
         if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < MIN_CAPABILITY:
             _RUNS[device] = False
-        elif torch.cuda.is_current_stream_capturing():  # what the trial does would end it
+        elif torch.cuda.is_current_stream_capturing():  # the trial would invalidate the capture
             return False
         else:
             from deepspeed.ops.gpu import trial  # imports Triton
@@ -46,17 +46,16 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def offered() -> bool:
-    """Return whether these kernels are for the GPU of this process, as far as that is known before one of them has
-    run."""
+    """Return whether this process' GPU should run these kernels, without running a trial."""
     if not _has_triton() or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability()[0] >= MIN_CAPABILITY
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Return whether the kernels of this package take these tensors: all on one GPU on which a first small kernel has
-    given the right result. ``None`` stands for a tensor that is left out. False inside a graph that torch compiles: its
-    own compiler makes the kernels there."""
+    """Return whether the kernels of this package take these tensors: all on one GPU that has passed the trial kernel.
+    ``None`` stands for an omitted tensor. False while torch compiles a graph, as its compiler generates the kernels
+    there."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given or not given[0].is_cuda or not _has_triton() or torch.compiler.is_compiling():
         return False

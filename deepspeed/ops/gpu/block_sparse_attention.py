@@ -1,15 +1,15 @@
-"""Block-sparse attention in Triton: the kernels walk lists of the blocks that exist, forward and backward.
+"""Block-sparse attention in Triton: the kernels iterate over lists of present blocks, forward and backward.
 
-A program has some rows of one block row and takes its columns some tokens at a time, from as many blocks as these
-come from, so small blocks do not make small products. Backward computes the weights again from the log-sum-exp: the
-gradient of the queries by rows, those of keys and values by columns (lists of the transposed layout), so nothing is
-added to by two programs and results are the same in every run. The gradient of relative positions, which sequences or
-heads may share, has a kernel of its own that goes through all of them.
+A program has a tile of rows within one block row, and iterates over its columns a tile at a time, spanning several
+blocks, so small blocks do not make small products. Backward recomputes the weights from the log-sum-exp: the gradient
+of the queries by rows, those of keys and values by columns (lists of the transposed layout), so there are no atomics
+and results are deterministic. The gradient of relative positions, which sequences or heads may share, has a separate
+kernel that sums over all of them.
 
 Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _query_gradient(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
+    """Compute by rows. Also stores ``spread``, the row sums of output times its gradient, for the other kernels."""
     batch, head, row, rows, inside = own(heads, block_rows, BLOCK, ROWS)
     first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
@@ -160,7 +160,7 @@ def _key_gradients(
     spread,
     grad_key,
     grad_value,
-    starts,  # of the transposed layout: of each block column the rows that see it
+    starts,  # of the transposed layout: rows that attend to each block column
     columns,
     layout_of,
     key_bias,
@@ -180,7 +180,8 @@ def _key_gradients(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """By columns: a program has ``ROWS`` keys and takes the queries that see them ``COLUMNS`` at a time."""
+    """Compute by columns: a program has ``ROWS`` keys, and takes the queries attending to them ``COLUMNS`` at a
+    time."""
     batch, head, row, keys, inside = own(heads, block_rows, BLOCK, ROWS)
     first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
@@ -218,8 +219,8 @@ def _positions_gradient(
     lse,
     grad,
     spread,
-    grad_positions,  # fp32, added to
-    members,  # heads that have this layout
+    grad_positions,  # fp32, accumulated into
+    members,  # heads with this layout
     starts,  # of this layout
     columns,
     key_bias,
@@ -232,7 +233,7 @@ def _positions_gradient(
     count_members,
     heads,
     tokens,
-    parts,  # of a list, each of COLUMNS tokens
+    parts,  # tiles of COLUMNS tokens in a list
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -243,13 +244,13 @@ def _positions_gradient(
     BY_HEAD: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Sum the gradient of some rows and columns over the sequences and heads that share them."""
+    """Sum the gradient of a tile of rows and columns over the sequences and heads that share it."""
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, rows, inside = rows_in(tile, BLOCK, ROWS)
     first, count = list_of(starts, row, BLOCK)
     if part * COLUMNS < count:
         seen, exists = listed(columns + first, part * COLUMNS, count, BLOCK, COLUMNS)
-        # One plane of the positions is that of these sequences and heads:
+        # One plane of the positions is shared by these sequences and heads:
         each_batch = 1 if BY_BATCH else batches
         each_head = 1 if BY_HEAD else count_members
         first_batch, first_head = tl.program_id(1), tl.program_id(2)
@@ -279,16 +280,16 @@ def _positions_gradient(
 
 
 class Lists(NamedTuple):
-    """A layout on a device, as `deepspeed.ops.sparse_attention.host_attention.RowLists` has it."""
+    """A layout on a device; see `deepspeed.ops.sparse_attention.host_attention.RowLists`."""
 
     starts: Tensor  # [layouts, block rows + 1]
     columns: Tensor  # int32
     layout_of: Tensor  # [heads]
-    longest: int  # blocks in a row, at most
+    longest: int  # most blocks in a row
 
 
 class BlockLayout(NamedTuple):
-    """By rows, by columns, and for each of the different layouts the heads that have it."""
+    """A layout by rows and by columns, and the heads of each distinct layout."""
 
     rows: Lists
     columns: Lists
@@ -298,7 +299,7 @@ class BlockLayout(NamedTuple):
 
 class Added(NamedTuple):
     """Terms added to the scores: ``keys`` [batch, tokens] and ``scores`` [tokens, tokens], which have no gradient, and
-    ``positions`` [1 or batch, 1 or heads, tokens, tokens], which may have one. Nobody sees a later token if ``causal``.
+    ``positions`` [1 or batch, 1 or heads, tokens, tokens], which may have one. ``causal`` masks later tokens.
     """
 
     keys: Tensor | None = None
@@ -308,7 +309,7 @@ class Added(NamedTuple):
 
 
 class BlockSparseAttention(torch.autograd.Function):
-    """[batch, heads, tokens, size] in and out."""
+    """Attention with inputs and output [batch, heads, tokens, size]."""
 
     @staticmethod
     def forward(
@@ -346,7 +347,7 @@ class BlockSparseAttention(torch.autograd.Function):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, added: Added, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp [batch, heads, tokens] in units of log 2."""
+    """Return the output, and log-sum-exp [batch, heads, tokens] in base 2."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = forward_tile(q, layout.block)
     lists = layout.rows
@@ -372,7 +373,7 @@ def backward(
     scale: float,
     positions_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and positions."""
+    """Return the gradients of query, key, value and positions."""
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
     spread = torch.empty_like(lse)
     tile = backward_tile(q, layout.block)
@@ -401,7 +402,7 @@ def _of_positions(
     by_batch, by_head = (dim > 1 for dim in positions.shape[:2])
     parts = max(1, -(-layout.rows.longest * layout.block // tile.columns))
     tiles = tokens // layout.block * -(-layout.block // tile.rows)
-    # One launch after another: heads with different layouts may share a plane.
+    # Sequential launches: heads with different layouts may share a plane.
     for number, members in enumerate(layout.members):
         grid = (tiles * parts, batch if by_batch else 1, len(members) if by_head else 1)
         _positions_gradient[grid](
@@ -417,7 +418,7 @@ def _of_positions(
 
 
 def forward_tile(q: Tensor, block: int) -> Tile:
-    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
+    """Choose a tile by the compiler's register and shared-memory counts; not timed yet."""
     size, rows = power_of_two(q.shape[-1]), power_of_two(block)
     if q.dtype is torch.float32:
         return Tile(min(rows, 32), 32, 4, 1) if size <= 64 else Tile(min(rows, 32), 16, 8, 1)
@@ -443,7 +444,7 @@ def _programs(q: Tensor, layout: BlockLayout, tile: Tile) -> tuple[int]:
 
 
 def _pointers(added: Added) -> tuple[Any, ...]:
-    """Masks, positions and their strides."""
+    """Return masks, positions and their strides."""
     of, strides = added.positions, (0, 0)
     if of is not None:
         strides = tuple(of.stride(dim) if of.shape[dim] > 1 else 0 for dim in (0, 1))

@@ -1,6 +1,6 @@
 """Steps of the block-sparse attention kernels: lists of blocks, tokens of one head, scores with masks and positions."""
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
@@ -13,7 +13,7 @@ from deepspeed.ops.gpu.softmax_steps import biased
 
 @triton.jit
 def listed(columns, start, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens ``start`` and on of a list of blocks, and which of them exist."""
+    """Return tokens from ``start`` on of a list of blocks, and which of them exist."""
     at = start + tl.arange(0, WIDTH)
     exists = at < count
     return tl.load(columns + at // BLOCK, mask=exists, other=0) * BLOCK + at % BLOCK, exists
@@ -28,7 +28,7 @@ def list_of(starts, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_in(tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The block row of a tile, its tokens, and which of them exist."""
+    """Return the block row of a tile, its tokens, and which of them exist."""
     PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
     in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
     return tile // PARTS, tile // PARTS * BLOCK + in_block, in_block < BLOCK
@@ -36,7 +36,7 @@ def rows_in(tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def own(heads, block_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the program's sequence and head, and `rows_in` its tile."""
+    """Return the program's sequence and head, and `rows_in` of its tile."""
     tiles = block_rows * ((BLOCK + ROWS - 1) // ROWS)
     sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row, rows, inside = rows_in(tile, BLOCK, ROWS)
@@ -45,7 +45,7 @@ def own(heads, block_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def loaded(pointer, tokens, exists, size: tl.constexpr, SIZE: tl.constexpr):
-    """[tokens, head size] of one head; zeros beyond."""
+    """Load [tokens, head size] of one head; zeros outside."""
     numbers = tl.arange(0, SIZE)
     mask = exists[:, None] & (numbers < size)[None, :]
     return tl.load(pointer + tokens[:, None] * size + numbers[None, :], mask=mask, other=0.0)
@@ -53,7 +53,7 @@ def loaded(pointer, tokens, exists, size: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def stored(pointer, found, tokens, exists, size: tl.constexpr, SIZE: tl.constexpr):
-    """Write what `loaded` reads."""
+    """Store in the layout that `loaded` reads."""
     numbers = tl.arange(0, SIZE)
     mask = exists[:, None] & (numbers < size)[None, :]
     place = pointer + tokens[:, None] * size + numbers[None, :]
@@ -76,8 +76,8 @@ def scores_of(
     CAUSAL: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Scores of ``rows`` and ``columns`` with masks and positions: [rows, columns], or the other way round ``BY_KEYS``.
-    (What comes later exists, too: a mask without the causal order keeps loads of many numbers whole.)"""
+    """Return scores with masks and positions, [rows, columns], or transposed if ``BY_KEYS``. (Later tokens exist, too:
+    load masks without the causal condition keep loads vectorized.)"""
     if BY_KEYS:
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
         rows, columns, seen = rows[None, :], columns[:, None], inside[None, :] & exists[:, None]

@@ -190,7 +190,7 @@ CODES = (1, 4, 8)
 """Signs and integers of 4 and 8 bits; 8-bit floats have no kernel here."""
 
 
-def takes(payloads: Tensor, values: Tensor, block: int) -> bool:
+def supports(payloads: Tensor, values: Tensor, block: int) -> bool:
     """Return whether there is a kernel for payload and values of such types and sizes."""
     whole = payloads.is_contiguous() and payloads.storage_offset() % 4 == 0 and payloads.shape[-1] % 4 == 0
     return whole and values.is_contiguous() and values.dtype in FLOATS and block <= MAX_BLOCK

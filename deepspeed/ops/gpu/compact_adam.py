@@ -1,10 +1,10 @@
-"""The step of CompactAdam on a GPU: moments in one byte, weights rounded at random, many tensors in one launch.
+"""CompactAdam's step on a GPU: 8-bit moments, stochastically rounded weights, many tensors per launch.
 
-A program has some blocks of 256 elements of one tensor: it decodes their moments, updates, and encodes them again, with
-the operations of the reference (`deepspeed/ops/formats/blockwise.py`) in their order, each rounded on its own.
+A program has a few blocks of 256 elements of one tensor: it decodes their moments, updates, and encodes them, with the
+reference's operations (`deepspeed/ops/formats/blockwise.py`) in the same order, each rounded individually.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from deepspeed.ops.update import Group, corrections
 WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
 _WORDS = tl.constexpr(WORDS)
 _BLOCK = tl.constexpr(state_codes.BLOCK)
-_BLOCKS = 4  # of a program
+_BLOCKS = 4  # per program
 _TYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
-_CODED = 3  # as a storage type: `enum ds_state_codes`
+_CODED = 3  # storage type of coded moments: `enum ds_state_codes`
 
 _OFFSET = tl.constexpr(2.0**-15)  # ``c`` of the reference
 _BASE = tl.constexpr(112 << 23)  # its bits
@@ -60,7 +60,7 @@ def _decoded(codes, factor, SHIFT: tl.constexpr):
 
 @triton.jit
 def _scale_of(values, inside):
-    """[blocks, 1]: the largest magnitude of each block, that of a NaN above all; 0 if it counts as zero."""
+    """Return the largest magnitude of each block [blocks, 1]; a NaN counts as largest; 0 below ``_TINY``."""
     bits = tl.where(inside, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     found = tl.max(bits, 1).to(tl.float32, bitcast=True)
     return tl.where(found < _TINY, 0.0, found)[:, None]
@@ -70,7 +70,7 @@ def _scale_of(values, inside):
 def _encoded(magnitude, scale, dither, SPAN: tl.constexpr, SHIFT: tl.constexpr, LAST: tl.constexpr):
     span = tl.full(scale.shape, SPAN, tl.float32)
     factor = tl.where(scale == 0, 0.0, tl.div_rn(span, tl.where(scale == 0, 1.0, scale)) * _ABOVE)
-    # Never negative; the bits of a NaN without its sign are above all others, and so have the last code.
+    # Never negative; the bits of a NaN without its sign exceed all others, so it gets the last code.
     bits = (magnitude * factor + _OFFSET).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return ((tl.minimum(bits, LAST) + (dither >> (32 - SHIFT)).to(tl.int32)) >> SHIFT) & 0xFF
 
@@ -89,14 +89,14 @@ def _encoded_signed(values, scale, dither):
 
 @triton.jit
 def _encoded_root(root, scale, dither):
-    """Only zero is coded as zero: a parameter would leap if the root below its first moment were lost."""
+    """Encode roots. Only zero becomes code 0: a parameter would leap if the root under a non-zero first moment did."""
     codes = _encoded(root, scale, dither, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
     return tl.maximum(codes, ((root > 0) & (scale > 0)).to(tl.int32))
 
 
 @triton.jit
 def _rounded(values, dither):
-    """To bf16, up or down at random; NaNs without their bits."""
+    """Round stochastically to bf16; NaNs become the canonical one."""
     rounded = (values.to(tl.uint32, bitcast=True) + (dither >> 16)) >> 16
     rounded = tl.where(values != values, 0x7FC0, rounded.to(tl.int32))
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -104,7 +104,7 @@ def _rounded(values, dither):
 
 @triton.jit
 def _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, inside, is_block):
-    """Both moments in 8 bits, with a scale for each block."""
+    """Store both moments in 8 bits, with one scale per block."""
     scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
     tl.store(scale1_at, scale1, mask=is_block)
     tl.store(scale2_at, scale2, mask=is_block)
@@ -114,7 +114,7 @@ def _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, i
 
 @triton.jit
 def _stored_params(param_at, p, of_params, index, inside, PARAM: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The parameters in their dtype, rounded to the nearest number or at random."""
+    """Store the parameters in their dtype, rounded to nearest or stochastically."""
     if STOCHASTIC:
         dither = _dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
         tl.store(param_at, _rounded(p, dither), mask=inside)
@@ -128,14 +128,14 @@ def _stored_params(param_at, p, of_params, index, inside, PARAM: tl.constexpr, S
 def _compact_kernel(
     segments,  # [n, _WORDS] int64
     blocks,  # [programs, 2] int64: segment, first element
-    of_codes,  # the number of the update in both sequences of dither
+    of_codes,  # offset of this step in the dither sequence; likewise of_params
     of_params,
     grad_scale,
     beta1,
     rest1,
     beta2,
     rest2,
-    keep1,  # what decoding multiplies a block's scale by: beta1 and the root of beta2, over a code's span
+    keep1,  # factor on a block's scale in decoding: beta1 and the root of beta2, over a code's span
     keep2,
     eps,
     decay,
@@ -196,12 +196,12 @@ def _compact_kernel(
 
 
 def _signed(number: int) -> int:
-    """The lowest 32 bits, as the kernel's type has them."""
+    """Return the lowest 32 bits as a signed integer, as the kernel's argument type requires."""
     return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
-    """One update of all segments of ``launch``; ``steps[i]`` counts it for segment i."""
+    """Update all segments of ``launch`` once; ``steps[i]`` is the step count of segment i."""
     for each in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
         _run(launch, each, group, decoupled, grad_scale)
 

@@ -41,7 +41,7 @@ def _dropout_kernel(x, residual, out, numel, seed_low, seed_high, limit, scale, 
     tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
-def takes(x: Tensor, residual: Tensor | None = None) -> bool:
+def supports(x: Tensor, residual: Tensor | None = None) -> bool:
     """Return whether there is a kernel for these types."""
     return x.dtype in FLOATS and (residual is None or residual.dtype is x.dtype)
 

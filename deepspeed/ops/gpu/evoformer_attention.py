@@ -1,13 +1,13 @@
-"""The attention of the Evoformer in Triton, forward and backward, with both biases.
+"""Evoformer attention in Triton, forward and backward, with both biases.
 
-The first bias is that of the keys of a sequence (shared by heads and queries), the second that of a head's pairs of
-tokens (shared by sequences). Nothing is added to by two programs: the gradient of the first comes from the kernel that
-goes by keys, for each head, and the second has a kernel that goes through all sequences of a pair.
+The first bias is per key of a sequence (shared by heads and queries), the second per pair of tokens and head (shared by
+sequences). There are no atomics: the first one's gradient comes from the kernel over keys, per head, and the second has
+a kernel that sums over all sequences of a pair.
 
 Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _head(tokens, sequence, head, heads, size: tl.constexpr):
 
 @triton.jit
 def _loaded(pointer, token, tokens, heads, size: tl.constexpr, SIZE: tl.constexpr):
-    """[tokens, size] of one head; zeros beyond."""
+    """Load [tokens, size] of one head; zeros outside."""
     number = tl.arange(0, SIZE)
     place = token.to(tl.int64)[:, None] * heads * size + number[None, :]
     return tl.load(pointer + place, mask=(token < tokens)[:, None] & (number < size)[None, :], other=0.0)
@@ -68,7 +68,7 @@ def _place(tokens, ROWS: tl.constexpr, heads):
 
 @triton.jit
 def _scores(q, k, row, key, rows, keys, scale, of_keys, of_pairs, BY_KEYS: tl.constexpr):
-    """Scores with the biases of a sequence and a plane of pairs: [rows, keys], or ``BY_KEYS`` the other way round."""
+    """Return scores with the biases of a sequence and a plane of pairs: [rows, keys], transposed if ``BY_KEYS``."""
     if BY_KEYS:
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
         row, key = row[None, :], key[:, None]
@@ -91,7 +91,7 @@ def _forward(
     of_keys,
     of_pairs,
     scale,  # times log2(e)
-    sequences,  # of one element of the batch
+    sequences,  # per batch element
     heads,
     rows,
     keys,
@@ -146,7 +146,7 @@ def _query_gradient(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
+    """Compute by rows. Also stores ``spread``, the row sums of output times its gradient, for the other kernels."""
     sequence, head, row = _place(rows, ROWS, heads)
     if of_keys is not None:
         of_keys += sequence.to(tl.int64) * keys
@@ -196,7 +196,7 @@ def _key_gradients(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """By keys: a program has ``ROWS`` of them and takes the queries ``COLUMNS`` at a time."""
+    """Compute by keys: a program has ``ROWS`` of them, and takes the queries ``COLUMNS`` at a time."""
     sequence, head, column = _place(keys, ROWS, heads)
     if of_keys is not None:
         of_keys += sequence.to(tl.int64) * keys
@@ -237,7 +237,7 @@ def _pairs_gradient(
     lse,
     grad,
     spread,
-    grad_of_pairs,  # fp32, added to
+    grad_of_pairs,  # fp32, accumulated into
     of_keys,
     of_pairs,
     scale,
@@ -251,7 +251,7 @@ def _pairs_gradient(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Sum the gradient of some queries and keys of one head over the sequences of one element of the batch."""
+    """Sum the gradient of a tile of queries and keys of one head over the sequences of one batch element."""
     of_rows, of_columns = tl.cdiv(rows, ROWS), tl.cdiv(keys, COLUMNS)
     tile, plane = tl.program_id(0) % (of_rows * of_columns), tl.program_id(0) // (of_rows * of_columns)
     row = tile // of_columns * ROWS + tl.arange(0, ROWS)
@@ -290,7 +290,7 @@ class Gradients(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp [batch, sequences, heads, queries]. Shapes as in `DS4Sci_EvoformerAttention`."""
+    """Return output, and log-sum-exp [batch, sequences, heads, queries]. Shapes as in `DS4Sci_EvoformerAttention`."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     out = torch.empty_like(q)
     lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=torch.float32)
@@ -317,7 +317,7 @@ def backward(
     grad_of_keys: Tensor | None,
     grad_of_pairs: Tensor | None,
 ) -> Gradients:
-    """The gradients of the inputs; those of the biases are added to the last two, in fp32."""
+    """Return the inputs' gradients; those of the biases are accumulated into the last two arguments, in fp32."""
     grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
     found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
     spread = torch.empty_like(lse)
@@ -347,7 +347,7 @@ def backward(
 
 
 def forward_tile(q: Tensor) -> Tile:
-    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
+    """Choose a tile by the compiler's register and shared-memory counts; not timed yet."""
     size = power_of_two(q.shape[-1])
     if q.dtype is torch.float32:
         return Tile(32, 32, 4, 1) if size <= 64 else Tile(32, 16, 8, 1)

@@ -69,7 +69,7 @@ def _swiglu_backward_kernel(grad, gate, up, of_gate, of_up, numel, BLOCK: tl.con
     tl.store(of_up + index, (g * x * share).to(of_up.dtype.element_ty), mask=inside)
 
 
-def takes(gate: Tensor, up: Tensor | None = None) -> bool:
+def supports(gate: Tensor, up: Tensor | None = None) -> bool:
     """Return whether there is a kernel for these types."""
     return gate.dtype in FLOATS and (up is None or up.dtype in FLOATS)
 

@@ -123,7 +123,7 @@ def _matrices_kernel(
         tl.store(of_bias + group * outer + column, sums.to(of_bias.dtype.element_ty), mask=column < outer)
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def supports(*tensors: Tensor | None) -> bool:
     """Return whether there is a kernel for the dtype that all of these have."""
     kinds = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(kinds) == 1 and kinds <= FLOATS.keys()

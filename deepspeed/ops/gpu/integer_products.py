@@ -105,7 +105,7 @@ def _integers_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows) & is_output[None, :])
 
 
-def takes(input: Tensor, bias: Tensor | None) -> bool:
+def supports(input: Tensor, bias: Tensor | None) -> bool:
     """Return whether there is a kernel for these types."""
     return input.dtype in FLOATS and (bias is None or bias.dtype in FLOATS)
 
@@ -148,7 +148,7 @@ _WORDS = 32
 """Of a tile of integers: matrix units multiply 32 of 8 bits at a time."""
 
 
-def takes_integers(bits: int, scales: Tensor, group: int) -> bool:
+def supports_integers(bits: int, scales: Tensor, group: int) -> bool:
     """Return whether a tile of words has one scale, so that integers can be summed before they are multiplied with
     it."""
     return scales.shape[1] == 1 or group * bits // 32 % _WORDS == 0

@@ -131,7 +131,7 @@ def _backward_kernel(
         tl.store(of_bias + place, bias_sums, mask=inside)
 
 
-def takes(x: Tensor, *others: Tensor | None) -> bool:
+def supports(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether there is a kernel for such types and for rows of such a size."""
     kinds = {x.dtype, *(other.dtype for other in others if other is not None)}
     return kinds <= FLOATS.keys() and 0 < x.shape[-1] <= MAX_ROW

@@ -1,14 +1,14 @@
-"""Attention over a paged cache in Triton: prompts in chunks, single tokens, or both in one call.
+"""Attention over a paged cache in Triton: prefill chunks, decode tokens, or both in one call.
 
-The queries of all heads that share keys, of some tokens, are the rows of one program, so that keys are read once for
-them. Short pieces (decoding) have no more rows than one program takes and may see many keys: these are cut into parts
-of a fixed length, whose results another kernel joins. As the length is fixed, what a sequence gets does not depend on
-the others of its batch.
+The rows of one program are the queries of some tokens, of all heads that share keys, so that keys are read once for
+them. Short pieces (decoding) fit into one program, but may attend to many keys: the keys are split into parts of fixed
+length, whose results another kernel combines. As the length is fixed, a sequence's result does not depend on the rest
+of its batch.
 
 Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -25,21 +25,21 @@ from deepspeed.ops.gpu.softmax_steps import LOG2E, Tile, finished, joined, power
 from deepspeed.ops.gpu.types import operand_type
 
 SPLIT = 512
-"""Keys that a program takes of a piece whose rows are all its own. (The others have programs enough.)"""
+"""Keys per program for a piece whose rows fit into one program. (Other pieces have enough programs.)"""
 
 FEW_ROWS = 16
-"""Rows (tokens times heads that share keys) of a program where pieces have no more."""
+"""Rows (tokens times heads that share keys) per program for short pieces."""
 
 MANY_ROWS = 64
-"""Rows of the other programs, or as many as heads share keys."""
+"""Rows per program for other pieces; more if more heads share keys."""
 
 _LOG2E = tl.constexpr(LOG2E)
-_ITEM = tl.constexpr(6)  # numbers of an item of work
+_ITEM = tl.constexpr(6)  # numbers per work item
 
 
 @triton.jit
 def _rows_of(pieces, piece, first, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return, for each row of a program, the token of its piece (from number ``first`` on), the head, and whether it
+    """Return per row of a program: its token within the piece (counted from ``first``), its head, and whether it
     exists.
     """
     row = tl.arange(0, ROWS)
@@ -50,13 +50,13 @@ def _rows_of(pieces, piece, first, kv_head, GROUP: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _capped(scores, softcap):
-    """``softcap * tanh(scores / softcap)``."""
+    """Return ``softcap * tanh(scores / softcap)``."""
     return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
 
 
 @triton.jit
 def _stored(output, out, token, head, heads, inside, size: tl.constexpr, SIZE: tl.constexpr):
-    """The results of rows, to [tokens, heads, size]."""
+    """Store the results of rows to [tokens, heads, size]."""
     place = (token.to(tl.int64) * heads + head) * size
     number = tl.arange(0, SIZE)
     tl.store(
@@ -93,7 +93,7 @@ def _scored(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return the scores of a tile of keys, in base 2: minus infinity where a row does not see the key."""
+    """Return the scores of a tile of keys, in base 2: minus infinity where a row does not attend to the key."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if SOFTCAP:
         scores = _capped(scores, softcap)
@@ -109,7 +109,7 @@ def _scored(
 def _stored_part(
     parts, parts_lse, out, lse, part, value_size: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """The results of one part of a piece, for the kernel that joins them."""
+    """Store the results of one part of a piece, for the kernel that combines them."""
     place = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
     of_value = tl.arange(0, VALUE_SIZE)
     tl.store(parts_lse + place, lse)
@@ -120,7 +120,7 @@ def _stored_part(
 
 @triton.jit
 def _begun(sinks, item, head, inside, ROWS: tl.constexpr):
-    """Return the largest score and the sum of weights before the first key: those of the sink, if there is one."""
+    """Return the running maximum and sum before the first key: those of the attention sink, if there is one."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -176,9 +176,9 @@ def _attend(
     if slopes is not None:
         slope = tl.load(slopes + head, mask=inside, other=0.0)
     out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
-    # Keys lie transposed: the compiler loads some at a time only if it knows that they begin at a multiple and are
-    # all read. So steps begin at multiples of their length, and of a block that is listed all keys are read; what is
-    # not this program's is hidden by its scores.
+    # Keys are stored transposed: loads are vectorized only if the compiler knows that they are aligned and unmasked. So
+    # steps start at multiples of their length, and all keys of a listed block are read; keys that are not this
+    # program's are masked in the scores.
     for start in range(first_key // COLUMNS * COLUMNS, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         exists = (column >= first_key) & (column < end)
@@ -241,7 +241,7 @@ def _join(
 
 
 class _Work(NamedTuple):
-    """One launch: items of ``rows`` rows, and what joins their parts."""
+    """One launch: work items of ``rows`` rows, and the joins of their parts."""
 
     rows: int
     items: Tensor
@@ -250,8 +250,8 @@ class _Work(NamedTuple):
 
 
 class PagedPieces:
-    """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, whose
-    tokens lie one after another. Work is divided once for each window and number of heads that share keys."""
+    """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, with
+    tokens packed. Work is divided once per window and number of heads that share keys."""
 
     def __init__(self, pieces: Sequence[tuple[Sequence[int], int, int]], device: torch.device) -> None:
         self.device = device
@@ -304,7 +304,7 @@ class PagedPieces:
 
 
 def _multiples(first: int, end: int, split: int) -> range:
-    """Return the starts of the parts: the same positions for every token of a sequence."""
+    """Return the starts of the parts: fixed positions, independent of the token."""
     return range(first // split * split, end, split)
 
 
@@ -320,16 +320,16 @@ def paged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """The attention of pieces over their own sequences, whose keys and values are in the cache.
+    """Attend from pieces to their own sequences, whose keys and values are in the cache.
 
     Args:
         query: [heads, tokens, key size].
         pages: keys [blocks, kv heads, key size, block size] and values [.., block size, value size] of the cache.
         scale: of the products of queries and keys.
-        window: a token sees itself and the ``window - 1`` before it; 0: all before it.
-        softcap: scores s become softcap * tanh(s / softcap); 0: they do not.
-        sinks: [heads], scores that take part in each softmax without a value.
-        slopes: [heads], of ALiBi: times the distance to a key, they are subtracted from its score.
+        window: a token attends to itself and the ``window - 1`` before it; 0: to all before it.
+        softcap: scores s become softcap * tanh(s / softcap); 0: uncapped.
+        sinks: [heads], extra softmax scores without a value.
+        slopes: [heads], of ALiBi: scores decrease by slope times the distance to the key.
 
     Returns:
         [tokens, heads, value size].
@@ -368,7 +368,7 @@ def paged_attention(
 
 
 def tile_for(dtype: torch.dtype, size: int, rows: int) -> Tile:
-    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
+    """Choose a tile by the compiler's register and shared-memory counts; not timed yet."""
     if dtype is torch.float32:
         return Tile(rows, 32 if size <= 128 else 16, 4 if rows <= FEW_ROWS else 8, 1)
     stages = 2 if rows <= FEW_ROWS or size <= 128 else 1

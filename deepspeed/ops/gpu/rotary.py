@@ -102,7 +102,7 @@ def _rotary_kernel(
         _store_value(source, target, value_size, VALUE)
 
 
-def takes(*tensors: Tensor | None) -> bool:
+def supports(*tensors: Tensor | None) -> bool:
     """Return whether there is a kernel for these types."""
     return all(tensor is None or tensor.dtype in FLOATS for tensor in tensors)
 

@@ -126,7 +126,7 @@ def _draw_kernel(
     tl.store(out + row, tl.where(wrong > 0, tl.cast(-1, tl.int64), place))
 
 
-def takes(logits: Tensor) -> bool:
+def supports(logits: Tensor) -> bool:
     """Return whether there is a kernel for these."""
     return logits.dtype in FLOATS and logits.dim() == 2 and logits.stride(1) == 1
 

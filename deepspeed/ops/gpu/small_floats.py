@@ -134,7 +134,7 @@ def _decode_kernel(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=there & (at < numel))
 
 
-def takes(tensor: Tensor, group: int) -> bool:
+def supports(tensor: Tensor, group: int) -> bool:
     """Return whether there is a kernel for values of this type, in groups of this size."""
     return tensor.dtype in FLOATS and group <= MAX_GROUP
 

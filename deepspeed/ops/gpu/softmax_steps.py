@@ -99,6 +99,6 @@ def power_of_two(n: int) -> int:
     return max(16, 1 << max(0, n - 1).bit_length())
 
 
-def takes(dtype: torch.dtype, *sizes: int) -> bool:
+def supports(dtype: torch.dtype, *sizes: int) -> bool:
     """Return whether attention kernels take tensors of this dtype and these head sizes."""
     return dtype in FLOATS and all(0 < size <= 256 for size in sizes)

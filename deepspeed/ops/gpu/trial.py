@@ -1,10 +1,10 @@
-"""A first small kernel on a GPU: whether Triton works there at all.
+"""Trial kernel: find out whether Triton works on a GPU.
 
-Triton needs more than its package: a driver that fits, a compiler for its launchers, a folder that it may write to.
-Where one of these is missing, PyTorch's operations compute as before, and one warning says why.
+Triton needs more than its package: a matching driver, a compiler for its launchers, a writable cache folder. If one of
+these is missing, PyTorch's operations are used instead, and one warning says why.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# A kernel is Triton, not Python: its argument types mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _trial_kernel(x, out, SIZE: tl.constexpr):
 
 
 def passes(device: torch.device) -> bool:
-    """Return whether the kernel compiles, runs and gives the right result on ``device``."""
+    """Return whether the trial kernel compiles, runs and gives the right result on ``device``."""
     try:
         x = torch.arange(_SIZE, dtype=torch.float32, device=device)
         out = torch.zeros_like(x)
         with torch.cuda.device_of(x):
             _trial_kernel[(1,)](x, out, SIZE=_SIZE)
         problem = None if torch.equal(out, x * 2 + 1) else "a kernel gave wrong numbers"
-    except Exception as error:  # Triton, its compilers and the driver each raise their own
+    except Exception as error:  # Triton, its compilers and the driver raise various types
         problem = f"{type(error).__name__}: {error}"
     if problem:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Types of numbers as Triton names them, and what differs where Triton interprets kernels."""
+"""Triton's names of dtypes, and differences of the Triton interpreter."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""Whether kernels of this process run on the host, in numpy (Triton reads the variable as it is imported)."""
+"""True: kernels of this process are interpreted on the host, in numpy (Triton reads the variable at import)."""
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What kernels store numbers in; they compute in fp32."""
+"""Storage dtypes of kernels; they compute in fp32."""
 
 
 def operand_type(dtype: torch.dtype) -> tl.dtype:
-    """In what a matrix product takes its factors: as they are stored, for the matrix units. numpy has no bfloat16, of
-    which the interpreter would multiply the bit patterns."""
+    """Return the operand dtype of a matrix product: the storage dtype, for the tensor cores. Under the interpreter,
+    bfloat16 becomes fp32: numpy has no bfloat16, and would multiply the bit patterns."""
     if INTERPRETED and dtype is torch.bfloat16:
         return tl.float32
     return FLOATS[dtype]

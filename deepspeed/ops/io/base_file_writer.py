@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -59,3 +60,46 @@ def as_bytes(buffer: Any) -> Tensor:
     with warnings.catch_warnings():  # about read-only memory, which nothing writes to here
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)
+
+
+# A plain Python file, for comparison.
+
+
+class PyFileWriter(BaseFileWriter):
+    def __init__(self, file_path: str) -> None:
+        super().__init__(file_path)
+        self._file = open(file_path, "wb")  # noqa: SIM115  # closed by close()
+
+    def write(self, buffer: Any) -> int:
+        return self._file.write(as_bytes(buffer).numpy())  # pyright: ignore[reportArgumentType]  # numpy arrays are buffers
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# A writer that only counts bytes, to see what serialization alone costs.
+
+
+class MockFileWriter(BaseFileWriter):
+    """Writes nothing; `num_bytes` and `num_writes` say what would have been written."""
+
+    def __init__(self, file_path: str) -> None:
+        super().__init__(file_path)
+        self.num_bytes = 0
+        self.num_writes = 0
+
+    def write(self, buffer: Any) -> int:
+        nbytes = as_bytes(buffer).numel()
+        self.num_bytes += nbytes
+        self.num_writes += 1
+        return nbytes
+
+    def save_torch_storage_object_list(self, storage_obj_list: Iterable[Any], save_size: bool) -> int:
+        """Counts the storages, each with the 8 bytes of its size if `save_size`; returns the number of bytes."""
+        return sum(self.write(storage) + 8 * bool(save_size) for storage in storage_obj_list)

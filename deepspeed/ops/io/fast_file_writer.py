@@ -1,5 +1,5 @@
 """A file-like object that writes through `aio_handle`: bytes are buffered in a pinned tensor and written in large
-pieces."""
+chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from deepspeed.ops.io.base_file_writer import BaseFileWriter, as_bytes
 
 @dataclass(kw_only=True)
 class FastFileWriterConfig:
-    """
+    """Settings of `FastFileWriter`.
+
     Attributes:
-        dnvme_handle: an `aio_handle`; other operations in flight on it are waited for, too.
-        pinned_tensor: host memory used as the buffer, any dtype; best from `new_cpu_locked_tensor`.
-        double_buffer: write one half of it while the other is filled.
+        dnvme_handle: an `aio_handle`; flushing also waits for other operations in flight on it.
+        pinned_tensor: host memory used as buffer, any dtype; best from `new_cpu_locked_tensor`.
+        double_buffer: write one half of the buffer while the other is filled.
         num_parallel_writers, writer_rank: writers of one file; this release supports only 1 and 0.
         global_rank: of this process, for messages.
     """
@@ -43,8 +44,8 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(BaseFileWriter):
-    """For `torch.save(obj, writer)`. The file is complete after `close`, which raises the error of a failed background
-    write (`OSError` with errno, path and offset)."""
+    """File object for `torch.save(obj, writer)`. The file is complete after `close`, which raises the error of a failed
+    background write (`OSError` with errno, path and offset)."""
 
     def __init__(self, file_path: str, config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
@@ -54,7 +55,7 @@ class FastFileWriter(BaseFileWriter):
         self._offset = 0  # bytes of the file that are written or in flight
         self._under_way = False
         self._closed = False
-        with open(file_path, "wb"):  # created, or truncated
+        with open(file_path, "wb"):  # create or truncate
             pass
 
     def write(self, buffer: Any) -> int:
@@ -73,7 +74,7 @@ class FastFileWriter(BaseFileWriter):
         return done
 
     def _drain(self) -> None:
-        """Starts writing the filled part, and switches to the next one as soon as that is free."""
+        """Start writing the filled part, and switch to the next one as soon as that is free."""
         self._join()
         if self._filled:
             self._handle.async_pwrite(self._parts[0][: self._filled], self._file_path, self._offset)
@@ -90,7 +91,7 @@ class FastFileWriter(BaseFileWriter):
             self._handle.wait()
 
     def flush(self) -> None:
-        """Flushes all bytes so far to the file."""
+        """Write all bytes so far to the file."""
         self._drain()
         self._join()
 
@@ -100,7 +101,7 @@ class FastFileWriter(BaseFileWriter):
             self.flush()
 
     def split_index_list(self, storage_obj_list: Sequence[Any], num_splits: int) -> list[int]:
-        """Splits the list into `num_splits` runs of about equal size; returns the index at which each run ends."""
+        """Split the list into `num_splits` runs of about equal size; return the end index of each run."""
         sizes = [as_bytes(storage).numel() for storage in storage_obj_list]
         total, seen, ends = sum(sizes), 0, []
         for index, size in enumerate(sizes):
@@ -110,8 +111,8 @@ class FastFileWriter(BaseFileWriter):
         return ends + [len(sizes)] * (num_splits - len(ends))
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[Any], save_size: bool) -> list[int]:
-        """Writes storages one after the other, each preceded by its number of elements (8 bytes, little-endian) if
-        `save_size`, as in torch's old file format; returns the file offset at which each begins."""
+        """Write storages one after the other, each preceded by its number of elements (8 bytes, little-endian) if
+        `save_size`, as in torch's old file format; return the file offset of each."""
         offsets = []
         for storage in storage_obj_list:
             offsets.append(self._offset + self._filled)
@@ -122,7 +123,7 @@ class FastFileWriter(BaseFileWriter):
 
 
 def _parts(pinned: Tensor, count: int) -> list[Tensor]:
-    """The tensor as `count` runs of bytes, of whole pages if it has several."""
+    """Split the tensor into `count` runs of bytes, page-aligned in size if larger than a page."""
     memory = as_bytes(pinned)
     size = memory.numel() // count
     if size > 4096:

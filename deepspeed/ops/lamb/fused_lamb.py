@@ -1,9 +1,8 @@
 """FusedLamb (Y. You et al.: Large Batch Optimization for Deep Learning, ICLR 2020).
 
-The step of a tensor is scaled by its trust ratio |parameter| / |update|, so norms of whole tensors are
-needed in the middle of the update: one pass updates the moments and computes both sums of squares, a second
-updates the parameters. Sums are fp64; where a tensor is sharded over ranks, `UpdateContext.segment_sum` adds them
-up between the passes.
+A tensor's step is scaled by its trust ratio |parameter| / |update|, so norms of whole tensors are needed in the middle
+of the update: one pass updates the moments and computes both sums of squares, a second updates the parameters. Sums are
+fp64; if tensors are sharded over ranks, `UpdateContext.segment_sum` sums them over ranks between the passes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 
 
 class FusedLamb(MultiTensorOptimizer):
-    """LAMB with bias-corrected moments and the weight decay inside the update, as in algorithm 2 of the
-    paper.
+    """LAMB with bias-corrected moments and weight decay inside the update, as in algorithm 2 of the paper.
 
-    The trust ratio is clamped to [min_coeff, max_coeff], and is 1 if either norm is 0. `max_grad_norm` >
-    0 first scales the gradients of its group such that the norm of the whole gradient (of all groups, on all
-    ranks) would be at most this. `amsgrad` is in the signature but not available.
+    The trust ratio is clamped to [min_coeff, max_coeff], and is 1 if either norm is 0. `max_grad_norm` > 0 clips the
+    gradients of its group by the norm of the whole gradient (of all groups, on all ranks). `amsgrad` is in the
+    signature but not available.
     """
 
     update_traits = UpdateTraits(elementwise=False, segment_sums=True, gradient_norm=True)
@@ -63,7 +61,7 @@ class FusedLamb(MultiTensorOptimizer):
         self._coefficients: list[float] = []
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Trust ratios of the last step, one per updated parameter."""
+        """Return the trust ratios of the last step, one per updated parameter."""
         return self._coefficients
 
     def step(
@@ -97,7 +95,7 @@ class FusedLamb(MultiTensorOptimizer):
         context: UpdateContext = ALONE,
         **options: Any,
     ) -> None:
-        if not params and context.segment_sum is not None:  # a collective: other ranks may own fragments
+        if not params and context.segment_sum is not None:  # collective: other ranks may own fragments
             context.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))
         super().multi_tensor_step(group, params, grads, context=context, **options)
 
@@ -162,7 +160,7 @@ class FusedLamb(MultiTensorOptimizer):
 
 
 class _TorchLamb:
-    """The two passes in PyTorch, for tensors that no kernel supports; the update is kept between them."""
+    """Both passes in PyTorch, for tensors that no kernel supports; keeps the update in between."""
 
     def __init__(self, table: Table, names: tuple[str, ...], group: Group, grad_scale: float) -> None:
         steps = table.count_steps(table.others)
@@ -184,7 +182,7 @@ class _TorchLamb:
         squares = torch._foreach_mul(grads, 1.0 - beta2)
         torch._foreach_mul_(squares, grads)
         torch._foreach_add_(exp_avg_sqs, squares)
-        # The update is computed from the stored moments, as in the kernel, whose second pass sees nothing else.
+        # Compute the update from the stored moments: the kernel's second pass sees nothing else.
         for values, states in zip((exp_avgs, exp_avg_sqs), self.batch.states, strict=True):
             for value, state in zip(values, states, strict=True):
                 if state.dtype is not value.dtype:
@@ -209,7 +207,7 @@ class _TorchLamb:
         return updates
 
     def sums(self) -> Tensor:
-        """[n, 2] fp64: sums of squares of parameter and update."""
+        """Return the sums of squares of parameter and update, fp64 [n, 2]."""
         squares = [native.sums_of_squares(tensors) for tensors in (self.wide.params, self.updates)]
         return torch.tensor(squares, dtype=torch.float64).t()
 

@@ -1,6 +1,5 @@
 """Lion."""
 
-from deepspeed.ops.lion.cpu_lion import DeepSpeedCPULion
-from deepspeed.ops.lion.fused_lion import FusedLion
+from deepspeed.ops.lion.fused_lion import DeepSpeedCPULion, FusedLion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -2,10 +2,55 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deepspeed.ops.fused import FusedOptimizer
-from deepspeed.ops.lion.multi_tensor_lion import MultiTensorLion
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+from deepspeed.ops.update import Group, Tensors
+
+# Arithmetic shared by FusedLion and DeepSpeedCPULion.
+#
+# X. Chen et al.: Symbolic Discovery of Optimization Algorithms (2023), algorithm 2: the update is the sign of one
+# interpolation between momentum and gradient, the new momentum is another; weight decay is decoupled.
+
+
+class MultiTensorLion(MultiTensorOptimizer):
+    """Groups hold lr, betas, weight_decay."""
+
+    state_names = ("exp_avg",)
+
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
+        beta1, beta2 = group["betas"]
+        lib.ds_lion(
+            *launch.arguments(),
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["weight_decay"],
+            grad_scale,
+            torch.get_num_threads(),
+        )
+
+    def _torch_update(
+        self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        (exp_avgs,) = states
+        directions = torch._foreach_mul(exp_avgs, beta1)
+        torch._foreach_add_(directions, torch._foreach_mul(grads, 1.0 - beta1))
+        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+        torch._foreach_sub_(params, torch._foreach_mul([_sign(d) for d in directions], lr))
+        torch._foreach_mul_(exp_avgs, beta2)
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta2))
+
+
+def _sign(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), x, x.sign())
 
 
 class FusedLion(FusedOptimizer, MultiTensorLion):
@@ -23,3 +68,31 @@ class FusedLion(FusedOptimizer, MultiTensorLion):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.set_grad_none = set_grad_none
+
+
+# DeepSpeedCPULion: host Lion for offloaded training.
+
+
+class DeepSpeedCPULion(MultiTensorLion):
+    """Lion on host memory; `fp32_optimizer_states=False` keeps the momentum in the parameter's dtype."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "fp32_optimizer_states": fp32_optimizer_states,
+        }
+        super().__init__(model_params, defaults)
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Return whether the momentum is fp32, whatever dtype the parameters have."""
+        return self.defaults["fp32_optimizer_states"]

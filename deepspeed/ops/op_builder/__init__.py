@@ -21,7 +21,7 @@ ALL_OPS: dict[str, type[OpBuilder]] = {
 
 
 class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
-    """With the facts of its formats."""
+    """Builder with the properties of the op's formats."""
 
     @staticmethod
     def get_default_quant_dtype() -> torch.dtype:
@@ -30,7 +30,7 @@ class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
 
     @staticmethod
     def get_quant_range(q_bits: int) -> float:
-        """The largest number that ``q_bits`` bits hold. ValueError: there is no such format."""
+        """Return the largest number that ``q_bits`` bits represent. ValueError: there is no such format."""
         from deepspeed.ops.formats.small_floats import FORMATS
 
         if q_bits not in FORMATS:

@@ -1,6 +1,4 @@
-"""The documented builder interface. Nothing is compiled at run time: ``load()`` returns what is already
-built.
-"""
+"""The documented builder interface. Nothing is compiled at run time: ``load()`` returns what is already built."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ PYTORCH = "pytorch"
 
 
 class OpBuilder:
-    """One op. Subclasses are generated from the table; ``OP`` is its row."""
+    """Builder of one op. Subclasses are generated from the table; ``OP`` is the row."""
 
     OP: ClassVar[Op]
     NAME: ClassVar[str]
@@ -31,24 +29,24 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def absolute_name(self) -> str:
-        """Documented import path of the op's binary. Here one library holds them all
+        """Return the documented import path of the op's binary. Here one library has them all
         (``deepspeed.ops.native``).
         """
         return self.OP.absolute_name
 
     def sources(self) -> list[str]:
-        """C++ files of the source tree from which the op is built, together with the package."""
+        """Return the C++ source files of the op, which are compiled with the package."""
         return list(self.OP.sources)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the op can be used here, on any path; ``verbose`` logs why not."""
+        """Return whether the op can be used here, on any path; ``verbose`` logs the reason if not."""
         reason = self.why_not()
         if reason and verbose:
             logger.warning(reason)
         return not reason
 
     def why_not(self) -> str:
-        """Why the op cannot be used, and what to use instead; empty if it can."""
+        """Return why the op cannot be used, and the alternative; empty if it can."""
         if self.OP.module is None:
             return f"There is no op {self.NAME} to load in this package: {self.OP.instead}."
         if not self.OP.fallback and not importlib.import_module(self.OP.module).is_available():
@@ -56,8 +54,8 @@ class OpBuilder:
         return ""
 
     def path(self) -> str:
-        """Return what runs the op here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if nothing does. If
-        PyTorch computes a part of it, the part that the kernels compute follows in parentheses.
+        """Return the path on which the op runs here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if none.
+        If kernels compute only a part of it, that part follows in parentheses.
         """
         if self.why_not():
             return ""
@@ -65,7 +63,7 @@ class OpBuilder:
         return f"{found} ({self.OP.part})" if found and self.OP.part else found or PYTORCH
 
     def _kernels(self) -> str:
-        """Return the kernels of the op that run here; empty if none do."""
+        """Return the kind of kernels that run the op here; empty if none do."""
         kinds, accelerator = self.OP.runs_on, get_accelerator()
         if "cuFile" in kinds:
             return "cuFile"
@@ -77,7 +75,7 @@ class OpBuilder:
         return ""
 
     def hint(self) -> str:
-        """Return how to get a faster path than the current one; empty if there is none."""
+        """Return how to get a faster path; empty if there is none."""
         on_gpu = get_accelerator().device_name() == "cuda"
         if "triton" in self.OP.runs_on and on_gpu and importlib.util.find_spec("triton") is None:
             command = install_hint("triton", extra="triton")
@@ -90,23 +88,21 @@ class OpBuilder:
         return ""
 
     def builder(self) -> Any:
-        """A setuptools Extension with the op's sources, for projects that build it themselves."""
+        """Return a setuptools Extension with the op's sources, for projects that build it themselves."""
         from setuptools import Extension  # slow to import
 
         if not self.sources():
             raise NotImplementedError(
                 self.why_not() or f"The op {self.NAME} has no native sources: it runs on {self.path()}."
             )
-        # Contraction of a * b + c would make the bits depend on the instruction set.
+        # Contracting a * b + c would make results depend on the instruction set.
         flags = ["-std=c++20", "-O3", "-ffp-contract=off"]
         return Extension(
             self.absolute_name(), self.sources(), include_dirs=["csrc/include"], extra_compile_args=flags
         )
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The module that holds the op. NotImplementedError, with what to use instead, if it cannot be
-        used.
-        """
+        """Return the op's module. NotImplementedError, naming the alternative, if it cannot be used."""
         reason = self.why_not()
         if reason or self.OP.module is None:
             raise NotImplementedError(reason)
@@ -122,7 +118,7 @@ class OpBuilder:
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """Return the ROCm version for which torch was built; (0, 0) if for none."""
+        """Return the ROCm version that torch was built for; (0, 0) if none."""
         major, minor, *_ = (torch.version.hip or "0.0").split(".")
         return int(major), int(minor)
 

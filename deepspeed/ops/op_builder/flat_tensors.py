@@ -1,4 +1,4 @@
-"""The op ``utils``: several tensors as one flat tensor, and back."""
+"""The op ``utils``: flatten tensors into one, and unflatten it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in order, 1-D, in new memory."""
+    """Copy all elements, in order, into a new 1-D tensor."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` with the shapes of ``tensors``."""
+    """Return views of ``flat`` with the shapes of ``tensors``."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

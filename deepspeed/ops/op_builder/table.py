@@ -37,12 +37,12 @@ class Op:
         return f"DS_BUILD_{(self.switch or self.name).upper()}"
 
 
-def _optimizer(name: str, builder: str, family: str, *, gpu: tuple[str, ...] = ()) -> Op:
+def _optimizer(name: str, builder: str, family: str, module: str = "", *, gpu: tuple[str, ...] = ()) -> Op:
     return Op(
         name,
         builder,
         f"deepspeed.ops.{family}.{name}_op",
-        f"deepspeed.ops.{family}.{name}",
+        f"deepspeed.ops.{family}.{module or name}",
         sources=(f"csrc/{family}/{family}.cpp",),
         runs_on=("native", *gpu),
         on_host=name.startswith("cpu_"),
@@ -56,7 +56,7 @@ _FASTGEN = (
 OPS: tuple[Op, ...] = (
     _optimizer("cpu_adam", "CPUAdamBuilder", "adam"),
     _optimizer("cpu_adagrad", "CPUAdagradBuilder", "adagrad"),
-    _optimizer("cpu_lion", "CPULionBuilder", "lion"),
+    _optimizer("cpu_lion", "CPULionBuilder", "lion", "fused_lion"),
     _optimizer("fused_adam", "FusedAdamBuilder", "adam", gpu=("triton",)),
     _optimizer("fused_lamb", "FusedLambBuilder", "lamb"),
     _optimizer("fused_lion", "FusedLionBuilder", "lion"),
@@ -99,7 +99,7 @@ OPS: tuple[Op, ...] = (
         "pin_memory",
         "PinMemoryBuilder",
         "deepspeed.ops.pin_memory.pin_memory_op",
-        "deepspeed.ops.aio.pin_memory",
+        "deepspeed.ops.aio.handle",
         on_host=True,
     ),
     Op(

@@ -1,1 +1,1 @@
-"""Choosing, gathering and scattering the tokens of a sequence (random-LTD)."""
+"""Sampling, gathering and scattering the tokens of a sequence (random-LTD)."""

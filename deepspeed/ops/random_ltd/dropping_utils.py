@@ -1,8 +1,8 @@
-"""Tokens of a sequence that one layer works on: which they are, taking them out, and putting the results back.
+"""Sample the tokens that a layer keeps, gather them, and scatter the results back.
 
-Every row of a batch keeps its own tokens, in ascending order and each at most once. So rows of hidden size move as
-whole contiguous rows, as ``index_select`` and ``index_copy`` of the batch seen as [batch * tokens, hidden], and no
-gradient is a sum over equal indices.
+Every row of a batch keeps its own tokens, in ascending order and each at most once. So hidden states move as whole
+contiguous rows, by ``index_select`` and ``index_copy`` on the batch viewed as [batch * tokens, hidden], and no gradient
+sums over equal indices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def gpt_sample_tokens(
     device: torch.device | str = "cpu",
     attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens that each layer of a decoder keeps, drawn with torch's generator of ``device``.
+    """Sample the tokens that each decoder layer keeps, with torch's generator of ``device``.
 
     Returns:
         Indices int64 [layers, batch, reserved], ascending; and the mask [batch or 1, 1, reserved, reserved], the upper
-        left part of a causal ``attn_mask`` [batch or 1, 1, tokens, tokens]: as the order stays, one mask serves all.
+        left part of a causal ``attn_mask`` [batch or 1, 1, tokens, tokens]: order is preserved, so one mask fits all.
     """
     indices = _sampled(reserved_length, seq_length, batch_size, layers, device)
     mask = None if attn_mask is None else attn_mask[:, :, :reserved_length, :reserved_length]
@@ -33,7 +33,7 @@ def gpt_sample_tokens(
 
 
 def square_at(mask: Tensor, indices: Tensor) -> Tensor:
-    """``mask`` [batch or 1, ..., queries, keys] at ``indices`` [batch, kept] in both dimensions; a dimension of size 1
+    """Select ``mask`` [batch or 1, ..., queries, keys] at ``indices`` [batch, kept] in both dims; a dim of size 1
     stays."""
     batch = indices.shape[0]
     mask = mask.expand(batch, *mask.shape[1:])
@@ -51,8 +51,8 @@ def _sampled(kept: int, length: int, batch: int, layers: int, device: torch.devi
 
 
 def rows_of(indices: Tensor, length: int, batch_first: bool) -> Tensor:
-    """``indices`` [batch, kept] in activations seen as [batch * tokens, ...], or as [tokens * batch, ...]; int64 [batch
-    * kept] in the order of the activations."""
+    """Map ``indices`` [batch, kept] to rows of activations viewed as [batch * tokens, ...], or as [tokens * batch,
+    ...]; int64 [batch * kept] in the order of the activations."""
     batch = indices.shape[0]
     of_batch = torch.arange(batch, device=indices.device).unsqueeze(1)
     indices = indices.to(torch.int64)
@@ -98,7 +98,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterTokens(torch.autograd.Function):
-    """``apply(all_activations, layer_activations, sorted_indices, batch_first)`` -> all activations with those of the
+    """``apply(all_activations, layer_activations, sorted_indices, batch_first)`` -> all activations, with those of the
     layer at its tokens; shapes as for :class:`GatherTokens`."""
 
     @staticmethod

@@ -12,11 +12,10 @@ from deepspeed.ops.update import Group, Tensors
 
 
 class SGD(MultiTensorOptimizer, torch.optim.SGD):
-    """SGD with (Nesterov) momentum, dampening and L2; the first update copies the gradient into the
-    momentum.
+    """SGD with (Nesterov) momentum, dampening and L2; the first update copies the gradient into the momentum.
 
-    It is a ``torch.optim.SGD``, which scripts that ask for ``"type": "SGD"`` look for, and inherits nothing from it but
-    its kind."""
+    Derives from ``torch.optim.SGD`` only so that scripts with ``"type": "SGD"`` get an instance of it; nothing is
+    inherited."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The self-attention of BERT, block-sparse."""
+"""Block-sparse self-attention for BERT."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig, 
 
 
 class BertSparseSelfAttention(nn.Module):
-    """Takes the place of ``BertSelfAttention``, whose ``query``, ``key`` and ``value`` it has. There is no dropout of
-    attention weights.
+    """Replaces ``BertSelfAttention``, with the same ``query``, ``key`` and ``value``. There is no dropout of attention
+    weights.
 
     Args:
-        config: has ``hidden_size`` and ``num_attention_heads``; ``max_position_embeddings``, if it has it, is the
+        config: with ``hidden_size`` and ``num_attention_heads``; ``max_position_embeddings``, if present, is the
             length for which the layout is made.
         sparsity_config: the pattern.
 
     Raises:
-        ValueError: the heads do not divide the hidden size.
+        ValueError: the number of heads does not divide the hidden size.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=longest)
 
     def transpose_for_scores(self, x: Tensor) -> Tensor:
-        """[batch, tokens, hidden] as [batch, heads, tokens, head size]."""
+        """Reshape [batch, tokens, hidden] to [batch, heads, tokens, head size]."""
         return x.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[batch, tokens, hidden] in and out; ``attention_mask`` is added to the scores of its tokens as keys: [batch,
-        tokens], or with dimensions of size 1 between."""
+        """Attend, [batch, tokens, hidden] in and out. ``attention_mask`` is added to the scores of its tokens as keys:
+        [batch, tokens], or with dims of size 1 in between."""
         query, key, value = (
             self.transpose_for_scores(projection(hidden_states))
             for projection in (self.query, self.key, self.value)
@@ -60,14 +60,13 @@ class BertSparseSelfAttention(nn.Module):
 
 
 class TransformersBertAttention(BertSparseSelfAttention):
-    """The same as a part of a model of the package Transformers: pads to whole blocks, reads that package's masks, and
-    returns a pair."""
+    """The same for models of Transformers: pads to whole blocks, accepts that package's masks, and returns a pair."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """``attention_mask``: [batch, tokens] (0 hides), [batch, 1, 1, tokens] (bool, or floats that are added), or
-        None."""
+        """Attend. ``attention_mask``: [batch, tokens] (0 masks), [batch, 1, 1, tokens] (bool, or floats that are
+        added), or None."""
         length = hidden_states.shape[1]
         missing = -length % self.sparse_self_attention.sparsity_config.block
         if attention_mask is None and missing:
@@ -81,9 +80,9 @@ class TransformersBertAttention(BertSparseSelfAttention):
 
 
 def _key_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[batch, tokens], added to the scores of keys."""
+    """Return the term added to the scores of keys, [batch, tokens]."""
     if mask.dim() == 4:
-        mask = mask[:, 0, 0]  # of a model that sees in both directions: the same for all queries
+        mask = mask[:, 0, 0]  # bidirectional model: the same for all queries
         if mask.is_floating_point():
             return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask == 0, float("-inf"))

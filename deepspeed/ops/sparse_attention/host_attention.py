@@ -43,7 +43,7 @@ class RowLists:
     layout share one."""
 
     def __init__(self, layout: Tensor, layout_of: list[int]) -> None:
-        rows, columns = layout.shape[1], layout.shape[2]
+        rows = layout.shape[1]
         found = layout.nonzero()
         counts = torch.bincount(found[:, 0] * rows + found[:, 1], minlength=len(layout) * rows)
         ends = counts.cumsum(0)
@@ -54,7 +54,6 @@ class RowLists:
         self.columns = found[:, 2].to(torch.int32).contiguous()
         self.layout_of = torch.tensor(layout_of)
         self.longest = int(counts.max()) if len(counts) else 0
-        self.square = rows == columns
 
 
 def runs_here(query: Tensor, key: Tensor, value: Tensor, block: int) -> bool:

@@ -55,11 +55,11 @@ class MatMul:
         a, b = _four(a), _four(b)
         self._check(a, b, index)
         if self.mode == "sdd":
-            return _Sampled.apply(a.mT if self.trans_a else a, b.mT if self.trans_b else b, index)
+            return Sampled.apply(a.mT if self.trans_a else a, b.mT if self.trans_b else b, index)
         if self.mode == "dsd":
-            return _TimesDense.apply(a, b.mT if self.trans_b else b, index, self.trans_a)
+            return TimesDense.apply(a, b.mT if self.trans_b else b, index, self.trans_a)
         left = (a.mT if self.trans_a else a).mT
-        return _TimesDense.apply(b, left, index, not self.trans_b).mT
+        return TimesDense.apply(b, left, index, not self.trans_b).mT
 
     def _check(self, a: Tensor, b: Tensor, index: BlockIndex) -> None:
         rows, columns = index.rows * self.block, index.columns * self.block
@@ -76,7 +76,7 @@ class MatMul:
         _check_side("a", a.mT if self.trans_a else a, index.heads, -1, columns if self.trans_b else rows)
 
 
-class _Sampled(torch.autograd.Function):
+class Sampled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
         ctx.save_for_backward(a, b)
@@ -92,7 +92,7 @@ class _Sampled(torch.autograd.Function):
         return of_a, of_b, None
 
 
-class _TimesDense(torch.autograd.Function):
+class TimesDense(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
         ctx.save_for_backward(blocks, b)

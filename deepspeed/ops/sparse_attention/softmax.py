@@ -1,4 +1,4 @@
-"""Softmax over the rows of a block-sparse matrix, and what it shares with the products of such matrices."""
+"""Softmax over the rows of a block-sparse matrix, and helpers shared with products of such matrices."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Products of block-sparse matrices in plain PyTorch. Work and memory are proportional to the blocks that exist.
+# Products of block-sparse matrices in plain PyTorch. Work and memory are proportional to the number of blocks.
 #
 # A sparse matrix is a layout [heads, block rows, block columns] and its blocks [batch, number of blocks, block, block],
 # in the order of ``layout.nonzero()``. Dense matrices are [batch, heads, rows, columns]. Block-sparse products as in
 # S. Gray et al.: GPU kernels for block-sparse weights, 2017.
 
 _CHUNK = 1 << 22
-"""Elements of a gathered operand at a time (16 MiB in fp32)."""
+"""Most elements of a gathered operand at a time (16 MiB in fp32)."""
 
 
 class BlockIndex:
-    """Index of a layout's blocks. ValueError: the layout has no three dimensions."""
+    """Row and column indices of a layout's blocks. ValueError: the layout does not have three dims."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         if layout.dim() != 3:
@@ -31,18 +31,18 @@ class BlockIndex:
         head, row, column = layout.nonzero().unbind(1)
         self.head = head
         self.row = head * self.rows + row
-        """Of each block: the index of its row among the rows of all heads."""
+        """Per block: index of its block row among those of all heads."""
         self.column = head * self.columns + column
 
     def __len__(self) -> int:
         return len(self.row)
 
     def to(self, device: torch.device) -> BlockIndex:
-        """The same on another device; itself if it is there."""
+        """Return the index on ``device``; itself if it is already there."""
         return self if self.row.device == device else BlockIndex(self.layout.to(device), self.block)
 
     def check(self, blocks: Tensor, name: str) -> None:
-        """ValueError: these are not the blocks of this layout."""
+        """Raise ValueError if ``blocks`` does not have this layout's shape."""
         expected = (len(self), self.block, self.block)
         if blocks.dim() != 4 or tuple(blocks.shape[1:]) != expected:
             raise ValueError(
@@ -51,7 +51,7 @@ class BlockIndex:
 
 
 def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
-    """The blocks of ``a @ b`` that the layout has; ``a`` [batch, heads, rows, k], ``b`` [batch, heads, k, columns]."""
+    """Return the layout's blocks of ``a @ b``; ``a`` [batch, heads, rows, k], ``b`` [batch, heads, k, columns]."""
     of_a, of_b = _panels(a, index.rows, index.block), _panels(b.mT, index.columns, index.block)
     out = a.new_empty((a.shape[0], len(index), index.block, index.block))
     for part in _parts(len(index), a.shape[0] * index.block * a.shape[-1]):
@@ -61,7 +61,7 @@ def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
 
 
 def times_dense(blocks: Tensor, b: Tensor, index: BlockIndex, *, transposed: bool = False) -> Tensor:
-    """The sparse matrix (or its transpose) times ``b`` [batch, heads, columns (rows), n]."""
+    """Multiply the sparse matrix (or its transpose) with ``b`` [batch, heads, columns (rows), n]."""
     source, target = (index.row, index.column) if transposed else (index.column, index.row)
     of_source, of_target = (index.rows, index.columns) if transposed else (index.columns, index.rows)
     panels = _panels(b, of_source, index.block)
@@ -76,31 +76,31 @@ def times_dense(blocks: Tensor, b: Tensor, index: BlockIndex, *, transposed: boo
 
 
 def _panels(dense: Tensor, count: int, block: int) -> Tensor:
-    """[batch, heads, count * block, k] as [batch, heads * count, block, k]."""
+    """View [batch, heads, count * block, k] as [batch, heads * count, block, k]."""
     return dense.reshape(dense.shape[0], dense.shape[1] * count, block, dense.shape[-1])
 
 
 def _parts(count: int, elements: int) -> list[slice]:
-    """Slices of ``count`` blocks, for which an operand has ``elements`` each."""
+    """Slice ``count`` blocks into chunks, for an operand with ``elements`` per block."""
     size = max(1, _CHUNK // max(1, elements))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
+    """Return the smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def num_warps(n: int) -> int:
-    """Warps of a GPU kernel for rows of ``n`` elements."""
+    """Return the number of warps of a GPU kernel for rows of ``n`` elements."""
     if n < 512:
         return 4
     return 8 if n < 2048 else 16
 
 
 class Softmax:
-    """Softmax of the rows of a block-sparse matrix: [batch, number of blocks, block, block] in and out, in the order of
-    ``layout.nonzero()``. Blocks that the layout does not have count as -inf; a row that sees nothing gives zeros.
+    """Softmax over the rows of a block-sparse matrix: [batch, number of blocks, block, block] in and out, in the order
+    of ``layout.nonzero()``. Missing blocks count as -inf; a fully masked row gives zeros.
 
     Args:
         layout: [heads, block rows, block columns].
@@ -116,11 +116,11 @@ class Softmax:
 
     @staticmethod
     def sparse_softmax(x: Tensor, index: BlockIndex) -> Tensor:
-        """Softmax of blocks alone, without scale and masks."""
+        """Compute the softmax of blocks, without scale and masks."""
         return _RowSoftmax.apply(x, index)
 
     def make_lut(self, device: torch.device) -> BlockIndex:
-        """Return the positions of the blocks, on ``device``; made once and kept."""
+        """Return the index of the blocks on ``device``, cached."""
         self._index = self._index.to(torch.device(device))
         return self._index
 
@@ -134,19 +134,19 @@ class Softmax:
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "add",
     ) -> Tensor:
-        """``softmax(x * scale + rpe + masks)``.
+        """Return ``softmax(x * scale + rpe + masks)``.
 
         Args:
             x: the blocks of the scores.
             scale: factor of the scores.
-            rpe: relative positions, broadcastable to [batch, heads, rows, columns]; has a gradient.
+            rpe: relative position bias, broadcastable to [batch, heads, rows, columns]; has a gradient.
             key_padding_mask: [batch, columns].
             attn_mask: [rows, columns].
-            key_padding_mask_mode, attn_mask_mode: "add": the mask is added to the scores; "mul": 0 hides, anything
-                else shows.
+            key_padding_mask_mode, attn_mask_mode: "add": the mask is added to the scores; "mul": 0 masks, anything
+                else does not.
 
         Raises:
-            ValueError: shapes that do not fit, or another mode.
+            ValueError: mismatched shapes, or an unknown mode.
         """
         index = self.make_lut(x.device)
         index.check(x, "x")
@@ -163,7 +163,7 @@ class Softmax:
 
 
 def as_bias(mask: Tensor, mode: str, name: str, dtype: torch.dtype) -> Tensor:
-    """Return the term added to the scores for a mask of this mode. ValueError: another mode."""
+    """Return the term to add to the scores for a mask of this mode. ValueError: unknown mode."""
     if mode not in ("add", "mul"):
         raise ValueError(f"{name}_mode={mode!r} is unknown: use 'add' or 'mul'")
     if mode == "mul" or mask.dtype == torch.bool:
@@ -172,8 +172,8 @@ def as_bias(mask: Tensor, mode: str, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def blocks_of(dense: Tensor, index: BlockIndex) -> Tensor:
-    """The blocks of ``dense`` [(batch,) (heads,) rows, columns] that the layout has, [batch or 1, blocks, block,
-    block]. ValueError: another size."""
+    """Select the layout's blocks of ``dense`` [(batch,) (heads,) rows, columns] -> [batch or 1, blocks, block, block].
+    ValueError: another size."""
     block = index.block
     rows, columns = index.rows * block, index.columns * block
     if tuple(dense.shape[-2:]) != (rows, columns) or dense.dim() > 4:
@@ -190,7 +190,7 @@ def blocks_of(dense: Tensor, index: BlockIndex) -> Tensor:
 
 
 def columns_of(bias: Tensor, index: BlockIndex) -> Tensor:
-    """[batch, columns] by blocks, [batch, blocks, block]. ValueError: another size."""
+    """Select [batch, columns] by blocks -> [batch, blocks, block]. ValueError: another size."""
     if bias.dim() != 2 or bias.shape[1] != index.columns * index.block:
         raise ValueError(
             f"key_padding_mask is [batch, {index.columns * index.block}], got {list(bias.shape)}"
@@ -205,7 +205,7 @@ class _RowSoftmax(torch.autograd.Function):
         rows = (x.shape[0], index.heads * index.rows, index.block)
         row = index.row[None, :, None].expand(x.shape[0], -1, index.block)
         top = wide.new_full(rows, -math.inf).scatter_reduce(1, row, wide.amax(-1), "amax")
-        top = top.masked_fill_(top == -math.inf, 0.0)  # exp(-inf - 0) = 0 where nothing is seen
+        top = top.masked_fill_(top == -math.inf, 0.0)  # exp(-inf - 0) = 0 in fully masked rows
         weights = torch.exp(wide - top[:, index.row].unsqueeze(-1))
         total = wide.new_zeros(rows).index_add_(1, index.row, weights.sum(-1))
         total.masked_fill_(total == 0, 1.0)

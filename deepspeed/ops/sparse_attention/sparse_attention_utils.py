@@ -1,4 +1,4 @@
-"""Adapting models and inputs to block-sparse attention."""
+"""Adapt models and inputs to block-sparse attention."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from deepspeed.ops.sparse_attention.transformers_attention import (
 )
 
 _RESERVED = {"bert": 0, "roberta": 2}
-"""Rows of the position table before that of the first token."""
+"""Rows of the position table before the first token's."""
 
 
 class SparseAttentionUtils:
-    """Static functions: longer position tables, replacing the attention of a model, padding to whole blocks."""
+    """Static functions: extend position tables, replace a model's attention, pad to whole blocks."""
 
     @staticmethod
     def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
-        """Repeat the position table of a BERT or RoBERTa model until it has ``max_position`` positions; the model.
+        """Repeat the position table of a BERT or RoBERTa model up to ``max_position`` positions; return the model.
 
         ValueError: the model is neither, or its table is that long already.
         """
@@ -52,7 +52,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """Let a tokenizer make sequences of ``max_position`` tokens; the tokenizer."""
+        """Let a tokenizer produce up to ``max_position`` tokens; return the tokenizer."""
         tokenizer.model_max_length = max_position
         tokenizer.init_kwargs["model_max_length"] = max_position
         return tokenizer
@@ -63,10 +63,10 @@ class SparseAttentionUtils:
         max_position: int,
         sparsity_config: SparsityConfig = SparsityConfig(num_heads=4),  # noqa: B008 (the documented default)
     ) -> nn.Module:
-        """Make the attention of a model block-sparse, with the weights that it has; the model.
+        """Make a model's attention block-sparse, keeping its weights; return the model.
 
-        BERT and RoBERTa get `BertSparseSelfAttention` in their layers. Any other model of Transformers whose attention
-        can be chosen by name gets it that way.
+        BERT and RoBERTa get `BertSparseSelfAttention` in their layers. Any other Transformers model whose attention
+        is chosen by name gets it that way.
 
         Args:
             model: with its weights.
@@ -95,8 +95,8 @@ class SparseAttentionUtils:
         layers: Iterable[nn.Module],
         sparsity_config: SparsityConfig = SparsityConfig(num_heads=4),  # noqa: B008 (the documented default)
     ) -> Iterable[nn.Module]:
-        """Put `BertSparseSelfAttention` with the weights of ``layer.attention.self`` in its place, in each of
-        ``layers``; these. ValueError: the pattern has another number of heads."""
+        """Replace ``layer.attention.self`` of each of ``layers`` by a `BertSparseSelfAttention` with the same weights;
+        return the layers. ValueError: the pattern has another number of heads."""
         if sparsity_config.num_heads != config.num_attention_heads:
             raise ValueError(
                 f"the model has {config.num_attention_heads} heads, the sparsity config "
@@ -126,14 +126,14 @@ class SparseAttentionUtils:
         """Pad a batch [batch, tokens (, hidden)] to whole blocks.
 
         Args:
-            block_size: tokens of a block.
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: None stays None. Padded tokens
-                get ``pad_token_id``, are hidden by the mask, and have type 0 and position ``pad_token_id``.
+            block_size: tokens per block.
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: None stays None. Padding tokens
+                are ``pad_token_id``, masked, and have type 0 and position ``pad_token_id``.
             pad_token_id: the token to pad with.
-            model_embeddings: the table that gives the embedding of that token, for ``inputs_embeds``.
+            model_embeddings: embedding table for the padding token, for ``inputs_embeds``.
 
         Returns:
-            How many tokens were added, and the five.
+            The number of padding tokens, and the five tensors.
         """
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
@@ -160,7 +160,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """``sequence_output`` [batch, tokens, hidden] without its last ``pad_len`` tokens."""
+        """Return ``sequence_output`` [batch, tokens, hidden] without its last ``pad_len`` tokens."""
         return sequence_output[:, :-pad_len] if pad_len > 0 else sequence_output
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention, takes_positions
+from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from deepspeed.ops.sparse_attention.matmul import MatMul
 from deepspeed.ops.sparse_attention.softmax import Softmax, as_bias
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
-from deepspeed.ops.sparse_attention.tiles import TilePlan
 
 
 class SparseSelfAttention(nn.Module):
@@ -43,7 +42,7 @@ class SparseSelfAttention(nn.Module):
         blocks = -(-max_seq_length // sparsity_config.block)
         self.register_buffer("master_layout", sparsity_config.make_layout(blocks * sparsity_config.block))
         self._ops: dict[int, tuple[MatMul, MatMul, Softmax]] = {}
-        self._plans: dict[int, TilePlan] = {}
+        self._plans: dict[int, LayoutPlan] = {}
         self._compiled_of: tuple[Tensor, int] | None = None
 
     def get_layout(self, L: int) -> Tensor:
@@ -120,9 +119,6 @@ class SparseSelfAttention(nn.Module):
         if attn_mask is not None:
             attn_mask = self.transpose_mask_for_sparse(query.dtype, attn_mask).reshape(length, length)
         scale = float(size) ** -0.5
-        in_kernel = rpe is None or takes_positions(query, key, value)
-        if not in_kernel or _has_gradient(key_padding_mask, attn_mask):
-            return self._in_steps(query, key, value, scale, rpe, key_padding_mask, attn_mask)
         masks = Masks(
             None
             if key_padding_mask is None
@@ -132,36 +128,13 @@ class SparseSelfAttention(nn.Module):
         )
         return block_attention(query, key, value, self.plan(heads, length), masks, scale)
 
-    def plan(self, heads: int, length: int) -> TilePlan:
+    def plan(self, heads: int, length: int) -> LayoutPlan:
         """Plan the computation of the layout for ``length`` tokens; made once. ValueError: it has not ``heads``
         heads."""
         self._forget_if_changed(heads)
         if length not in self._plans:
-            self._plans[length] = TilePlan(self.get_layout(length), self.sparsity_config.block)
+            self._plans[length] = LayoutPlan(self.get_layout(length), self.sparsity_config.block)
         return self._plans[length]
-
-    def _in_steps(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        rpe: Tensor | None,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-    ) -> Tensor:
-        """By way of the blocks of the scores, where something that is added to them may want a gradient."""
-        scores, weighted, softmax = self.get_ops(query.shape[1], query.shape[2])
-        weights = softmax(
-            scores(query, key),
-            scale=scale,
-            rpe=rpe,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            key_padding_mask_mode=self.key_padding_mask_mode,
-            attn_mask_mode=self.attn_mask_mode,
-        )
-        return weighted(weights, value)
 
     def _forget_if_changed(self, heads: int) -> None:
         """Drop compiled plans if the layout changed: a checkpoint was loaded or the module was moved."""
@@ -189,7 +162,3 @@ def _positions(rpe: Tensor, query: Tensor) -> Tensor:
             f"{list(query.shape)}"
         )
     return full
-
-
-def _has_gradient(*masks: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks)

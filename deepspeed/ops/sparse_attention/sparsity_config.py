@@ -1,8 +1,7 @@
-"""Patterns of computed blocks of an attention matrix: the documented ones, and the class to derive others from.
+"""Sparsity patterns of an attention matrix, by block: the documented ones, and a base class for others.
 
 A layout is an int64 tensor [heads, block rows, block columns] that is 1 where the block is computed. Rows are queries,
-columns keys. Layouts tell of whole blocks only: what a token sees inside a block on the diagonal is the matter of an
-attention mask.
+columns keys. Layouts describe whole blocks only: causality within a diagonal block is left to an attention mask.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _KINDS = ("unidirectional", "bidirectional")
 
 
 class SparsityConfig:
-    """The base of all patterns. Derive from it, and override ``make_layout``, for a pattern of your own::
+    """Base class of all patterns. For a custom pattern, derive from it and override ``make_layout``::
 
         class EverySecond(SparsityConfig):
             def make_layout(self, seq_len):
@@ -28,17 +27,16 @@ class SparsityConfig:
                 return self.check_and_propagate_first_head_layout(layout)
 
     Args:
-        num_heads: heads of the attention.
+        num_heads: attention heads.
         block: tokens along one side of a block.
-        different_layout_per_head: every head gets a layout of its own; otherwise that of the first serves all.
+        different_layout_per_head: each head has its own layout; otherwise all have that of the first.
 
-    ``random`` is where patterns draw their random blocks from: by default Python's own generator, so that
-    ``random.seed`` decides.
+    ``random`` is the generator of random blocks: by default Python's global one, so that ``random.seed`` applies.
     """
 
     random: Any = random
     parts: ClassVar[tuple[str, ...]] = ()
-    """The methods that set, one after the other, what a head sees."""
+    """Names of the methods that fill in a head's layout, in order."""
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         self.num_heads = num_heads
@@ -47,7 +45,7 @@ class SparsityConfig:
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """An empty layout for ``seq_len`` tokens. ValueError: the block size does not divide it."""
+        """Return an empty layout for ``seq_len`` tokens. ValueError: the block size does not divide it."""
         if seq_len % self.block != 0:
             raise ValueError(
                 f"a sequence of {seq_len} tokens is not made of whole blocks of {self.block}: pad it "
@@ -57,13 +55,13 @@ class SparsityConfig:
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """The first head's layout for all heads, unless each has its own."""
+        """Copy the first head's layout to all heads, unless each has its own; return the layout."""
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """The layout for ``seq_len`` tokens."""
+        """Return the layout for ``seq_len`` tokens."""
         if not self.parts:
             raise NotImplementedError(
                 f"{type(self).__name__} has no make_layout(seq_len): use one of the patterns, FixedSparsityConfig for "
@@ -82,7 +80,7 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """All blocks: to compare with, and to check a model."""
+    """All blocks: a reference, for comparisons."""
 
     def make_layout(self, seq_len: int) -> Tensor:
         layout = self.setup_layout(seq_len)
@@ -91,19 +89,19 @@ class DenseSparsityConfig(SparsityConfig):
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Local windows side by side, and representatives of each window that all rows see.
+    """Adjacent local windows, and global blocks that represent each window and that all rows attend to.
 
     R. Child et al.: Generating long sequences with sparse Transformers, 2019.
 
     Args:
-        num_local_blocks: blocks of a window.
-        num_global_blocks: consecutive blocks of a window that represent it, its last ones for the first head.
-        attention: "unidirectional": no row sees later blocks; or "bidirectional".
-        horizontal_global_attention: the representatives see all blocks too; only if bidirectional.
-        num_different_global_patterns: in how many ways, head by head, representatives are chosen.
+        num_local_blocks: blocks per window.
+        num_global_blocks: consecutive blocks that represent a window; its last ones for the first head.
+        attention: "unidirectional": no row attends to later blocks; or "bidirectional".
+        horizontal_global_attention: the global blocks also attend to all blocks; only if bidirectional.
+        num_different_global_patterns: number of choices of global blocks, in turn by head.
 
     Raises:
-        ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
+        ValueError: contradictory arguments. NotImplementedError: unknown ``attention``.
     """
 
     parts = ("set_local_layout", "set_global_layout")
@@ -156,24 +154,24 @@ class FixedSparsityConfig(SparsityConfig):
         ranges = [
             (start, start + self.num_global_blocks) for start in range(offset, whole, self.num_local_blocks)
         ]
-        if whole < blocks:  # the last window is short: its representatives move back into it
+        if whole < blocks:  # a shorter last window: move its global blocks back into it
             start = min(whole + offset, blocks - self.num_global_blocks)
             ranges.append((start, start + self.num_global_blocks))
         return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Local windows of given sizes, global blocks at given places, and random blocks.
+    """Local windows of given sizes, global blocks at given positions, and random blocks.
 
     Args:
-        num_random_blocks: random blocks in each row.
-        local_window_blocks: sizes of the windows in order; the last one is that of all that remain.
-        global_block_indices: the global blocks, or, with ``global_block_end_indices``, where global ranges begin.
-        global_block_end_indices: where they end, exclusive.
+        num_random_blocks: random blocks per row.
+        local_window_blocks: sizes of the windows in order; the last size repeats.
+        global_block_indices: the global blocks, or, with ``global_block_end_indices``, the starts of global ranges.
+        global_block_end_indices: ends of the ranges, exclusive.
         attention, horizontal_global_attention: as in `FixedSparsityConfig`.
 
     Raises:
-        ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
+        ValueError: contradictory arguments. NotImplementedError: unknown ``attention``.
     """
 
     parts = ("set_random_layout", "set_local_layout", "set_global_layout")
@@ -223,18 +221,18 @@ class VariableSparsityConfig(SparsityConfig):
 class BigBirdSparsityConfig(SparsityConfig):
     """A sliding window, the first blocks global in both directions, and random blocks.
 
-    M. Zaheer et al.: Big Bird: Transformers for longer sequences, 2020 (the variant whose global tokens are among
-    those of the sequence).
+    M. Zaheer et al.: Big Bird: Transformers for longer sequences, 2020 (the variant in which global tokens are tokens
+    of the sequence).
 
     Args:
-        num_random_blocks: random blocks in each row.
-        num_sliding_window_blocks: blocks of the window, its row's own in the middle.
-        num_global_blocks: the first blocks, which see all and are seen by all.
-        attention: "unidirectional": no row sees later blocks; or "bidirectional".
+        num_random_blocks: random blocks per row.
+        num_sliding_window_blocks: blocks per window, centered on the row's own block.
+        num_global_blocks: the first blocks, which attend to all blocks and are attended to by all.
+        attention: "unidirectional": no row attends to later blocks; or "bidirectional".
 
     Raises:
-        NotImplementedError: another ``attention``. ``make_layout`` raises ValueError for sequences that have fewer
-            blocks than one of the numbers.
+        NotImplementedError: unknown ``attention``. ``make_layout`` raises ValueError for sequences with fewer blocks
+            than one of the numbers.
     """
 
     parts = ("set_random_layout", "set_sliding_window_layout", "set_global_layout_itc")
@@ -270,17 +268,17 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window, and given blocks that are global in both directions: Longformer, in blocks.
+    """A sliding window, and given blocks that are global in both directions: a blockwise Longformer.
 
     I. Beltagy et al.: Longformer: The long-document Transformer, 2020.
 
     Args:
-        num_sliding_window_blocks: blocks of the window, its row's own in the middle.
+        num_sliding_window_blocks: blocks per window, centered on the row's own block.
         global_block_indices, global_block_end_indices: as in `VariableSparsityConfig`.
-        attention: "unidirectional": no row sees later blocks; or "bidirectional".
+        attention: "unidirectional": no row attends to later blocks; or "bidirectional".
 
     Raises:
-        ValueError: the global ranges are none. NotImplementedError: another ``attention``.
+        ValueError: invalid global ranges. NotImplementedError: unknown ``attention``.
     """
 
     parts = ("set_sliding_window_layout", "set_global_layout")
@@ -314,11 +312,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window and nothing else, the same for all heads.
+    """A sliding window only, the same for all heads.
 
     Args:
-        num_sliding_window_blocks: blocks of the window, its row's own in the middle; unidirectional rows have the
-            half up to their own.
+        num_sliding_window_blocks: blocks per window, centered on the row's own block; unidirectional rows have only
+            the half up to their own.
         attention: "unidirectional" or "bidirectional".
     """
 
@@ -351,7 +349,7 @@ def _set_windows(one: Tensor, windows: Iterable[tuple[int, int]], attention: str
 def _set_global(
     layout: Tensor, h: int, ranges: Iterable[tuple[int, int]], attention: str, horizontal: bool
 ) -> Tensor:
-    """Columns that all rows see (unidirectional: those from the range on), and if ``horizontal`` rows that see all."""
+    """Set columns that all rows (unidirectional: from the range on) attend to, and rows to all if ``horizontal``."""
     for start, end in ranges:
         layout[h, start if attention == "unidirectional" else 0 :, start:end] = 1
         if horizontal:
@@ -360,7 +358,7 @@ def _set_global(
 
 
 def _set_random(config: SparsityConfig, layout: Tensor, h: int, wanted: int, attention: str) -> Tensor:
-    """``wanted`` random blocks in each row, only earlier ones (as many as there are) if unidirectional."""
+    """Set ``wanted`` random blocks per row, only up to its own (fewer near the start) if unidirectional."""
     blocks = layout.shape[1]
     _check_fits("num_random_blocks", wanted, layout)
     for row in range(blocks):
@@ -383,7 +381,7 @@ def _without_later(layout: Tensor, h: int, attention: str) -> Tensor:
 
 
 def _ranges(starts: Sequence[int], ends: Sequence[int] | None, blocks: int) -> list[tuple[int, int]]:
-    """Those that begin within ``blocks``."""
+    """Return the ranges that start within ``blocks``, clipped to it."""
     pairs = zip(starts, [start + 1 for start in starts] if ends is None else ends, strict=True)
     return [(start, min(end, blocks)) for start, end in pairs if start < blocks]
 

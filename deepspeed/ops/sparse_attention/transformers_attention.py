@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.transformers_models import attention_registries, text_config
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
+from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
-from deepspeed.ops.sparse_attention.tiles import TilePlan
 
 NAME = "deepspeed_sparse"
 """How the names begin under which attentions are registered with Transformers."""
@@ -37,7 +36,7 @@ class TransformersSparseAttention:
         self.name = name
         self.calls = 0
         self._layout: Tensor | None = None
-        self._plans: dict[tuple[int, int], TilePlan] = {}
+        self._plans: dict[tuple[int, int], LayoutPlan] = {}
 
     def layout(self, length: int, heads: int) -> Tensor:
         """[heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks. ValueError: that of these heads is
@@ -61,11 +60,11 @@ class TransformersSparseAttention:
             )
         return found[:1].expand(heads, blocks, blocks)
 
-    def plan(self, length: int, heads: int) -> TilePlan:
+    def plan(self, length: int, heads: int) -> LayoutPlan:
         """Plan the computation of the layout for ``length`` tokens, a multiple of the block; made once."""
         layout = self.layout(length, heads)
         if (length, heads) not in self._plans:
-            self._plans[length, heads] = TilePlan(layout, self.config.block)
+            self._plans[length, heads] = LayoutPlan(layout, self.config.block)
         return self._plans[length, heads]
 
     def __call__(

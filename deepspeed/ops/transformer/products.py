@@ -1,8 +1,7 @@
-"""Products with the weights of a layer, for training on the host.
+"""Matrix products of layers, for training on the host.
 
-torch computes fp32 products by way of MKL, which uses half the width of the vectors of AMD's processors that have
-AVX-512. Where that is so, layers take the products of the native library (``csrc/linear/matrix_products.cpp``), forward
-and backward; elsewhere torch's.
+torch computes fp32 products with MKL, which uses only half the vector width on AMD processors with AVX-512. There,
+layers use the native library's products (``csrc/linear/matrix_products.cpp``), forward and backward; elsewhere torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from deepspeed.ops import native
 
 _WORTHWHILE = 1 << 22
-"""Multiplications of a product from which on it is a call of its own."""
+"""Least number of multiplications for which a native call pays."""
 
 
 class _ProductCall(ctypes.Structure):
@@ -33,22 +32,22 @@ class _ProductCall(ctypes.Structure):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, x [..., columns]."""
+    """Return ``x @ weight.T + bias``, x [..., columns]."""
     if not runs_here(x, weight) or (bias is not None and bias.dtype is not torch.float32):
         return functional.linear(x, weight, bias)
     return _LinearProduct.apply(x, weight, bias)
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer of `linear`."""
+    """A linear layer that uses `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def runs_here(one: Tensor, other: Tensor) -> bool:
-    """Return whether the native library computes products of rows of the one with the other matrix, and faster than
-    torch. Under a mode that watches torch's operations torch's are used."""
+    """Return whether the native library can compute products of these matrices, faster than torch. Torch's operations
+    are used under dispatch modes, which must see them."""
     return (
         one.device.type == other.device.type == "cpu"
         and one.dtype is other.dtype is torch.float32
@@ -62,13 +61,13 @@ def runs_here(one: Tensor, other: Tensor) -> bool:
 
 
 def is_faster() -> bool:
-    """Return whether this processor has vectors of which torch's products use only half."""
+    """Return whether this processor has vectors of which torch's products use only half the width."""
     lib = native.library()
     return lib is not None and bool(lib.ds_matrix_product_is_fast())
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a @ b + bias`` of matrices in fp32 on the host, each of which may be transposed."""
+    """Return ``a @ b + bias`` of fp32 matrices on the host, each possibly transposed."""
     lib = native.library()
     assert lib is not None
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32)
@@ -88,9 +87,9 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def of_linear(
     grad: Tensor, x: Tensor, weight: Tensor, *, x_needs: bool = True, weight_needs: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``x`` and ``weight`` from that of `linear`."""
+    """Return the gradients of ``x`` and ``weight`` of `linear`."""
     rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    # With a graph of the gradients themselves, operations have to be torch's.
+    # For double backward, the operations must be torch's.
     own = not torch.is_grad_enabled() and runs_here(grad, weight)
     multiply = product if own else torch.matmul
     of_x = multiply(grad_rows, weight).view(x.shape) if x_needs else None

@@ -416,7 +416,7 @@ def added_norm(
     ):
         from deepspeed.ops.gpu import norms  # imports Triton
 
-        if norms.takes(x, residual, weight, bias) and residual.dtype is x.dtype:
+        if norms.supports(x, residual, weight, bias) and residual.dtype is x.dtype:
             seed = new_seed() if ratio > 0 else 0
             return norms.AddedNorm.apply(x, residual, weight, bias, max(ratio, 0.0), seed, eps, True)
     total = dropout(x, ratio, residual)

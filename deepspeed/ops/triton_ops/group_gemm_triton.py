@@ -23,7 +23,7 @@ def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool 
     if gpu.usable(mat_a, mat_b, offs):
         from deepspeed.ops.gpu import grouped_gemm as grouped_products  # imports Triton
 
-        if grouped_products.takes(mat_a, mat_b):
+        if grouped_products.supports(mat_a, mat_b):
             ends = offs.to(torch.int32).contiguous()
             return grouped_products.GroupedProduct.apply(mat_a, matrices, ends, None)
     ends = offs.tolist()

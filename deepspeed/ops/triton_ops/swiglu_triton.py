@@ -15,6 +15,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if gate.numel() and gpu.usable(gate, up):
         from deepspeed.ops.gpu import gates  # imports Triton
 
-        if gates.takes(gate, up):
+        if gates.supports(gate, up):
             return gates.Swiglu.apply(gate, up)
     return (silu(gate.float()) * up.float()).to(gate.dtype)

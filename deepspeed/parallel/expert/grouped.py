@@ -34,7 +34,7 @@ def grouped_linear(
     if triton and len(rows) <= GPU_ROWS * len(weight) and gpu.usable(rows, weight, bias):
         from deepspeed.ops.gpu import grouped_gemm as grouped_products  # imports Triton
 
-        if grouped_products.takes(rows, weight, bias):
+        if grouped_products.supports(rows, weight, bias):
             ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
             return grouped_products.GroupedProduct.apply(rows, weight, ends.to(rows.device), bias)
     return _GroupedLinear.apply(rows, weight, bias, tuple(counts))

@@ -35,7 +35,7 @@ class SplitLayer(Protocol):
     narrows: bool
     """Whether ``torch.autocast`` lets it compute in the narrower dtype."""
 
-    def takes(self, inputs: Tensor) -> bool:
+    def supports(self, inputs: Tensor) -> bool:
         """Return whether a call with ``inputs`` can be split."""
         ...
 
@@ -76,7 +76,7 @@ class _Linear:
 
     narrows = True
 
-    def takes(self, inputs: Tensor) -> bool:
+    def supports(self, inputs: Tensor) -> bool:
         return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,7 +96,7 @@ class _TransposedLinear:
 
     narrows = True
 
-    def takes(self, inputs: Tensor) -> bool:
+    def supports(self, inputs: Tensor) -> bool:
         return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class _Embedding:
         self.padding = -1 if layer.padding_idx is None else layer.padding_idx
         self.by_frequency = layer.scale_grad_by_freq
 
-    def takes(self, inputs: Tensor) -> bool:
+    def supports(self, inputs: Tensor) -> bool:
         return True
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -155,7 +155,7 @@ class _Convolution:
             layer.groups,
         )
 
-    def takes(self, inputs: Tensor) -> bool:
+    def supports(self, inputs: Tensor) -> bool:
         return inputs.dim() == len(self.shape)  # of a batch, not of one sample
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -244,7 +244,7 @@ class _PutOff:
         own, queue = self.own, self.queue
         weight: Any = own.weight
         whole = not queue.active or not torch.is_grad_enabled() or not weight.requires_grad
-        if whole or rest or named or not self.form.takes(inputs):
+        if whole or rest or named or not self.form.supports(inputs):
             return type(own).forward(own, inputs, *rest, **named)
         bias: Any = getattr(own, "bias", None)
         tensors = [inputs, weight.detach(), bias.detach() if bias is not None else None]

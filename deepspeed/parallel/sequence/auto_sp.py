@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from deepspeed.parallel.sequence.autosp_detector import detect_model_sp_info
+from deepspeed.base.sharded import full_shape
 from deepspeed.parallel.sequence.autosp_vit import UlyssesSPViTAttention
 from deepspeed.parallel.sequence.hf.attention import shard_attention
 
@@ -57,3 +59,128 @@ def _has_class_token(model: nn.Module, path: str) -> bool:
             tensors = (*around.named_parameters(), *around.named_buffers())
             return any(name.rpartition(".")[2] in _CLASS_TOKENS for name, _ in tensors)
     return False
+
+
+# Finds the parts of a model of images and text that shards of a sequence pass through.
+#
+# Modules are known by what they are: attention modules by the word in the name of their class, and by lying in a
+# list of blocks; a vision encoder as the part without the token embedding that begins with a convolution (or says
+# that its main input is pixels); the projection by leading to the width of the token embedding.
+
+
+@dataclass
+class SPModelInfo:
+    """Paths and modules: attention of the language model and of the vision encoder, in their order, and what projects
+    visual features to the language model's width."""
+
+    llm_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    vision_projection_module: tuple[str, nn.Module] | None = None
+    vit_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
+    """The attention modules of ``model``, by the part that they belong to, and its vision projection.
+
+    A model without a token embedding is a vision encoder, one without a convolution a language model.
+    """
+    modules = dict(model.named_modules())
+    embedding = _token_embedding(model, modules)
+    info = SPModelInfo()
+    for path in _attention_paths(modules):
+        part = _part_of(path, embedding, modules)
+        kind = info.vit_attn_modules if _sees_pixels(modules[part]) else info.llm_attn_modules
+        kind.append((path, modules[path]))
+    if info.vit_attn_modules and embedding is not None:
+        info.vision_projection_module = _projection(model, modules, embedding, info)
+    return info
+
+
+def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | None:
+    """The path of the token embedding: the model's own word, else the one with most rows."""
+    getter: Any = getattr(model, "get_input_embeddings", lambda: None)
+    try:
+        own = getter()
+    except (NotImplementedError, AttributeError):  # Transformers' for models that have several
+        own = None
+    if isinstance(own, nn.Embedding):
+        return next((path for path, each in modules.items() if each is own), None)
+    found = {path: each.num_embeddings for path, each in modules.items() if isinstance(each, nn.Embedding)}
+    return max(found, key=lambda path: found[path]) if found and not _is_encoder(modules) else None
+
+
+def _is_encoder(modules: dict[str, nn.Module]) -> bool:
+    """Return whether a vision model has no embedding tables but those of positions."""
+    tables = [path for path, each in modules.items() if isinstance(each, nn.Embedding)]
+    return _sees_pixels(modules[""]) and all("pos" in each for each in tables)
+
+
+_PATCHES = (nn.Conv2d, nn.Conv3d)
+
+
+def _attention_paths(modules: dict[str, nn.Module]) -> Iterator[str]:
+    """The outermost attention modules with weights inside lists of blocks."""
+    found: list[str] = []
+    for path, module in modules.items():
+        inside_block = any(part.isdigit() for part in path.split(".")[:-1])
+        named = "attention" in type(module).__name__.lower() or type(module).__name__.lower().endswith("attn")
+        weights = any(True for _ in module.parameters())
+        if inside_block and named and weights and not any(path.startswith(f"{each}.") for each in found):
+            found.append(path)
+    return iter(found)
+
+
+def _part_of(path: str, embedding: str | None, modules: dict[str, nn.Module]) -> str:
+    """The largest part of the model around ``path`` without the token embedding."""
+    names = path.split(".")
+    for depth in range(len(names)):
+        part = ".".join(names[:depth])
+        if embedding is None or not _contains(part, embedding):
+            return part
+    return path
+
+
+def _contains(part: str, path: str) -> bool:
+    return not part or path == part or path.startswith(f"{part}.")
+
+
+def _sees_pixels(part: nn.Module) -> bool:
+    if getattr(part, "main_input_name", None) == "pixel_values":
+        return True
+    return any(isinstance(each, _PATCHES) for each in part.modules())
+
+
+def _projection(
+    model: nn.Module, modules: dict[str, nn.Module], embedding: str, info: SPModelInfo
+) -> tuple[str, nn.Module] | None:
+    """The largest module with a matrix of the text's width that is no block, no output layer, and has no attention."""
+    width = modules[embedding].embedding_dim  # type: ignore[union-attr]
+    getter: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = getter()
+    attention = [path for path, _ in (*info.llm_attn_modules, *info.vit_attn_modules)]
+    lists = {_list_of(path) for path in attention}
+    found = []
+    for path, module in modules.items():
+        inside = any(_contains(part, path) for part in lists) or any(
+            _contains(path, each) for each in attention
+        )
+        if (
+            not path
+            or inside
+            or module is head
+            or isinstance(module, nn.Embedding)
+            or _contains(path, embedding)
+        ):
+            continue
+        if any(each.dim() == 2 and width in full_shape(each) for each in module.parameters()):
+            found.append(path)
+    # In some models it is the vision encoder's last module; a pooling head of that width comes after one outside.
+    vision = _part_of(info.vit_attn_modules[0][0], embedding, modules)
+    found.sort(key=lambda path: _contains(vision, path))
+    return (found[0], modules[found[0]]) if found else None
+
+
+def _list_of(path: str) -> str:
+    """The list of blocks that an attention module lies in."""
+    names = path.split(".")
+    at = next(i for i, name in enumerate(names) if name.isdigit())
+    return ".".join(names[:at])

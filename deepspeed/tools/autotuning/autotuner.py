@@ -37,8 +37,7 @@ from deepspeed.tools.autotuning.space import (
     without_rooms,
     without_same_sizes,
 )
-from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner, better
-from deepspeed.tools.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
+from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner, GridSearchTuner, RandomTuner, better
 from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
 from deepspeed.tools.autotuning.utils import get_list, memory_to_string, number_to_string, write_experiments
 

@@ -6,22 +6,205 @@ whole matrices: ``UpdateContext.whole_matrices`` assembles each at one owner (``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.comm.collectives import communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
-from deepspeed.zero.muon.original_muon import (
-    GROUP_DEFAULTS,
-    METHODS,
-    apply_update,
-    check_method,
-    momentum_update,
-    orthogonalize,
-)
+
+# Muon (K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks, 2024): the arithmetic, and
+# plain optimizers for matrices that are whole on every rank.
+#
+# A step of Muon replaces the momentum of a matrix by (nearly) the closest orthogonal matrix, so that all
+# directions move alike. Five steps of a quintic Newton-Schulz iteration bring every singular value near 1; the
+# coefficients of the paper trade exactness (results lie between about 0.7 and 1.2) for speed.
+#
+# All products are in fp32 (the paper uses bf16 on GPUs), so that the result depends on the device's rounding no
+# more than any other sum does.
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, x^3 and x^5 (Jordan et al. 2024)."""
+
+METHODS = ("gram", "standard")
+
+
+def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
+    """Singular values of ``G`` [..., rows, cols] -> about 1, in fp32, by iterating on the matrix itself."""
+    a, b, c = COEFFICIENTS
+    x, transposed = _prepared(G)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if transposed else x
+
+
+def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
+    """The same polynomial, iterated on the Gram matrix of the shorter side.
+
+    Each step multiplies x by a polynomial of x x^T, and all of them commute. So it is enough to track the Gram
+    matrix and the product of the polynomials, both [short, short], and to multiply by the matrix once: for a
+    matrix with k times as many columns as rows, 2 long products instead of 2 per step.
+    """
+    a, b, c = COEFFICIENTS
+    x, transposed = _prepared(G)
+    gram = x @ x.mT
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    product = identity
+    for _ in range(steps):
+        factor = a * identity + b * gram + c * (gram @ gram)
+        product = factor @ product
+        gram = factor @ gram @ factor
+    x = product @ x
+    return x.mT if transposed else x
+
+
+_ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "gram": zeropower_via_gram_newtonschulz,
+    "standard": zeropower_via_newtonschulz5,
+}
+
+
+def check_method(ns_method: str) -> None:
+    """ValueError: no such iteration."""
+    if ns_method not in METHODS:
+        raise ValueError(f"ns_method={ns_method!r} must be one of {', '.join(METHODS)}")
+
+
+def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
+    """In fp32 (fp64 stays), not taller than wide, with norm 1; and whether it was transposed.
+
+    The largest element is brought near 1 first, by a power of 2, which rounds nothing: only the direction counts, and
+    squares of large or small elements, as those of a scaled loss, would leave the range of fp32. Zeros stay zeros.
+    """
+    if matrix.ndim < 2:
+        raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    transposed = x.shape[-2] > x.shape[-1]
+    if transposed:
+        x = x.mT
+    exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True)).exponent
+    x = torch.ldexp(x, -exponent.clamp(-126, 126))  # so that the power of 2 itself is a normal number
+    return x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny), transposed
+
+
+def orthogonalize(
+    update: Tensor, ns_steps: int = 5, ns_method: str = "gram", is_expert_group: bool = False
+) -> Tensor:
+    """The direction in which Muon moves a parameter whose momentum is ``update``; same shape and dtype.
+
+    More than two dimensions are flattened to [first, all others], or with ``is_expert_group`` a batch of matrices. Tall
+    matrices are scaled by sqrt(rows / cols), as in the paper's implementation.
+    """
+    check_method(ns_method)
+    matrix = update if is_expert_group or update.ndim <= 2 else update.reshape(len(update), -1)
+    result = _ITERATIONS[ns_method](matrix, ns_steps)
+    scale = max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+    return (result * scale).to(update.dtype).reshape(update.shape)
+
+
+def momentum_update(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], beta: float, nesterov: bool
+) -> list[Tensor]:
+    """Update momenta (in place) and compute what is to be orthogonalized, elementwise: single rounded operations
+    only, so that no bit depends on how tensors are partitioned."""
+    fresh = torch._foreach_mul(list(grads), 1.0 - beta)
+    torch._foreach_mul_(list(momenta), beta)
+    torch._foreach_add_(list(momenta), fresh)
+    if not nesterov:
+        return [momentum.clone() for momentum in momenta]
+    ahead = torch._foreach_mul(list(momenta), beta)
+    torch._foreach_add_(ahead, fresh)
+    return list(ahead)
+
+
+def muon_update(
+    grad: Tensor,
+    momentum: Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+    is_expert_group: bool = False,
+) -> Tensor:
+    """Advance ``momentum`` (in place) by ``grad`` and return the orthogonalized update, shaped like ``grad``."""
+    [update] = momentum_update([grad.to(momentum.dtype)], [momentum], beta, nesterov)
+    return orthogonalize(update, ns_steps, ns_method, is_expert_group).to(grad.dtype)
+
+
+def apply_update(param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
+    """``param * (1 - lr * weight_decay) - lr * update``, in fp32, rounded once to the dtype of ``param``."""
+    wide = param.to(torch.promote_types(param.dtype, torch.float32))
+    result = wide * (1.0 - lr * weight_decay) - update * lr
+    param.copy_(result)
+
+
+class SingleDeviceMuon(torch.optim.Optimizer):
+    """Muon for matrices, all updated on this rank. State: ``momentum_buffer``."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.02,
+        weight_decay: float = 0,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+    ) -> None:
+        check_method(ns_method)
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_method": ns_method}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what ``closure`` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        for param in params:
+            self._update_one(group, param)
+
+    def _update_one(self, group: dict[str, Any], param: Tensor) -> None:
+        assert param.grad is not None
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        update = muon_update(
+            param.grad, state["momentum_buffer"], beta=group["momentum"], ns_method=group["ns_method"]
+        )
+        apply_update(param, update, float(group["lr"]), group["weight_decay"])
+
+
+class Muon(SingleDeviceMuon):
+    """Muon for matrices that all ranks hold whole, with equal gradients (as after an all-reduce): each rank
+    updates its share of them and broadcasts it. Momenta exist on the owner only. ``step`` is collective."""
+
+    def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        everyone = communicator(dist.group.WORLD if dist.is_initialized() else None)
+        for start in range(0, len(params), everyone.size):
+            share = params[start : start + everyone.size]
+            if everyone.rank < len(share):
+                self._update_one(group, share[everyone.rank])
+            for owner, param in enumerate(share):
+                everyone.broadcast(param.data.view(-1), src=owner).wait()
+
+
+GROUP_DEFAULTS: dict[bool, dict[str, Any]] = {
+    True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
+    False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+}
+"""Options of a group whose ``use_muon`` is True, for matrices, or False, for embeddings, heads, biases and the like."""
+
 
 MOMENTUM = "momentum_buffer"
 _ADAM_DEFAULTS = {**GROUP_DEFAULTS[False], "bias_correction": True, "adam_w_mode": True}

@@ -48,19 +48,19 @@ def deployment_of(
     class Replica:
         def __init__(self) -> None:
             loaded = make()
-            self.service, self._app = loaded.service.start(), loaded.app
+            self.services, self._app = loaded.services.start(), loaded.app
 
         async def __serve_build_asgi_app__(self) -> Any:
             return self._app
 
         def check_health(self) -> None:
             """Raise if the generator has failed: Ray replaces the replica then."""
-            if self.service.failure is not None:
-                raise self.service.failure
+            if self.services.failure is not None:
+                raise self.services.failure
 
         def __del__(self) -> None:
             """Ray calls it once the last answer has ended, or the time for it has passed."""
-            self.service.close(drain=False)
+            self.services.close(drain=False)
 
     return Replica.bind()
 

@@ -244,9 +244,9 @@ def _with_dropout(folder: Path, seed: int) -> None:
 
 @distributed(world_size=2)
 def test_the_proof_names_the_bucket(tmp_path: Path) -> None:
-    from deepspeed.engine.observers import reduction_proof
+    from deepspeed.engine.observers import audit
 
-    with mock.patch.object(reduction_proof.logger, "error") as told:
+    with mock.patch.object(audit.logger, "error") as told:
         record(tmp_path, 2, fault=partial(skipped_gradient, "blocks.1.down.weight"))
     (call,) = told.call_args_list
     assert "in step 3 the sum of gradient bucket" in call.args[0] and "blocks.1.down.weight" in call.args[0]

@@ -8,10 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.ops.sparse_attention import SparseSelfAttention, gpu_attention
-from deepspeed.ops.sparse_attention.block_attention import block_attention, takes_positions
+from deepspeed.ops.gpu import usable
+from deepspeed.ops.sparse_attention import SparseSelfAttention
+from deepspeed.ops.sparse_attention import block_attention as module
+from deepspeed.ops.sparse_attention.block_attention import (
+    LayoutPlan,
+    Masks,
+    block_attention,
+    fits_gpu,
+    gpu_attention,
+)
 from deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig
-from deepspeed.ops.sparse_attention.tiles import TilePlan
 from tests.ops.gpu.attention_cases import attention, built_everywhere, close, drawn
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
@@ -67,10 +74,11 @@ def compare(
         of_positions = drawn(*positions, tokens, tokens, dtype=dtype)
         bias = bias + of_positions.double()
         inputs.append(of_positions)
-    plan = TilePlan(of, block)
+    plan = LayoutPlan(of, block)
     scale = size**-0.5
-    assert gpu_attention.fits(*inputs[:3])
-    found = gpu_attention.attention(*inputs[:3], plan, of_keys, of_scores, of_positions, causal, scale)
+    assert fits_gpu(*inputs[:3])
+    masks = Masks(of_keys, of_scores, causal, of_positions)
+    found = gpu_attention(*inputs[:3], plan, masks, scale)
     expected = attention(*inputs[:3], bias, scale)
     close(found, expected, dtype, "output")
     grad = torch.randn(expected.shape)
@@ -112,7 +120,7 @@ def test_the_module_in_both_modes_of_its_masks() -> None:
     """As the module does without a GPU, which has tests of its own against dense attention."""
     from unittest import mock
 
-    module = SparseSelfAttention(
+    self_attention = SparseSelfAttention(
         FixedSparsityConfig(2, block=16, num_local_blocks=2),
         attn_mask_mode="mul",
         key_padding_mask_mode="mul",
@@ -123,14 +131,13 @@ def test_the_module_in_both_modes_of_its_masks() -> None:
     padding, mask = torch.ones(2, tokens), (torch.rand(tokens, tokens) < 0.8).float()
     padding[1, 40:] = 0
     for modes in ("mul", "add"):
-        module.key_padding_mask_mode = module.attn_mask_mode = modes
+        self_attention.key_padding_mask_mode = self_attention.attn_mask_mode = modes
         for given in ({}, {"rpe": rpe}):
-            expected = module(q, k, v, key_padding_mask=padding, attn_mask=mask, **given)
+            expected = self_attention(q, k, v, key_padding_mask=padding, attn_mask=mask, **given)
             of = [q, k, v, *given.values()]
             wanted = torch.autograd.grad(expected.square().sum(), of)
-            with mock.patch.object(gpu_attention, "usable", lambda *_: True):
-                assert takes_positions(q, k, v)
-                found = module(q, k, v, key_padding_mask=padding, attn_mask=mask, **given)
+            with mock.patch.object(module, "usable", lambda *_: True):
+                found = self_attention(q, k, v, key_padding_mask=padding, attn_mask=mask, **given)
                 assert "BlockSparseAttention" in type(found.grad_fn).__name__
             close(found, expected, torch.float32)
             for one, other in zip(torch.autograd.grad(found.square().sum(), of), wanted, strict=True):
@@ -139,12 +146,12 @@ def test_the_module_in_both_modes_of_its_masks() -> None:
 
 @interpreted
 def test_a_layout_is_compiled_once() -> None:
-    plan = TilePlan(layout(2, 4), 16)
+    plan = LayoutPlan(layout(2, 4), 16)
     q = drawn(1, 2, 64, 16)
     for _ in range(2):
-        gpu_attention.attention(q, q, q, plan, None, None, None, False, 1.0)
-    assert list(plan.on_devices) == [(torch.device("cpu"), False)]
-    made = plan.on_devices[torch.device("cpu"), False]
+        gpu_attention(q, q, q, plan, Masks(), 1.0)
+    assert list(plan._on_gpus) == [(torch.device("cpu"), False)]
+    made = plan.on_gpu(torch.device("cpu"), causal=False)
     assert len(made.rows.columns) == len(made.columns.columns) <= plan.blocks
 
 
@@ -154,9 +161,8 @@ def launch(dtype: torch.dtype, block: int, size: int, masks: bool) -> None:
     positions = drawn(planes, planes, tokens, tokens, dtype=dtype) if masks else None
     keys = torch.zeros(2, tokens, dtype=dtype) if masks else None
     scores = torch.zeros(tokens, tokens, dtype=dtype) if masks else None
-    out = gpu_attention.attention(
-        q, q, q, TilePlan(torch.ones(2, 2, 2), block), keys, scores, positions, masks, 1.0
-    )
+    of_masks = Masks(keys, scores, masks, positions)
+    out = gpu_attention(q, q, q, LayoutPlan(torch.ones(2, 2, 2), block), of_masks, 1.0)
     out.sum().backward()
 
 
@@ -181,15 +187,13 @@ def test_kernels_compile_for_all_tiles(dtype: torch.dtype, block: int, size: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_on_a_gpu(block: int, dtype: torch.dtype) -> None:
-    from deepspeed.ops.sparse_attention.block_attention import Masks
-
     torch.manual_seed(0)
     of = layout(4, 8)
     inputs = [drawn(2, 4, 8 * block, 64, dtype=dtype) for _ in range(3)]
     expected = attention(*inputs, dense(of, block, True), 0.125)
     on_gpu = [x.detach().cuda().requires_grad_() for x in inputs]
-    assert gpu_attention.runs_here(*on_gpu)
-    found = block_attention(*on_gpu, TilePlan(of, block), Masks(causal=True), 0.125)
+    assert usable(*on_gpu) and fits_gpu(*on_gpu)
+    found = block_attention(*on_gpu, LayoutPlan(of, block), Masks(causal=True), 0.125)
     close(found.cpu(), expected, dtype)
     grad = torch.randn(expected.shape).to(dtype)
     for one, other in zip(

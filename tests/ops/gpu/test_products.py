@@ -49,7 +49,7 @@ def test_inputs_of_8_bits(dtype: torch.dtype, bits: int, columns: int, group: in
     bias = torch.randn(37, dtype=dtype) if columns % 100 == 0 else None
     x = torch.randn(2, 9, columns).to(dtype)
     x[1, 3] = 0
-    assert integer_products.takes_integers(bits, matrix.scales, matrix.group)
+    assert integer_products.supports_integers(bits, matrix.scales, matrix.group)
     whole, scales = rounded_rows(x)
     assert (whole.double() * scales - x.double()).abs().le(scales.double() / 1.99).all()
     parts = matrix.words, matrix.scales, bias

@@ -21,8 +21,7 @@ from deepspeed.ops.sparse_attention import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
-from deepspeed.ops.sparse_attention.tiles import TilePlan
+from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from tests.allocations import counted
 
 BATCH, HEADS, BLOCK, SIZE = 2, 4, 16, 8
@@ -184,27 +183,9 @@ def test_rows_that_see_nothing_give_zeros_and_no_gradient() -> None:
     q, k, v = (dense(8 * BLOCK, SIZE) for _ in range(3))
     padding = torch.zeros(BATCH, 8 * BLOCK, dtype=torch.float64)
     padding[1] = -math.inf
-    found = block_attention(q, k, v, TilePlan(layout, BLOCK), Masks(keys=padding), 1 / math.sqrt(SIZE))
+    found = block_attention(q, k, v, LayoutPlan(layout, BLOCK), Masks(keys=padding), 1 / math.sqrt(SIZE))
     assert not found[1].any() and not found[0, 1, 2 * BLOCK : 3 * BLOCK].any()
     agree(found, reference(q, k, v, layout, BLOCK, padding[:, None, None]), q, k, v)
-
-
-def test_common_columns_and_tiles_cover_a_layout_exactly_once() -> None:
-    for config in (FixedSparsityConfig(HEADS, attention="unidirectional"), BigBirdSparsityConfig(HEADS)):
-        layout = config.make_layout(2048)
-        times = torch.zeros_like(layout[0])
-        plan = TilePlan(layout, config.block)
-        for tiles in plan.patterns[0].tiles:
-            seen = (
-                torch.ones(len(tiles), tiles.rows.shape[1], tiles.columns.shape[1], dtype=torch.bool)
-                if tiles.seen is None
-                else tiles.seen
-            )
-            rows = tiles.rows[:, :, None].expand(seen.shape)[seen]
-            columns = tiles.columns[:, None, :].expand(seen.shape)[seen]
-            times.index_put_((rows, columns), torch.ones_like(rows), accumulate=True)
-        assert torch.equal(times, layout[0])
-        assert plan.computed < 2 * plan.blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,7 +193,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
     config = FixedSparsityConfig(HEADS, attention="unidirectional")
     layout = config.make_layout(1024)
     q, k, v = (torch.randn(1, HEADS, 1024, 16, dtype=dtype, requires_grad=True) for _ in range(3))
-    found = block_attention(q, k, v, TilePlan(layout, BLOCK), Masks(causal=True), 0.25)
+    found = block_attention(q, k, v, LayoutPlan(layout, BLOCK), Masks(causal=True), 0.25)
     wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
     causal = torch.log(torch.ones(1024, 1024, dtype=torch.float64).tril())
     expected = reference(*wide, layout, BLOCK, causal)
@@ -231,7 +212,7 @@ def test_memory_grows_with_the_blocks_and_not_with_the_square_of_the_length() ->
     peaks = []
     for length in (2048, 8192):
         q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
-        plan = TilePlan(config.make_layout(length), config.block)
+        plan = LayoutPlan(config.make_layout(length), config.block)
         with counted() as memory:
             block_attention(q, k, v, plan, Masks(), 0.25).sum().backward()
         peaks.append(memory.peak)

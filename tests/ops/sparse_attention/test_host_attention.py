@@ -19,11 +19,9 @@ from deepspeed.ops.sparse_attention import (
     SparsityConfig,
     VariableSparsityConfig,
     host_attention,
-    tiles,
 )
 from deepspeed.ops.sparse_attention import block_attention as module
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
-from deepspeed.ops.sparse_attention.tiles import TilePlan
+from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from tests.allocations import counted
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="built without native kernels")
@@ -43,9 +41,9 @@ IDS = [type(config).__name__ for config in CONFIGS]
 
 @pytest.fixture(autouse=True)
 def host_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing here may take the way by tiles."""
+    """Nothing here may go by way of the scores."""
     torch.manual_seed(0)
-    monkeypatch.setattr(module, "_BlockAttention", None)
+    monkeypatch.setattr(module, "_by_scores", None)
     yield
 
 
@@ -64,7 +62,7 @@ def check(layout: Tensor, block: int, size: int, dtype: torch.dtype, masks: Mask
     tokens = layout.shape[1] * block
     inputs = tensors(size, dtype, tokens)
     scale = size**-0.5
-    out = block_attention(*inputs, TilePlan(layout, block), masks, scale)
+    out = block_attention(*inputs, LayoutPlan(layout, block), masks, scale)
     grad = torch.randn_like(out)
     found = [out, *torch.autograd.grad(out, inputs, grad)]
 
@@ -123,7 +121,7 @@ def test_the_same_bits_from_any_instruction_set_and_number_of_threads(masks: str
     lib = native.library()
     assert lib is not None
     best, threads = lib.ds_isa(), torch.get_num_threads()
-    plan = TilePlan(CONFIGS[0].make_layout(TOKENS), 16)
+    plan = LayoutPlan(CONFIGS[0].make_layout(TOKENS), 16)
     inputs, results = tensors(64, torch.float32), []
     grad, given = torch.randn_like(inputs[0]), some_masks(masks, TOKENS)
     try:
@@ -177,7 +175,7 @@ def test_a_layout_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(layout)
             super().__init__(layout, layout_of)
 
-    monkeypatch.setattr(tiles, "RowLists", Counted)
+    monkeypatch.setattr(module, "RowLists", Counted)
     attention = SparseSelfAttention(FixedSparsityConfig(HEADS), max_seq_length=TOKENS)
     for tokens in (TOKENS, TOKENS, 64, 64, TOKENS):
         attention(*tensors(16, torch.float32, tokens)).sum().backward()

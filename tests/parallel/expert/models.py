@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.placement import local_part, placement_of
-from deepspeed.parallel.expert.experts import Experts
-from deepspeed.parallel.expert.layer import MoE
+from deepspeed.parallel.expert.layer import Experts, MoE
 from deepspeed.zero.params import is_zero_param
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param, safe_get_full_grad
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed.parallel.expert.experts import Experts
-from deepspeed.parallel.expert.layer import MoE
+from deepspeed.parallel.expert.layer import Experts, MoE
 from deepspeed.parallel.expert.utils import (
     configure_moe_param_groups,
     has_moe_layers,

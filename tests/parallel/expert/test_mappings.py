@@ -8,7 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.expert.mappings import drop_tokens, gather_tokens
+from deepspeed.parallel.expert.sharded_moe import drop_tokens, gather_tokens
 from tests.pool import distributed
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.parallel.expert.experts import Experts
+from deepspeed.parallel.expert.layer import Experts
 from deepspeed.parallel.expert.routers import BalancedGate, router_z_loss, scored_routes
 from deepspeed.parallel.expert.sharded_moe import MOELayer
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.parallel.expert.experts import Experts
-from deepspeed.parallel.expert.layer import MoE
+from deepspeed.parallel.expert.layer import Experts, MoE
 from deepspeed.parallel.expert.upcycling import upcycle
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.pool import distributed

@@ -15,7 +15,7 @@ from deepspeed.compat.module_inject import (
     merge_autotp_configs,
 )
 from deepspeed.config.sections.parallel import _get_hf_tp_plan
-from deepspeed.parallel.tensor.planning.tp_plan_converter import TPPlanConverter
+from deepspeed.parallel.tensor.planning.rules import TPPlanConverter
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.engine.observers.same_inputs import differing_inputs
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
-from deepspeed.parallel.tensor.same_inputs import differing_inputs
 from tests.parallel.tensor.blocks import tensor_parallel
 from tests.parallel.tensor.test_with_engine import Unit, config
 from tests.pool import distributed

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.engine.observers.progress import slow_dtype
+from deepspeed.engine.observers.progress import start_report
 from deepspeed.planning.ledger import (
     ESTIMATED,
     STEADY,
@@ -134,7 +134,7 @@ def test_memory_of_a_run(pair: str, tmp_path: Path) -> None:
 
 def compare(pair: str, config: dict[str, Any]) -> None:
     for dtype in (torch.bfloat16, torch.float16):  # once per process; the products would be counted otherwise
-        slow_dtype.slowdown(dtype)
+        start_report.slowdown(dtype)
     # Files that grow as needed: in steps of 64 MiB the small ones of this test would all look alike.
     with mock.patch.object(swap_file, "GROW_BYTES", swap_file.PAGE):
         compare_finely(pair, config)

@@ -15,8 +15,8 @@ from deepspeed.tools.autotuning.arguments import arguments_for, given_config, la
 from deepspeed.tools.autotuning.command import run_autotuning
 from deepspeed.tools.autotuning.space import Point
 from deepspeed.tools.autotuning.tuner import model_based_tuner as numbers
+from deepspeed.tools.autotuning.tuner.base_tuner import GridSearchTuner, RandomTuner
 from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel, XGBoostCostModel
-from deepspeed.tools.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
 from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
 from tests.tools.autotuning.made_up import tuner
 

@@ -1,1 +1,1 @@
-"""Paths of the server beside completions, chats and responses. Imported only where FastAPI is installed."""
+"""Routes other than completions, chats and responses. Import only where FastAPI is installed."""

@@ -17,11 +17,13 @@ from deepspeed.inference.serving.models import Models
 
 
 class LoadRequest(BaseModel):
-    """``load_inplace``: in place of an adapter of this name."""
+    """``load_inplace``: in place of an adapter of this name. ``base_model_name``: of the model that it adapts, by
+    default the first."""
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    base_model_name: str = ""
 
 
 class UnloadRequest(BaseModel):
@@ -33,7 +35,7 @@ def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
     def load(body: bytes, _: Any) -> str:
         request: LoadRequest = protocol.fields_as(LoadRequest, body)
-        models.add(request.lora_name, request.lora_path, anew=request.load_inplace)
+        models.add(request.lora_name, request.lora_path, request.base_model_name, anew=request.load_inplace)
         return f"Success: LoRA adapter '{request.lora_name}' added successfully."
 
     def unload(body: bytes, _: Any) -> str:

@@ -19,8 +19,7 @@ from deepspeed.inference.serving.bodies import RequestError
 from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_gone
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
-from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.service import BusyError, ClosedError, Update
 
 MAX_INPUTS = 2048
 """OpenAI's limit."""
@@ -42,69 +41,99 @@ class EmbeddingRequest(BaseModel):
 
 
 class Embedder:
-    """Computes vectors of inputs for the routes that need some."""
+    """Computes the vectors of a request's inputs, for the routes that need some. ``asked`` has the fields ``model``
+    and ``priority``. ModelError: there is no such model."""
 
-    def __init__(self, service: Service, intake: Intake, models: Models, tokenizer: Tokenizer) -> None:
-        self.service, self.models, self.tokenizer = service, models, tokenizer
-        self._pooling = intake.settings.pooling
+    def __init__(self, models: Models, asked: Any) -> None:
+        self.model, adapter = models.find(asked.model)
+        self.name = asked.model or self.model.name
+        pooling, priority = self.model.pooling, asked.priority
+        self._params = SamplingParams(max_new_tokens=0, pooling=pooling, adapter=adapter, priority=priority)
 
-    def params_of(self, asked: Any) -> SamplingParams:
-        """Read the fields ``model`` and ``priority``. ModelError: there is no such model."""
-        adapter = self.models.find(asked.model)
-        return SamplingParams(
-            max_new_tokens=0, pooling=self._pooling, adapter=adapter, priority=asked.priority
-        )
-
-    def check(self, inputs: Sequence[Sequence[int]], params: SamplingParams, name: str) -> None:
+    def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
         """RequestError: there are too many, or one cannot be computed; all are checked before the first is."""
         if len(inputs) > MAX_INPUTS:
             raise RequestError(f"{name}: at most {MAX_INPUTS:,} are computed in one request", name)
         for place, tokens in enumerate(inputs):
             try:
-                self.service.engine.check(tokens, params)
+                self.model.service.engine.check(tokens, self._params)
             except ValueError as problem:
                 raise RequestError(f"{name}.{place}: {problem}", f"{name}.{place}") from None
 
-    async def pooled(self, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
-        return await _pooled(self.service, inputs, params)
+    async def pooled(self, inputs: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service
+        has. BusyError: there is no place, and none of this request will become free."""
+        service = self.model.service
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+        tickets: dict[int, Any] = {}
+        vectors: list[Any] = [None] * len(inputs)
+        following = 0
 
-    async def answer(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Return what ``work`` returns, or the refusal that tells of its error."""
+        def submit(index: int) -> None:
+            def listen(update: Update) -> None:
+                loop.call_soon_threadsafe(updates.put_nowait, (index, update))
+
+            tickets[index] = service.submit(inputs[index], self._params, listen)
+
         try:
-            return await unless_gone(request, work)
-        except NotFiniteError as problem:
-            return refusal(500, str(problem), "server_error")
-        except (ValueError, BusyError, ClosedError) as problem:
-            return refusal_of(problem)
+            while following < len(inputs) or tickets:
+                while following < len(inputs) and len(tickets) < max(1, service.max_requests // 4):
+                    try:
+                        submit(following)
+                    except BusyError:
+                        if not tickets:
+                            raise
+                        break
+                    following += 1
+                index, update = await updates.get()
+                if update.error is not None:
+                    raise update.error
+                vectors[index] = update.pooled
+                service.cancel(tickets.pop(index), update.reason or "stop")
+        finally:
+            for ticket in tickets.values():
+                service.cancel(ticket)
+        return vectors
 
 
-def add_embedding_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
-    def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], SamplingParams]:
+async def answered(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return what ``work`` returns, or the refusal that tells of its error."""
+    try:
+        return await unless_gone(request, work)
+    except NotFiniteError as problem:
+        return refusal(500, str(problem), "server_error")
+    except (ValueError, BusyError, ClosedError) as problem:
+        return refusal_of(problem)
+
+
+def add_embedding_routes(app: FastAPI, intake: Intake, models: Models) -> None:
+    def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], Embedder]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
-        params = embedder.params_of(request)
-        if intake.settings.encode_pair is not None:
+        embedder = Embedder(models, request)
+        model, tokenizer = embedder.model, embedder.model.tokenizer
+        if model.encode_pair is not None:
             raise RequestError("the model scores pairs of texts: it has no vectors of one")
-        check_dimensions(request.dimensions, intake.settings.dimensions)
-        given, tokenizer = protocol.texts_of(request.input, "input"), embedder.tokenizer
+        check_dimensions(request.dimensions, model.dimensions)
+        given = protocol.texts_of(request.input, "input")
         encode = tokenizer.encode if request.add_special_tokens else tokenizer.words
         inputs = [encode(each) if isinstance(each, str) else each for each in given[: MAX_INPUTS + 1]]
-        embedder.check(inputs, params, "input")
-        return request, inputs, params
+        embedder.check(inputs, "input")
+        return request, inputs, embedder
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         found = await intake.take(request, begun)
         if isinstance(found, Response):
             return found
-        asked, inputs, params = found
+        asked, inputs, embedder = found
 
         async def answer() -> Response:
-            pooled = await embedder.pooled(inputs, params)
+            pooled = await embedder.pooled(inputs)
             data, count = await _encoded(pooled, asked), sum(map(len, inputs))
             usage = {"prompt_tokens": count, "total_tokens": count}
-            return _listed(data, asked.model or embedder.models.name, usage)
+            return _listed(data, embedder.name, usage)
 
-        return await embedder.answer(request, answer())
+        return await answered(request, answer())
 
 
 async def _encoded(pooled: Sequence[Tensor], asked: EmbeddingRequest) -> list[bytes]:
@@ -135,38 +164,3 @@ def _listed(data: Sequence[bytes], model: str, usage: dict[str, int]) -> Respons
             yield entry + (b", " if index < len(data) else b"]}")
 
     return StreamingResponse(parts(), media_type="application/json", headers={"Content-Length": str(size)})
-
-
-async def _pooled(service: Service, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
-    """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service has.
-    BusyError: there is no place, and none of this request will become free."""
-    loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
-    tickets: dict[int, Any] = {}
-    vectors: list[Any] = [None] * len(inputs)
-    following = 0
-
-    def submit(index: int) -> None:
-        def listen(update: Update) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, (index, update))
-
-        tickets[index] = service.submit(inputs[index], params, listen)
-
-    try:
-        while following < len(inputs) or tickets:
-            while following < len(inputs) and len(tickets) < max(1, service.max_requests // 4):
-                try:
-                    submit(following)
-                except BusyError:
-                    if not tickets:
-                        raise
-                    break
-                following += 1
-            index, update = await updates.get()
-            if update.error is not None:
-                raise update.error
-            vectors[index] = update.pooled
-            service.cancel(tickets.pop(index), update.reason or "stop")
-    finally:
-        for ticket in tickets.values():
-            service.cancel(ticket)
-    return vectors

@@ -19,8 +19,9 @@ from torch import Tensor
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
 from deepspeed.inference.serving.handling import Intake
+from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import vectors_of
-from deepspeed.inference.serving.routes.embeddings import MAX_INPUTS, Embedder
+from deepspeed.inference.serving.routes.embeddings import MAX_INPUTS, Embedder, answered
 
 
 class _TextPairs(BaseModel):
@@ -84,24 +85,25 @@ class RerankRequest(_TextPairs):
         return {"id": f"rerank-{uuid.uuid4().hex}", "results": results}
 
 
-def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
+def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     def begun(kind: type[_TextPairs]) -> Callable[[bytes, Any], tuple[Any, ...]]:
         def begin(body: bytes, _: Any) -> tuple[Any, ...]:
             asked = protocol.fields_as(kind, body)
             left, right = asked.pairs()
             if len(right) > MAX_INPUTS:
                 raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} are expected")
-            params, encode_pair = embedder.params_of(asked), intake.settings.encode_pair
+            embedder = Embedder(models, asked)
+            encode, encode_pair = embedder.model.tokenizer.encode, embedder.model.encode_pair
             if encode_pair is not None:
                 pairs = zip(left, right, strict=True)
                 inputs = [encode_pair(*pair, asked.truncate_prompt_tokens) for pair in pairs]
-                embedder.check(inputs, params, "pairs")
-                return asked, right, inputs, params, _scores
+                embedder.check(inputs, "pairs")
+                return asked, right, inputs, embedder, _scores
             texts = list(dict.fromkeys([*left, *right]))
             cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
-            inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MAX_INPUTS + 1]]
-            embedder.check(inputs, params, "texts")
-            return asked, right, inputs, params, partial(_cosines, texts=texts, left=left, right=right)
+            inputs = [encode(each)[-cut:] for each in texts[: MAX_INPUTS + 1]]
+            embedder.check(inputs, "texts")
+            return asked, right, inputs, embedder, partial(_cosines, texts=texts, left=left, right=right)
 
         return begin
 
@@ -109,16 +111,16 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         found = await intake.take(request, begun(kind))
         if isinstance(found, Response):
             return found
-        asked, right, inputs, params, scores_of = found
+        asked, right, inputs, embedder, scores_of = found
 
         async def compared() -> Response:
-            pooled = await embedder.pooled(inputs, params)
+            pooled = await embedder.pooled(inputs)
             told = asked.told(await asyncio.to_thread(scores_of, pooled), right)
             count = sum(map(len, inputs))
             usage = {"prompt_tokens": count, "total_tokens": count}
-            return JSONResponse({"model": asked.model or embedder.models.name, "usage": usage, **told})
+            return JSONResponse({"model": embedder.name, "usage": usage, **told})
 
-        return await embedder.answer(request, compared())
+        return await answered(request, compared())
 
     for path in ("/score", "/v1/score"):
         app.post(path)(_route(answer, ScoreRequest))

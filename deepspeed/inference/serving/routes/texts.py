@@ -35,25 +35,22 @@ class DetokenizeRequest(BaseModel):
     tokens: SkipValidation[list[int]]
 
 
-def add_text_routes(
-    app: FastAPI, intake: Intake, models: Models, tokenizer: Tokenizer, max_length: int
-) -> None:
-    """``max_length``: tokens of a prompt and its answer."""
-
+def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     def tokenized(body: bytes, _: Any) -> dict[str, Any]:
         request = protocol.fields_as(TokenizeRequest, body)
-        models.check(request.model)
-        tokens = _tokens_of(request, tokenizer)
-        names = tokenizer.names(tokens) if request.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": max_length, "tokens": tokens, "token_strs": names}
+        model, _ = models.find(request.model)
+        tokens = _tokens_of(request, model.tokenizer)
+        names = model.tokenizer.names(tokens) if request.return_token_strs else None
+        counts = {"count": len(tokens), "max_model_len": model.max_length}
+        return {**counts, "tokens": tokens, "token_strs": names}
 
     def detokenized(body: bytes, _: Any) -> dict[str, Any]:
         request = protocol.fields_as(DetokenizeRequest, body)
-        models.check(request.model)
+        model, _ = models.find(request.model)
         if not isinstance(request.tokens, list):
             raise RequestError(f"tokens: a list is expected, not {kind_of(request.tokens)}", "tokens")
         protocol.check_tokens(request.tokens, "tokens")
-        return {"prompt": tokenizer.decode_all(request.tokens)}
+        return {"prompt": model.tokenizer.decode_all(request.tokens)}
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -65,7 +62,9 @@ def add_text_routes(
 
     @app.get("/tokenizer_info")
     async def info(request: Request) -> Response:
-        return _json(tokenizer.info()) if intake.authorize(request) else unauthorized()
+        if not intake.authorize(request):
+            return unauthorized()
+        return _json(models.find(request.query_params.get("model", ""))[0].tokenizer.info())
 
     @app.get("/version")
     async def version() -> Response:

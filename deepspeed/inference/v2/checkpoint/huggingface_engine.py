@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
-from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
+
+# Interface of a source of weights.
+
+
+class CheckpointEngineBase(ABC):
+    """``model_config``: the config of a model of Transformers, with ``max_seq_length``, the tokens of its longest
+    sequence."""
+
+    model_config: Any
+
+    @abstractmethod
+    def parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """Name and whole value of every weight, in any order; each call starts anew."""
 
 
 class HuggingFaceCheckpointEngine(CheckpointEngineBase):
@@ -18,13 +31,16 @@ class HuggingFaceCheckpointEngine(CheckpointEngineBase):
     Args:
         model_name_or_path: of the folder or model.
         auth_token: for the hub.
+        config: of the model; None: it is read.
         hf_kwargs: for ``AutoConfig.from_pretrained``, such as ``trust_remote_code``.
 
     Raises:
         FileNotFoundError: there are no weights.
     """
 
-    def __init__(self, model_name_or_path: str, auth_token: str | None = None, **hf_kwargs: Any) -> None:
+    def __init__(
+        self, model_name_or_path: str, auth_token: str | None = None, *, config: Any = None, **hf_kwargs: Any
+    ) -> None:
         from transformers import AutoConfig, GenerationConfig
 
         self.model_name_or_path = model_name_or_path
@@ -37,7 +53,7 @@ class HuggingFaceCheckpointEngine(CheckpointEngineBase):
         if found is None:
             raise FileNotFoundError(f"{folder} holds no weights (.safetensors or .bin)")
         self._weights = found
-        self.model_config = AutoConfig.from_pretrained(folder, **hf_kwargs)
+        self.model_config = config or AutoConfig.from_pretrained(folder, **hf_kwargs)
         self.model_config.max_seq_length = longest_sequence(self.model_config)
         if (folder / "generation_config.json").is_file():
             self.generation_config = GenerationConfig.from_pretrained(folder)
@@ -53,3 +69,18 @@ def longest_sequence(config: Any) -> int:
         if getattr(text, name, None):
             return int(getattr(text, name))
     return 2048
+
+
+# Weights of a model that is there already.
+
+
+class InMemoryModelEngine(CheckpointEngineBase):
+    """``model``: of Transformers. Its weights are shared, not copied; it is not changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.model_config = model.config
+        self.model_config.max_seq_length = longest_sequence(self.model_config)
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()

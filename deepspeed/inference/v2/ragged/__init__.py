@@ -1,4 +1,4 @@
-"""Configuration of the sequences and the cache of a ragged engine."""
+"""Configuration of sequences and KV cache of the ragged engine."""
 
 from deepspeed.inference.v2.ragged.manager_configs import (
     AllocationMode,

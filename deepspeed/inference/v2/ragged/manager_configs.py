@@ -1,4 +1,4 @@
-"""State of the ragged engine per sequence: the key-value cache, and how many sequences and tokens fit."""
+"""Limits of the ragged engine: the KV cache, and how many sequences and tokens fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KVCacheType(Enum):
 
 
 class AllocationMode(Enum):
-    """RESERVE: keep so many bytes free and take the rest; ALLOCATE: take so many blocks."""
+    """RESERVE: keep ``size`` bytes free and take the rest; ALLOCATE: take ``size`` blocks."""
 
     RESERVE = "reserve"
     ALLOCATE = "allocate"

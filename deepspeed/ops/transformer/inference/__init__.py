@@ -1,1 +1,1 @@
-"""Documented operations of inference layers that can be called by themselves."""
+"""Documented operations of inference layers that can be called directly."""

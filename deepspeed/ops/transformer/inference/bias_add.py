@@ -1,4 +1,4 @@
-"""Biases of convolutions whose channels lie next to each other in memory: also the op ``spatial_inference``."""
+"""Bias addition for convolutions in channels-last layout; also the op ``spatial_inference``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 def nhwc_bias_add(
     activation: Tensor, bias: Tensor, other: Tensor | None = None, other_bias: Tensor | None = None
 ) -> Tensor:
-    """``activation + bias``, plus ``other``, plus ``other_bias``; all but the first two may be left out.
+    """Return ``activation + bias + other + other_bias``; the last two are optional.
 
     Shapes: activations [batch, channels, height, width], or [batch, positions, channels]; biases [channels]. Memory
-    formats are kept.
+    formats are preserved.
     """
     if other_bias is not None and other is None:
         raise ValueError("other_bias was given without other, to which it belongs")
@@ -23,10 +23,10 @@ def nhwc_bias_add(
 
 
 def nhwc_bias_add_add(activation: Tensor, bias: Tensor, other: Tensor) -> Tensor:
-    """``activation + bias + other``."""
+    """Return ``activation + bias + other``."""
     return nhwc_bias_add(activation, bias, other)
 
 
 def nhwc_bias_add_bias_add(activation: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Tensor:
-    """``activation + bias + (other + other_bias)``."""
+    """Return ``activation + bias + (other + other_bias)``."""
     return nhwc_bias_add(activation, bias, other, other_bias)

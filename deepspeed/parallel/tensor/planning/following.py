@@ -8,32 +8,174 @@ nothing is ever split that has not been shown to be separable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from deepspeed.parallel.tensor.planning.moves import Moves
+from deepspeed.parallel.tensor.planning.labels import varies
 from deepspeed.parallel.tensor.planning.products import Products
 from deepspeed.parallel.tensor.planning.trace import Trace
-from deepspeed.parallel.tensor.planning.tracker import Operands
+from deepspeed.parallel.tensor.planning.tracker import Operands, Tracker
 from deepspeed.parallel.tensor.planning.values import (
     ALONG,
+    COPIES,
     FREE,
     IDENTITY,
+    MAX_NUMEL,
     MOVES,
     PLAIN,
     POINTWISE,
+    SPLIT,
     UNIFORM,
     Followed,
     Soft,
     Value,
     is_several,
+    leaves,
+    moved_axes,
     operation_name,
     plain_value,
     shape_of,
 )
+
+# Operations that move data: labels move with it.
+
+
+class Moves(Tracker):
+    """Each rule takes a node, its name and its operands, and says what is known of the result."""
+
+    def _identity(self, node: Node, name: str, operands: Operands) -> Any:
+        value = operands[0][1]
+        return [value] * 2 if is_several(node) else value
+
+    def _argument(self, node: Node, name: str, operands: Operands) -> Any:
+        value, argument = operands[0][1], self.trace.arguments[node.name]
+        if value.kind != PLAIN or value.learned or value.param is not None:
+            return value
+        key = f"{argument.path}:{argument.name}"
+        if key not in self.arguments or not prod(value.shape):
+            return replace(value, argument=key)
+        if self.found.arguments.setdefault(key, value.shape) != value.shape:
+            return value
+        return Value(value.shape, FREE, self.axis(key, 0, prod(value.shape)).view(value.shape), key)
+
+    def _move(self, node: Node, name: str, operands: Operands) -> Any:
+        value = operands[0][1]
+        if value.axes:
+            if name in ("t", "numpy_T", "transpose", "permute"):
+                flipped = [value.axes[i] for i in moved_axes(node, name)]
+                return Value(tuple(shape_of(node) or ()), PLAIN, None, value.param, tuple(flipped), True)
+            self._use_whole(value, node)
+            value = Value(value.shape, learned=True)
+        ids = value.ids
+        if ids is None:
+            if name not in COPIES:
+                made = plain_value(node, value.learned)
+                return replace(made, argument=value.argument) if isinstance(made, Value) else made
+            if value.shape and prod(value.shape) > MAX_NUMEL:
+                return plain_value(node, value.learned)
+            ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
+        args = [ids if arg is node.args[0] else arg for arg in node.args]
+        kwargs = {
+            k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")
+        }
+        if any(isinstance(arg, Node) for arg in leaves([args, kwargs])):
+            return self._unknown(node, name, operands)
+        if name in ("view", "_unsafe_view"):
+            moved: Any = ids.reshape(list(cast("Sequence[int]", args[1])))
+        else:
+            moved = node.target(*args, **kwargs)  # type: ignore[operator]
+        if value.kind == SPLIT and name in COPIES and moved.numel() > ids.numel():
+            self.found.copied.append((self.labels.united, torch.unique(ids)))
+
+        def make(each: Tensor) -> Value:
+            return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned, value.argument)
+
+        return [make(each) for each in moved] if isinstance(moved, (list, tuple)) else make(moved)
+
+    def _indexed(self, node: Node, name: str, operands: Operands) -> Any:
+        """With indices that the code of the model contains."""
+        value, indices = operands[0][1], list(cast("Sequence[Any]", node.args[1]))
+        constants = [
+            self.trace.constants.get(each.name) if isinstance(each, Node) else each for each in indices
+        ]
+        unknown = any(c is None and i is not None for c, i in zip(constants, indices, strict=True))
+        if value.kind != SPLIT or value.ids is None or unknown:
+            return self._unknown(node, name, operands)
+        places = tuple(slice(None) if each is None else torch.as_tensor(each) for each in constants)
+        moved = value.ids[places]
+        return Value(tuple(moved.shape), SPLIT, moved, learned=True)
+
+    def _pad(self, node: Node, name: str, operands: Operands) -> Any:
+        value = operands[0][1]
+        if value.kind != SPLIT:
+            self._use_whole(value, node)
+            return plain_value(node, value.learned)
+        padding: Any = node.args[1]
+        last = value.ids
+        assert last is not None
+        for number in range(len(padding) // 2):
+            if (padding[2 * number] or padding[2 * number + 1]) and varies(last, last.ndim - 1 - number):
+                return self._unknown(node, name, operands)
+        moved = torch.nn.functional.pad(last, list(padding))
+        return Value(tuple(moved.shape), SPLIT, moved, learned=True)
+
+    def _join_parts(self, node: Node, name: str, operands: Operands) -> Any:
+        parts: Any = node.args[0]
+        dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+        values: list[Value] = [self.found.values[each] for each in parts]
+        learned = any(v.learned for v in values)
+        if not any(v.kind == SPLIT for v in values):
+            for value in values:
+                self._use_whole(value, node)
+            shape = shape_of(node)
+            if name != "stack" and any(v.ids is not None and v.kind == PLAIN for v in values):
+                made = [
+                    v.ids
+                    if v.ids is not None and v.kind == PLAIN
+                    else torch.arange(1, prod(v.shape) + 1).view(v.shape)
+                    for v in values
+                ]
+                return Value(shape or (), PLAIN, torch.cat(made, dim), learned=learned)
+            return plain_value(node, learned)
+        width = len(values[0].shape)
+        across = dim % width if name != "stack" else None
+        shared = {d for v in values if v.kind == PLAIN for d in v.dims() if d % width != across}
+        ids: list[Tensor] = []
+        for place, value in zip(parts, values, strict=True):
+            if value.kind == PLAIN:
+                ids.append(torch.zeros(value.shape, dtype=torch.int64))
+                continue
+            if value.kind == FREE:
+                self.found.adopted.setdefault(node, set()).add(place)
+            assert value.ids is not None
+            together = (
+                self.labels.merged(value.ids, sorted(shared)).expand(value.shape) if shared else value.ids
+            )
+            ids.append(together)
+        joined = torch.stack(ids, dim) if name == "stack" else torch.cat(ids, dim)
+        return Value(tuple(joined.shape), SPLIT, joined, learned=True)
+
+    def _written(self, node: Node, name: str, operands: Operands) -> Any:
+        """A part of the first tensor is replaced by the second."""
+        base, part = operands[0][1], operands[-1][1]
+        if SPLIT not in (base.kind, part.kind):
+            return self._unknown(node, name, operands)
+        ids = []
+        for value, against in ((base, part), (part, base)):
+            if value.kind != SPLIT:
+                self._use_whole(value, node)
+                ids.append(torch.zeros(value.shape, dtype=torch.int64))
+                continue
+            dims = [] if against.kind == SPLIT else against.dims()
+            ids.append(self.labels.merged(value.ids, sorted(dims)).expand(value.shape))  # type: ignore[arg-type]
+        made = torch.slice_scatter(ids[0], ids[1], *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+        return Value(base.shape, SPLIT, made, learned=True)
 
 
 def follow(

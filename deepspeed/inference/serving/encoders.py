@@ -1,0 +1,165 @@
+"""Encoders, which read a text whole: those that give its vector, as models of sentence-transformers do; and
+cross-encoders (``BertForSequenceClassification`` with one label), which read two texts together and tell how well they
+match, as its ``CrossEncoder`` does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.scheduling.requests import Request, SamplingParams, State
+from deepspeed.inference.serving.bodies import RequestError
+
+_ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
+
+
+class TextEncoder:
+    """Computes vectors of texts for a ``Service``, in the order of their arrival, several in one forward.
+
+    Args:
+        module: in evaluation mode.
+        tokenizer: of Transformers, which nobody else uses.
+        token_budget: tokens of a forward, padding included; a longer text has one of its own.
+    """
+
+    use, unit, remedy = "the model gives vectors of texts and generates none: use /v1/embeddings", "text", ""
+
+    def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
+        self.module: Any = module
+        self.token_budget = token_budget
+        self.max_length = min(tokenizer.model_max_length, _positions(module))
+        self._tokenizer, self._segment = tokenizer, max(len(tokenizer), self.module.config.vocab_size)
+        self._known = self.module.config.vocab_size
+        self._waiting: list[Request] = []
+        self._last_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """ValueError: it asks for text, is empty or too long, or has unknown tokens."""
+        if params.pooling is None:
+            raise ValueError(self.use)
+        if not 0 < len(prompt) <= self.max_length:
+            raise ValueError(
+                f"the {self.unit} has {len(prompt)} tokens, the model takes {self.max_length}{self.remedy}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < self._known:
+            raise ValueError(f"a token is not one of the model's, 0 to {self._known - 1}")
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        self._last_id += 1
+        self._waiting.append(Request(self._last_id, prompt, params))
+        return self._waiting[-1]
+
+    def cancel(self, request: Request) -> None:
+        if request.state is not State.FINISHED:
+            self._waiting.remove(request)
+            request.state, request.reason = State.FINISHED, "cancelled"
+
+    def state(self) -> dict[str, float]:
+        return {"waiting": len(self._waiting)}
+
+    def step(self) -> list[Request]:
+        """Compute what has waited longest; return it."""
+        batch = self._waiting[:1]
+        longest = len(batch[0].prompt)
+        for request in self._waiting[1:]:
+            longest = max(longest, len(request.prompt))
+            if longest * (len(batch) + 1) > self.token_budget:
+                break
+            batch.append(request)
+        for request, value in zip(batch, self._computed(batch), strict=True):
+            request.pooled, request.state, request.reason = value, State.FINISHED, "stop"
+        del self._waiting[: len(batch)]
+        return batch
+
+    @torch.inference_mode()
+    def _computed(self, batch: Sequence[Request]) -> Sequence[Tensor]:
+        """Return a vector in fp32 for each."""
+        states = self._outputs([request.prompt for request in batch]).last_hidden_state.float().cpu()
+        return [
+            _pooled(rows[: len(request.prompt)], request.params.pooling)
+            for rows, request in zip(states, batch, strict=True)
+        ]
+
+    def _outputs(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """Run the module over ``prompts``, padded. Tokens of segment 1 have the size of the vocabulary added."""
+        width, fill = max(map(len, prompts)), self._tokenizer.pad_token_id or 0
+        padded = torch.tensor([[*each, *[fill] * (width - len(each))] for each in prompts])
+        mask = torch.arange(width) < torch.tensor([[len(each)] for each in prompts])
+        given = {"input_ids": padded % self._segment, "attention_mask": mask.long()}
+        if "token_type_ids" in self._tokenizer.model_input_names:
+            given["token_type_ids"] = padded // self._segment
+        device = self.module.device
+        return self.module(**{name: each.to(device) for name, each in given.items()})
+
+
+class CrossEncoder(TextEncoder):
+    """Scores pairs of texts. A prompt is a pair as ``encode_pair`` makes it, and the score its pooled value.
+
+    ValueError: the model has more labels than one, or an activation that is not known here.
+    """
+
+    use = "the model scores pairs of texts and generates none: use /v1/score or /v1/rerank"
+    unit, remedy = "pair", ": give truncate_prompt_tokens"
+
+    def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
+        super().__init__(module, tokenizer, token_budget=token_budget)
+        self._known = 2 * self._segment
+        config: Any = module.config
+        if config.num_labels != 1:
+            raise ValueError(f"the model has {config.num_labels} labels: a cross-encoder has one, the score")
+        self._encoding, self._least = threading.Lock(), tokenizer.num_special_tokens_to_add(pair=True)
+        self._activate = _activation(config)
+
+    def encode_pair(self, left: str, right: str, most: int | None = None) -> list[int]:
+        """Return the tokens of a pair, at most ``most`` (the longer text is cut first); to those of segment 1, the size
+        of the vocabulary is added. May be called from any thread. RequestError: ``most`` is less than the tokens that
+        belong to no text, with which a tokenizer would cut nothing."""
+        if most is not None and most < self._least:
+            raise RequestError(
+                f"truncate_prompt_tokens={most}: at least {self._least} is expected, the special tokens of a pair",
+                "truncate_prompt_tokens",
+            )
+        with self._encoding:  # truncation is a state of the tokenizer
+            found = self._tokenizer(
+                left, right, truncation="longest_first" if most else False, max_length=most, verbose=False
+            )
+        segments = found.get("token_type_ids") or [0] * len(found["input_ids"])
+        return [
+            token + segment * self._segment
+            for token, segment in zip(found["input_ids"], segments, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _computed(self, batch: Sequence[Request]) -> Sequence[Tensor]:
+        """Return fp32 [pairs]."""
+        logits = self._outputs([request.prompt for request in batch]).logits
+        return self._activate(logits[:, 0].float()).cpu()
+
+
+def _pooled(rows: Tensor, pooling: str | None) -> Tensor:
+    return rows.mean(0) if pooling == "mean" else rows[0 if pooling == "cls" else -1]
+
+
+def _positions(module: nn.Module) -> int:
+    """Return the tokens that the model has positions for: RoBERTa's begin behind that of padding."""
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+    return getattr(module.config, "max_position_embeddings", 512)  # type: ignore[union-attr]
+
+
+def _activation(config: Any) -> nn.Module:
+    """Return what a folder of sentence-transformers names; the logistic function where it names nothing."""
+    told = {**vars(config), **(getattr(config, "sentence_transformers", None) or {})}
+    named = next((str(told[key]) for key in _ACTIVATION_KEYS if told.get(key)), "Sigmoid").rpartition(".")[2]
+    if named not in ("Sigmoid", "Identity"):
+        raise ValueError(f"the activation {named} of the model's config is not Sigmoid or Identity")
+    return getattr(nn, named)()
