@@ -108,7 +108,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether the default process group exists, whoever created it."""
+    """Return whether the default process group exists, even if a script created it."""
     exists = dist.is_available() and dist.is_initialized()
     if exists:
         tell_accelerate(dist.get_backend())  # Accelerate calls this, and creates no group if one exists

@@ -108,7 +108,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
 def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
-    """For `optimizer.type` "muon": set `param.use_muon`, true for hidden matrices (two or more dimensions, and
+    """Set, for `optimizer.type` "muon", `param.use_muon`, true for hidden matrices (two or more dimensions, and
     neither `embed` nor `lm_head` in the name), and `param.muon_num_heads`: with `per_head_muon` the number of heads
     that an attention projection computes, from the model's config; else None. No effect for other optimizers.
 

@@ -226,7 +226,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     @functools.cached_property
     def neighbours(self) -> Communicator:
-        """This rank's group of neighbours with ``zero_hpz_partition_size``; without it, all ranks."""
+        """Ranks of this rank's group (``zero_hpz_partition_size``), or all ranks."""
         levels = ReplicaGroup.whole(self.communicator).grouped(self.group_size).levels
         return self.communicator if levels is None else levels.near
 

@@ -3,8 +3,8 @@
 All ranks train together; evaluation and generation may run on a single rank, or on all for different lengths of time,
 and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0,
 with its intent and how long it is willing to wait. As soon as every rank waits with the same intent, rank 0 tells all
-of them to proceed, in the order that it proposes; a rank whose patience runs out first is told that it is alone. The
-decision is made in one place under one lock, so ranks never get different answers to the same question.
+of them to proceed, in the order that it proposes; a rank whose patience runs out first proceeds alone. The decision
+is made in one place under one lock, so ranks never get different answers to the same question.
 
 Passes are not numbered, so a rank that has generated more tokens than another is not permanently out of step. Passes
 that wait at the same time proceed together.

@@ -178,7 +178,8 @@ class Transitions:
         self.gatherer.begin_pass(phase, root)
 
     def _release_outside_training(self) -> None:
-        """Reshard what evaluations gathered, so that every step begins with the same buckets and can be predicted."""
+        """Reshard what was gathered outside training, so that every step begins with the same buckets and is
+        predictable."""
         if not self.trace.begun:
             for b in self._gathered_outside_training:
                 self._reshard_if_idle(b)
@@ -315,7 +316,7 @@ class Transitions:
             bucket.reshard()
 
     def evict_stale(self, b: int) -> None:
-        """``evict`` before the weights change, once no other thread is using them."""
+        """Evict a bucket whose weights change, once no other thread is using it."""
         with self.lock:
             if self._apart:
                 with self.quiet():

@@ -268,7 +268,7 @@ class StateAccess:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups without their parameters."""
+        """Return the optimizer's groups without their parameters."""
         left_out = (PARAMS, *self.store.traits.script_keys)
         return [{k: v for k, v in g.items() if k not in left_out} for g in self.store.optimizer.param_groups]
 

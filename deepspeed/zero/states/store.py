@@ -295,7 +295,7 @@ class ResidentTier:
         """Take over these fragments, by optimizer group. Called when their masters exist."""
 
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
-        """``apply`` the optimizer to ``groups``, in parts that fit in memory."""
+        """Update ``groups`` with ``apply``, in parts that fit in memory."""
         apply(groups)
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
