@@ -1,4 +1,4 @@
-"""Lowest room: the accelerator, environment, logging, errors, random state, small arithmetic. No torch.distributed.
+"""The lowest layer: accelerator, environment, logging, errors, random state, small arithmetic. No torch.distributed.
 
-Everything above may use it. Start reading: `accelerator/abstract_accelerator.py`, `logging.py`.
+All other rooms may import it. Start reading: `accelerator/abstract_accelerator.py`, `logging.py`.
 """

@@ -1,10 +1,10 @@
-"""Whole numbers."""
+"""Integer arithmetic."""
 
 from __future__ import annotations
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors of `number` with multiplicity, smallest first: 12 gives [2, 2, 3]."""
+    """Return the prime factors of `number` with multiplicity, smallest first: 12 gives [2, 2, 3]."""
     if number <= 0:
         raise ValueError(f"{number} has no prime factors: it must be a positive whole number")
     factors: list[int] = []

@@ -5,42 +5,43 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-# Port of the rendezvous on rank 0's host if nothing else specifies one.
+# Default port of the rendezvous on rank 0's host.
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 # Environment variables that MPI-like launchers and AzureML set: rank and size across nodes.
 CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
 
-# Words in a collective's error by which the launcher recognises a rank that lost another one. They are here because
-# the launcher imports nothing from deepspeed.comm, which would read the environment of the ranks.
+# Text in a collective's error by which the launcher recognises a rank that lost a peer. It is here because the
+# launcher must not import deepspeed.comm, which reads the environment of the ranks.
 RANK_ENDED = "Either a rank ended"
 
-# Name of the abstract Unix socket at which each rank answers `ds stacks`, which imports as little.
+# Name of the abstract Unix socket at which each rank answers `ds stacks`, which must not import deepspeed.comm
+# either.
 RANK_SOCKET = "deepspeed.rank.{user}.{process}"
 
-# Elastic training: the folder in memory in which ranks keep their state, which belongs to their launcher and outlives
+# Elastic training: the in-memory folder with the state of the ranks, which their launcher owns, so that it outlives
 # them; and the file in it with the number of finished steps (8 bytes).
 ELASTIC_STATE = "DEEPSPEED_ELASTIC_STATE"
 ELASTIC_PROGRESS = "progress"
 
-# Seconds since the epoch at which a job began; its launcher sets it.
+# Start time of the job in seconds since the epoch; set by the launcher.
 JOB_STARTED = "DEEPSPEED_JOB_STARTED"
 
-# A rank that saves at SIGTERM says so, in the folder of its launcher: how many seconds that may take.
+# File in the launcher's folder in which a rank that saves at SIGTERM states how many seconds that may take.
 STOP_GRACE_FILE = "stop_grace"
 
-# Exit code of ranks that have saved their state because the time limit of the job is near, as of timeout(1).
+# Exit code of ranks that saved their state shortly before the job's time limit, as of timeout(1).
 TIME_IS_UP = 124
 
-# Attribute of a model that `tp_model_init` has seen: over how many ranks its layers are to be split.
+# Attribute that `tp_model_init` sets on a model: the tensor-parallel size.
 TENSOR_PARALLEL_SIZE = "_ds_tp_model_init"
 
 
 def __getattr__(name: str) -> timedelta:
-    """`default_pg_timeout`: the longest a collective may take before its process group gives up.
+    """Return `default_pg_timeout`, the timeout of collectives.
 
-    It is read from the environment on access, so a wrong value stops the processes that would wait, not the launcher.
+    It is read from the environment on access, so an invalid value stops the ranks that would wait, not the launcher.
     """
     if name == "default_pg_timeout":
         return _timeout(os.environ.get("DEEPSPEED_TIMEOUT", "10"))

@@ -1,4 +1,4 @@
-"""Dtypes by their short names. A config is read and checked with these, without the seconds of importing torch."""
+"""Dtypes by short name, so that a config can be read and checked without the seconds of importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT_NAMES = {
     **{long: short for short, long in _LONG_NAMES.items()},
     "half": "fp16",
     "bfloat": "bf16",
-    "bfp16": "bf16",  # the only word for it of early releases
+    "bfp16": "bf16",  # the only spelling in early releases
     "float": "fp32",
     "double": "fp64",
 }
@@ -22,8 +22,8 @@ _SHORT_NAMES = {
 class Dtype(str, Enum):
     """A dtype, equal to its short name: `Dtype.bf16 == "bf16"`.
 
-    The constructor takes every spelling, in any case, and torch's dtype itself: `Dtype("torch.half") is Dtype.fp16`.
-    ValueError for anything else.
+    The constructor takes every spelling, in any case, and torch's dtypes: `Dtype("torch.half") is Dtype.fp16`.
+    ValueError: anything else.
     """
 
     fp16 = "fp16"
@@ -42,16 +42,16 @@ class Dtype(str, Enum):
 
     @property
     def long_name(self) -> str:
-        """Its name in torch, such as `bfloat16`."""
+        """Return the name in torch, such as `bfloat16`."""
         return _LONG_NAMES[self.value]
 
     @property
     def torch(self) -> torch.dtype:
-        import torch  # where a tensor is made of it, torch is loaded already
+        import torch  # callers that make tensors have loaded torch already
 
         return getattr(torch, self.long_name)
 
 
 def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
-    """The dtype of torch, of a setting that may be absent."""
+    """Return torch's dtype of an optional setting."""
     return None if dtype is None else dtype.torch

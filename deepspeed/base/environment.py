@@ -1,11 +1,11 @@
-"""The rank of this process, as launchers and clouds set it through environment variables.
+"""Read the rank of this process from the environment variables of launchers and clouds.
 
-All code that needs a rank before there is a process group asks here: the config, `init_distributed`, the logger, the
-memory plan. Two readers with separate rules would disagree one day, and a config that counts four ranks in a job
-of one trains on a quarter of the batch.
+All code that needs a rank before there is a process group uses this module: the config, `init_distributed`, the
+logger, the memory plan. Readers with separate rules would eventually disagree, and a config that counts four ranks in
+a job of one trains on a quarter of the batch.
 
-Functions of a mapping: only `apply` writes the environment, and only `default_group` asks torch.distributed, if that is
-loaded.
+Functions take the environment as a mapping: only `apply` writes it, and only `default_group` queries
+torch.distributed, if loaded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
-ALONE = "alone"  # the source of an identity that no launcher set
+ALONE = "alone"  # source of the identity without a launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This process in its job. `master_addr` None: the address of rank 0 is unknown."""
+    """Ranks and rendezvous address of this process. `master_addr` None: the address of rank 0 is unknown."""
 
     rank: int
     world_size: int
@@ -32,7 +32,7 @@ class Identity:
     source: str
 
     def apply(self, env: MutableMapping[str, str]) -> None:
-        """Write it where torch.distributed and all other code look for it."""
+        """Write the identity to the variables that torch.distributed and all other code read."""
         env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         env["LOCAL_RANK"] = str(self.local_rank)
         if self.local_size is not None:
@@ -45,7 +45,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables by which one kind of launcher tells a process its place in the job."""
+    """Environment variables in which one kind of launcher sets rank and world size."""
 
     name: str
     rank: str
@@ -79,10 +79,10 @@ MPI = (
 
 
 def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = True) -> Identity | None:
-    """This process's identity, or None if nothing indicates a job.
+    """Return this process's identity, or None if nothing indicates a job.
 
-    RANK and WORLD_SIZE take precedence; with `schedulers`, MPI launchers and Slurm come next. A cloud (AzureML) may add
-    the address of rank 0.
+    RANK and WORLD_SIZE take precedence; with `schedulers`, MPI launchers and Slurm come next. A cloud (AzureML) may
+    add the address of rank 0. ValueError: a variable is missing or out of range.
     """
     launchers = (TORCHRUN, *MPI, SLURM) if schedulers else (TORCHRUN,)
     launcher = next((one for one in launchers if one.rank in env and one.size in env), None)
@@ -118,14 +118,14 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
 
 
 def this_process(env: Mapping[str, str]) -> Identity:
-    """`discover`, or rank 0 of 1 if nothing indicates a job."""
+    """Return the result of `discover`, or rank 0 of 1 if nothing indicates a job."""
     alone = Identity(rank=0, world_size=1, local_rank=_optional(env, "LOCAL_RANK") or 0, source=ALONE)
     return discover(env, 0) or alone
 
 
 def default_group() -> tuple[int, int] | None:
-    """Return (rank, size) of torch's default process group, None if there is none. Does not import torch: without
-    that, there is no group."""
+    """Return (rank, size) of torch's default process group, None if there is none. Does not import torch, without
+    which there is no group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -133,8 +133,8 @@ def default_group() -> tuple[int, int] | None:
 
 
 def is_alone_in_an_allocation(env: Mapping[str, str]) -> int:
-    """The number of tasks requested from Slurm, if this process was not started as one of them (else 0): a batch script
-    or an interactive shell runs once, whatever the allocation."""
+    """Return the number of tasks requested from Slurm if this process is not one of them, else 0: a batch script or
+    an interactive shell runs once, whatever the allocation."""
     if discover(env, 0) is not None:
         return 0
     tasks = env.get("SLURM_NTASKS", "")
@@ -164,13 +164,13 @@ def _master(
 
 
 def _first_task_count(text: str) -> int | None:
-    """Tasks per node in Slurm's notation: "4(x2),3" -> 4."""
+    """Return the first count of tasks per node in Slurm's notation: "4(x2),3" -> 4."""
     match = re.match(r"\d+", text)
     return int(match.group()) if match else None
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm host list: "gpu[007-010,12],x1" -> "gpu007"."""
+    """Return the first name of a Slurm host list: "gpu[007-010,12],x1" -> "gpu007"."""
     match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
     assert match is not None  # every part may be empty
     prefix, numbers, suffix = match.groups()
@@ -179,17 +179,17 @@ def first_host(nodelist: str) -> str:
 
 
 def in_aml(env: Mapping[str, str]) -> bool:
-    """Inside an Azure Machine Learning job."""
+    """Return whether this is an Azure Machine Learning job."""
     return "AZUREML_EXPERIMENT_ID" in env
 
 
 def in_aws_sm(env: Mapping[str, str]) -> bool:
-    """Inside an AWS SageMaker job."""
+    """Return whether this is an AWS SageMaker job."""
     return "SM_TRAINING_ENV" in env
 
 
 def in_dlts(env: Mapping[str, str]) -> bool:
-    """Inside a DLTS (Azure DLWorkspace) job."""
+    """Return whether this is a DLTS (Azure DLWorkspace) job."""
     return "DLTS_JOB_ID" in env
 
 

@@ -9,7 +9,7 @@ EVENTS = (
     "before_forward",
     "after_forward",
     "before_backward",
-    "before_reduction",  # the gradients are computed; the part of their reduction that overlap has not hidden follows
+    "before_reduction",  # gradients are computed; the exposed part of their reduction follows
     "after_backward",
     "before_step",
     "at_boundary",

@@ -1,4 +1,4 @@
-"""The base of errors that the pages explain, and errors of interfaces, kept for their names."""
+"""Base of the errors that the documentation explains, and documented error types."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import cached_property
 
 
 class ExplainedError(Exception):
-    """An error whose class has a row in docs/troubleshooting.md, which its first note names.
+    """Error whose class has a row in docs/troubleshooting.md, to which its first note refers.
 
-    Python 3.11 and newer print notes under a traceback, `ends_quietly` under the line of a tool.
+    Python 3.11 and newer print notes after a traceback, `ends_quietly` after a tool's message.
     """
 
     @cached_property
@@ -29,4 +29,4 @@ class SplitError(ExplainedError, ValueError, RuntimeError):
 
 
 class DeprecatedException(ExplainedError):
-    """A documented entry that has been replaced by another."""
+    """A documented entry point that has been replaced."""

@@ -1,4 +1,4 @@
-"""Hints how to install an optional dependency, worded in one place."""
+"""Hints for installing optional dependencies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ DISTRIBUTION = "deepspeed"
 
 
 def requirements_of(extra: str) -> list[str]:
-    """List what ``extra`` adds to an installation of this package, such as ``["transformers>=4.45"]``.
+    """Return the requirements of ``extra``, such as ``["transformers>=4.45"]``.
 
-    Empty if the package runs from a folder that was never installed: then nothing is known about its extras.
+    Empty if the package runs from a folder that was never installed, and so has no metadata.
     """
     try:
         declared = metadata.requires(DISTRIBUTION) or []
@@ -27,10 +27,10 @@ def requirements_of(extra: str) -> list[str]:
 
 
 def install_hint(package: str, *, extra: str) -> str:
-    """The command that installs ``package``, with the versions that our ``extra`` requires.
+    """Return the command that installs ``package`` in the versions that our ``extra`` requires.
 
-    It names the package itself and never ``deepspeed[extra]``: pip would fetch that from a package index, where the
-    name belongs to another project.
+    It never names ``deepspeed[extra]``: pip would fetch that from a package index, where the name belongs to another
+    project.
     """
     wanted = [line for line in requirements_of(extra) if _name_of(line) == _normal(package)]
     return f"pip install {shlex.join(wanted or [package])}"

@@ -1,4 +1,4 @@
-"""The package's logger, messages that only some ranks log, and line breaks between them and tqdm's bars."""
+"""The package's logger, logging on selected ranks, and line breaks between log lines and tqdm's bars."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from deepspeed.base.environment import default_group, this_process
 
 
 def open_bars() -> list[Any]:
-    """Return the tqdm bars that are drawn now."""
+    """Return the tqdm bars on the screen."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     instances = list(getattr(tqdm, "_instances", None) or ())
     return [bar for bar in instances if not getattr(bar, "disable", False)]
 
 
 class LineBreaks:
-    """Tells whether a log line has to begin with a newline, because a bar stands on the line it would be written to."""
+    """Tracks whether a log line has to begin with a newline, because a progress bar is on the current line."""
 
     def __init__(self) -> None:
         self._after_ours: Any = None
 
     def needed(self, stream: TextIO) -> bool:
-        """True if a bar shares the file of ``stream`` and was drawn since ``written`` was called last."""
+        """Return whether a bar on the file of ``stream`` was drawn since the last call of ``written``."""
         bars = [bar for bar in open_bars() if _same_file(getattr(bar, "fp", None), stream)]
         return bool(bars) and _state(stream, bars) != self._after_ours
 
     def written(self, stream: TextIO) -> None:
-        """Remember that the last line of ``stream`` is a complete one."""
+        """Record that the last line of ``stream`` is complete."""
         bars = open_bars()
         self._after_ours = _state(stream, bars) if bars else None
 
 
 def _state(stream: TextIO, bars: list[Any]) -> Any:
-    """Return what changes when a bar is drawn: the position in a file, or of a pipe and a terminal the time of it."""
+    """Return a value that changes when a bar is drawn: the position in a file; the bars' print times for a pipe or a
+    terminal."""
     try:
         return os.lseek(stream.fileno(), 0, os.SEEK_CUR)
     except (OSError, ValueError, AttributeError):
@@ -48,7 +49,7 @@ def _state(stream: TextIO, bars: list[Any]) -> Any:
 def _same_file(bar: Any, stream: TextIO) -> bool:
     try:
         return os.path.samestat(os.fstat(bar.fileno()), os.fstat(stream.fileno()))
-    except (OSError, ValueError, AttributeError):  # no files: objects that only look like one
+    except (OSError, ValueError, AttributeError):  # objects that only resemble files
         return False
 
 
@@ -72,7 +73,7 @@ LOGGER_METHODS = ("debug", "info", "warning", "error", "exception", "critical", 
 
 
 def write_safely(text: str, stream: TextIO | None) -> bool:
-    """Write and flush; False if that fails, as it does for a closed pipe or a full disk."""
+    """Write and flush; return False if that fails, as for a closed pipe or a full disk."""
     try:
         assert stream is not None
         stream.write(text)
@@ -83,9 +84,8 @@ def write_safely(text: str, stream: TextIO | None) -> bool:
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to the current ``sys.stdout``, not to what it was at import (it is often redirected
-    later), and never on the line of a progress bar.
-    """
+    """Handler that writes to the current ``sys.stdout`` (often redirected after import), and never on the line of a
+    progress bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -104,7 +104,7 @@ class _StdoutHandler(logging.StreamHandler):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A standard output that is closed, full or gone must not stop training: standard error is used instead."""
+        """Fall back to standard error: a closed or full standard output must not stop training."""
         if not isinstance(sys.exc_info()[1], (OSError, ValueError, AttributeError)):
             return super().handleError(record)
         write_safely(self.format(record) + "\n", sys.stderr)
@@ -113,11 +113,10 @@ class _StdoutHandler(logging.StreamHandler):
 class LoggerFactory:
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger of that name with one handler on standard output, separate from the root logger.
+        """Create a logger with one handler on standard output, separate from the root logger.
 
-        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` leaves calls of its methods out of the
-        compiled code, where they would break the graph, except those that
-        ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` lists (separated by commas).
+        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` skips calls of its methods, which would break the
+        graph, except those in ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` (separated by commas).
         """
         if not name:
             raise ValueError("A logger needs a name.")
@@ -142,7 +141,7 @@ def _be_quiet_while_compiling(created: logging.Logger) -> None:
 
 
 def level_of_environment() -> int | None:
-    """The level named by the environment variable; None if it names none."""
+    """Return the level named by the environment variable; None if it names none."""
     return log_levels.get(os.environ.get(LEVEL_VARIABLE, "").strip().lower())
 
 
@@ -156,8 +155,8 @@ def apply_log_level(name: str | None) -> None:
 
 
 def wants_reports(name: str | None) -> bool:
-    """Tell whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
-    ``name``) or the script has raised the level."""
+    """Return whether to show unrequested INFO reports: not if the environment, the config's ``log_level`` (``name``)
+    or the script has raised the level."""
     asked = level_of_environment()
     if asked is None and name is not None:
         asked = get_log_level_from_string(name)
@@ -167,7 +166,7 @@ def wants_reports(name: str | None) -> bool:
 
 
 def report(message: Any) -> None:
-    """An INFO line on rank 0 that is shown whatever the level, because it is wanted (see ``wants_reports``)."""
+    """Log an INFO line on rank 0 at any level; callers check ``wants_reports`` first."""
     if not is_rank_zero():
         return
     file, line, function, _ = logger.findCaller(stacklevel=2)
@@ -176,13 +175,13 @@ def report(message: Any) -> None:
 
 
 def this_rank() -> int:
-    """Rank in the default process group; before there is one, the rank from the launcher, else 0."""
+    """Return the rank in the default process group; before there is one, the launcher's rank, else 0."""
     group = default_group()
     if group is not None:
         return group[0]
     try:
         return this_process(os.environ).rank
-    except ValueError:  # left to code that needs the whole identity to complain about
+    except ValueError:  # reported by the code that needs the whole identity
         rank = os.environ.get("RANK", "")
         return int(rank) if rank.isdigit() else 0
 
@@ -197,18 +196,18 @@ def _speaks_here(ranks: Iterable[int] | None) -> bool:
 
 
 def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
-    """The message with this rank's number, None if this rank is not among ``ranks`` (None or [-1]: all)."""
+    """Return the message with this rank's number, None if this rank is not in ``ranks`` (None or [-1]: all)."""
     return f"[Rank {this_rank()}] {message}" if _speaks_here(ranks) else None
 
 
 def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the listed ranks; None or [-1] means all."""
+    """Log on the listed ranks; None or [-1] means all."""
     if logger.isEnabledFor(level) and (text := get_dist_msg(message, ranks)) is not None:
         logger.log(level, text, stacklevel=2)
 
 
 def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
-    """Prints on the listed ranks, whatever the log level: for reports that the user asked for."""
+    """Print on the listed ranks at any log level, for reports that the user requested."""
     if (text := get_dist_msg(message, ranks)) is not None:
         write_safely(text + "\n", sys.stdout)
 
@@ -225,7 +224,7 @@ def _is_first_time(level: int, text: str) -> bool:
 
 
 def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """``log_dist``, but only the first time this text occurs."""
+    """Call ``log_dist`` the first time this text occurs."""
     if logger.isEnabledFor(level) and _is_first_time(level, str(message)):
         text = get_dist_msg(message, ranks)
         if text is not None:
@@ -233,7 +232,7 @@ def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int =
 
 
 def warning_once(message: Any, *args: Any) -> None:
-    """``logger.warning``, but only the first time this text occurs."""
+    """Call ``logger.warning`` the first time this text occurs."""
     text = str(message) % args if args else str(message)
     if logger.isEnabledFor(logging.WARNING) and _is_first_time(logging.WARNING, text):
         logger.warning("%s", text, stacklevel=2)
@@ -242,9 +241,7 @@ def warning_once(message: Any, *args: Any) -> None:
 def print_json_dist(
     message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None
 ) -> None:
-    """Writes ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed
-    ranks.
-    """
+    """Write ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed ranks."""
     if not _speaks_here(ranks):
         return
     text = json.dumps({**message, "rank": this_rank()})
@@ -258,14 +255,14 @@ def print_json_dist(
 
 
 def print_configuration(args: Any, name: str) -> None:
-    """Logs the attributes of ``args``, one per line, in alphabetical order."""
+    """Log the attributes of ``args``, one per line, in alphabetical order."""
     logger.info("%s:", name, stacklevel=2)
     for key in sorted(vars(args)):
         logger.info("  %s %s %s", key, "." * (29 - len(key)), getattr(args, key), stacklevel=2)
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level name in any case; ValueError for an unknown name."""
+    """Return the number of a level name in any case. ValueError: an unknown name."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
         names = ", ".join(log_levels)

@@ -1,4 +1,4 @@
-"""Memory in use, as human-readable text."""
+"""Report memory in use as human-readable text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1024**3
 
 
 def memory_usage() -> str:
-    """Allocated and reserved memory of this rank's device with their peaks, one line."""
+    """Return one line with allocated and reserved memory of this rank's device, and their peaks."""
     accelerator = get_accelerator()
     figures = {
         "mem_allocated": accelerator.memory_allocated(),
@@ -24,10 +24,8 @@ def memory_usage() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints device and host memory on rank 0 under the title ``message``, then resets the peaks.
-
-    Nothing happens without ``force``, so that calls can stay in a script.
-    """
+    """Print device and host memory on rank 0 under the title ``message``, then reset the peaks. A no-op without
+    ``force``, so that calls can stay in a script."""
     if not force or not is_rank_zero():
         return
     accelerator = get_accelerator()

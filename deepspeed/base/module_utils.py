@@ -1,4 +1,4 @@
-"""Attributes of modules by dotted names, such as ``"layers.0.mlp"``."""
+"""Access module attributes by dotted names such as ``"layers.0.mlp"``, and module hooks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _HOOKS = (
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new``, which takes the place of ``old``, the hooks of its calls, behind its own: the same dicts, so that
-    handles remove hooks from it."""
+    """Move the call hooks of ``old`` to its replacement ``new``, after its own hooks. The dicts are shared, so that
+    handles still remove them."""
     for name in _HOOKS:
         found: Any = getattr(old, name)
         own: Any = getattr(new, name)
@@ -29,7 +29,7 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def without_hooks(module: nn.Module) -> None:
-    """Take the hooks of calls from all modules of ``module``."""
+    """Remove the call hooks of ``module`` and its submodules."""
     for each in module.modules():
         for name in _HOOKS[:-1]:
             getattr(each, name).clear()

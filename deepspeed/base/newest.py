@@ -1,4 +1,4 @@
-"""The part of the engine built last, on which documented functions without an engine argument act."""
+"""Track the newest engine, on which documented functions without an engine argument act."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Newest(Generic[T]):
-    """The newest of some objects that are not kept alive by this: when it goes, the one before it is the newest."""
+    """The newest of some objects, held weakly: when it is freed, its predecessor becomes the newest."""
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[T]] = []
@@ -25,7 +25,7 @@ class Newest(Generic[T]):
         self._known.clear()
 
     def get(self) -> T | None:
-        """None: there is none."""
+        """Return the newest object; None: there is none."""
         while self._known:
             found = self._known[-1]()
             if found is not None:

@@ -1,4 +1,4 @@
-"""The cores on which a rank runs."""
+"""Bind ranks to cores and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NODES = Path("/sys/devices/system/node")
 
 
 def parse_range(rng: str) -> range:
-    """``"4-7"`` or ``"4"`` as a range."""
+    """Parse ``"4-7"`` or ``"4"`` into a range. ValueError: neither form."""
     match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", rng)
     if match is None:
         raise ValueError(f"Core list: {rng!r} is neither a number nor a range such as 0-7.")
@@ -31,7 +31,7 @@ def parse_range(rng: str) -> range:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """``"0-3,8,10-11"`` as ``[0, 1, 2, 3, 8, 10, 11]``. Ranges ascend and do not overlap, else ValueError."""
+    """Parse ``"0-3,8,10-11"`` into ``[0, 1, 2, 3, 8, 10, 11]``. ValueError: ranges overlap or do not ascend."""
     cores: list[int] = []
     for part in range_str.split(","):
         numbers = parse_range(part)
@@ -44,7 +44,7 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def format_range_list(cores: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    """Format ``[0, 1, 2, 5]`` as ``"0-2,5"``."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:
@@ -55,7 +55,7 @@ def format_range_list(cores: Iterable[int]) -> str:
 
 
 def _nodes() -> dict[int, list[int]]:
-    """Cores of each NUMA node by its number; a node may have only memory, then there are none."""
+    """Return the cores of each NUMA node by number; empty for a memory-only node."""
     found: dict[int, list[int]] = {}
     for path in NODES.glob("node[0-9]*"):
         cores = (path / "cpulist").read_text().strip()
@@ -64,19 +64,19 @@ def _nodes() -> dict[int, list[int]]:
 
 
 def get_numa_cores() -> list[list[int]]:
-    """Cores of each NUMA node that has some, empty if the system does not report them."""
+    """Return the cores of each NUMA node that has some; empty if the system does not report them."""
     return [cores for cores in _nodes().values() if cores]
 
 
 def available_cores() -> list[int]:
-    """Cores this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(psutil.cpu_count() or 1))
 
 
 def cpu_name() -> str:
-    """The model of the processors."""
+    """Return the model name of the CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -87,9 +87,7 @@ def cpu_name() -> str:
 
 
 def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> list[int]:
-    """The local rank's even share of ``bind_core_list`` (None: of all cores this process may use), in
-    order.
-    """
+    """Return the local rank's even share of ``bind_core_list`` (None: all cores this process may use), in order."""
     cores = available_cores() if bind_core_list is None else parse_range_list(bind_core_list)
     share = len(cores) // num_local_procs
     if share < 1:
@@ -101,7 +99,7 @@ def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: 
 
 
 def check_for_numactl_pkg() -> bool:
-    """Tell whether the ``numactl`` command is installed, and log how to get it if not."""
+    """Return whether ``numactl`` is installed, and log how to get it if not."""
     if shutil.which("numactl") is not None:
         return True
     logger.warning("The command numactl was not found: install the package of that name (apt, dnf, pacman).")
@@ -109,18 +107,16 @@ def check_for_numactl_pkg() -> bool:
 
 
 class NumactlError(ExplainedError, ValueError, RuntimeError):
-    """``numactl`` is missing, or takes the cores or the node of the command for wrong. Scripts expect the one or the
-    other type.
-    """
+    """``numactl`` is missing, or rejects the cores or the node. Scripts catch either base type."""
 
 
 def get_numactl_cmd(
     bind_core_list: str | None, num_local_procs: int, local_rank: int
 ) -> tuple[int, list[str]]:
-    """Cores per rank, and the command prefix that binds the local rank to its share of the cores.
+    """Return the number of cores per rank, and the command prefix that binds the local rank to its cores.
 
-    Memory is bound too if the share is within one NUMA node. What the system does not permit, as a container without
-    CAP_SYS_NICE does not, is left out with a warning: memory first, then the cores.
+    Memory is bound too if the cores are within one NUMA node. Bindings that the system does not permit (a container
+    without CAP_SYS_NICE) are left out with a warning: memory first, then the cores.
 
     Raises:
         NumactlError: ``numactl`` is not installed, or refuses the command for another reason.
@@ -152,7 +148,7 @@ def get_numactl_cmd(
 
 
 def _memory_options(cores: Iterable[int]) -> list[str]:
-    """Options that bind memory to the node of these cores; none if they are spread over several."""
+    """Return the options that bind memory to the node of these cores; none if they span several nodes."""
     nodes = _nodes()
     with_cores = [number for number, of_node in nodes.items() if of_node]
     without = [number for number, of_node in nodes.items() if not of_node]
@@ -160,13 +156,13 @@ def _memory_options(cores: Iterable[int]) -> list[str]:
     if not home:
         return []
     if len(without) == len(with_cores):
-        # Each node has its fast memory as a node of its own, which may run full.
+        # Each node's fast memory (HBM) is a separate node, which may run full: prefer it.
         return ["-p", str(without[with_cores.index(home[0])])]
-    return ["-m", ",".join(map(str, home))]  # several: nodes that the kernel pretends have the same cores
+    return ["-m", ",".join(map(str, home))]  # several: fake NUMA nodes share cores
 
 
 def _refusal(command: Sequence[str]) -> str | None:
-    """Return what ``command`` prints when it cannot start a program that does nothing; None if it can."""
+    """Return the error of ``command`` with a program that does nothing; None if it succeeds."""
     try:
         tried = subprocess.run(
             [*command, "true"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

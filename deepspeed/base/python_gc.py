@@ -1,8 +1,8 @@
-"""Garbage collection: ``disable_python_gc``, and what finalizers put off, as the collector may call them at any time.
+"""Garbage collection: ``disable_python_gc``, and deferred finalizers, which the collector may call at any time.
 
-``disable_python_gc`` collects no cyclic garbage automatically while engines train. A full collection stops a rank for
-as long as it takes to look at every object, at a moment of its own; the others wait in the next collective. Reference
-counting goes on; cycles are collected when a script asks for it.
+``disable_python_gc`` turns off automatic collection of cycles while engines train. A full collection stops a rank
+while it visits every object, at a different time on each rank, and the others wait in the next collective. Reference
+counting continues; a script collects cycles explicitly.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deepspeed.base.logging import logger
 
 
 class PythonGCManager:
-    """Switches the collector off while somebody holds it, and back on with the last one if it was on before.
+    """Disables the collector while it has holders, and re-enables it after the last one if it was enabled before.
 
-    A child that is forked meanwhile has no engines: there the collector is as it was before.
+    A child process forked meanwhile has no engines, so its collector is restored.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PythonGCManager:
         return self._engines
 
     def acquire(self) -> int:
-        """Collect, and switch the collector off. Returns what ``release`` is given."""
+        """Collect, and disable the collector. Return the token for ``release``."""
         with self._lock:
             self._switch_off()
             if self._engines == 0 and self._was_on:
@@ -50,7 +50,7 @@ class PythonGCManager:
             return self._process
 
     def release(self, held: int) -> None:
-        """``held``: from ``acquire``; nothing happens in another process than that one's."""
+        """Release a holder. ``held``: the token of ``acquire``; a no-op in any other process."""
         with self._lock:
             if held == self._process and self._engines:
                 self._engines -= 1
@@ -58,8 +58,8 @@ class PythonGCManager:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No collection inside the block: a full one looks at every object of torch (0.1 s). The block imports modules,
-        which stay, or what it makes is gone at its end, and then does not make a collection due."""
+        """Disable collection inside the block: a full one visits every object of torch (0.1 s). For blocks that
+        import modules, which stay, or whose objects are freed by its end, so that no collection becomes due."""
         with self._lock:
             self._switch_off()
             self._pauses += 1
@@ -82,11 +82,11 @@ class PythonGCManager:
             gc.enable()
 
     def collect(self) -> int:
-        """A full collection now; returns the number of objects."""
+        """Run a full collection; return the number of collected objects."""
         return gc.collect()
 
     def _forked(self) -> None:
-        self._lock = threading.RLock()  # a thread that is not in this process may have held it
+        self._lock = threading.RLock()  # a thread that does not exist in this process may have held it
         if self._engines + self._pauses and self._was_on:
             gc.enable()
         self._engines, self._pauses, self._process = 0, 0, os.getpid()
@@ -96,11 +96,11 @@ python_gc_manager = PythonGCManager()
 
 
 def call_when_dropped(owner: object, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function`` in a thread of its own once ``owner`` is gone, but not at the end of the process.
+    """Call ``function`` in a new thread once ``owner`` is freed, but not at process exit.
 
-    The collector may interrupt any code, also code that holds a lock of ``threading`` or of the owner's parts. So
-    nothing is done there but starting a thread without ``threading``. In a forked process, which shares files and
-    sockets with this one, nothing is called.
+    The collector may interrupt any code, even code that holds a lock of ``threading`` or of the owner's parts. So the
+    finalizer only starts a thread, without ``threading``. A forked process, which shares files and sockets with this
+    one, calls nothing.
     """
     weakref.finalize(owner, _call, os.getpid(), function, arguments).atexit = False
 

@@ -1,4 +1,4 @@
-"""Random states of one rank as tensors and plain numbers: python, numpy, torch, and the device."""
+"""Capture and restore the random states of one rank (python, numpy, torch, device) as tensors and plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from deepspeed.base.accelerator import get_accelerator
 
 
 def capture(*, device: bool = True) -> dict[str, Any]:
-    """``device=False``: without the device's generator, which a worker process must not touch."""
+    """Return all random states. ``device=False``: without the device's generator, which a worker process must not
+    touch."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -42,7 +43,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds Python, NumPy and torch (all devices)."""
+    """Seed Python, NumPy and torch (all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(seed)

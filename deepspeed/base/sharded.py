@@ -1,4 +1,4 @@
-"""Read the shape of a parameter that may be sharded: while it is, its own shape is empty."""
+"""Read the full shape of a parameter that may be sharded, whose own shape is then [0]."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 LAYOUTS = "_ds_layouts"
-"""A module whose parameters were DTensors keeps by name how they lie."""
+"""Module attribute: the layouts, by name, of parameters that were DTensors."""
 _SHOWN = 3
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Tell whether the tensor is a partitioned parameter."""
+    """Return whether the tensor is a partitioned parameter."""
     return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
 
 
@@ -26,16 +26,16 @@ def full_numel(param: Tensor) -> int:
 
 
 def is_dtensor(value: object) -> bool:
-    """By name: importing the class takes longer than everything else here."""
+    """Return whether ``value`` is a DTensor. Checked by name, because importing the class is slow."""
     return any(kind.__qualname__ == "DTensor" for kind in type(value).__mro__)
 
 
 def had_dtensors(model: nn.Module) -> bool:
-    """Tell whether parameters of the model are DTensors, or were until an engine took them."""
+    """Return whether parameters of the model are DTensors, or were until an engine took them."""
     return any(map(is_dtensor, model.parameters())) or any(LAYOUTS in vars(each) for each in model.modules())
 
 
 def listing(names: list[str]) -> str:
-    """Name the first of some parameters, for an error."""
+    """List the first names of parameters, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"parameters {', '.join(names[:_SHOWN])}{more}"

@@ -1,4 +1,4 @@
-"""The interface by which `initialize` recognises a pipeline, without importing pipelines."""
+"""Interface by which `initialize` recognises a pipeline module without importing pipelines."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from torch import nn
 
 
 class Staged:
-    """A module that is one stage of a model, and a model-parallel unit itself."""
+    """Module that is one pipeline stage of a model, and its own model-parallel unit."""
 
     idle = False
-    """True: this stage trains nothing although others do, and takes part in every step without weights of its own."""
+    """True: this stage trains nothing although others do, and joins every step without trainable weights."""
 
     def mpu(self) -> Any:
         raise NotImplementedError
 
     def share_layers(self, parts: int) -> None:
-        """Let runs of ``parts`` neighbouring ranks share the layers of a stage. Collective over all ranks.
+        """Split the layers of a stage over each ``parts`` neighbouring ranks. Collective over all ranks.
 
-        DeepSpeedConfigError: the ranks were arranged otherwise.
+        DeepSpeedConfigError: the ranks were arranged differently.
         """
         raise NotImplementedError
 
     def share_sequences(self, ranks: int) -> None:
-        """Let runs of ``ranks`` neighbouring replicas of a stage share sequences. Collective over all ranks.
+        """Split sequences over each ``ranks`` neighbouring replicas of a stage. Collective over all ranks.
 
-        DeepSpeedConfigError: there are not as many replicas.
+        DeepSpeedConfigError: there are too few replicas.
         """
         raise NotImplementedError
 
     def shard_sequences(self, mesh: Any) -> str | None:
-        """Train on shards of the sequences that it is given; says how. None: it is given shards."""
+        """Shard the given sequences before training; return a description of how. None: inputs are shards already."""
         return None
 
     def whole_meta(self) -> nn.Module:
-        """The model of all stages, with its parameters' names, on the meta device. Only to be looked at: it has no
-        values."""
+        """Return the model of all stages, with its parameter names, on the meta device, for inspection only."""
         raise NotImplementedError
 
     def meta_inputs(self) -> dict[str, Any] | None:
-        """Make inputs of the whole model on the meta device. None: those of a model of Transformers."""
+        """Make inputs of the whole model on the meta device. None: use the inputs of a Transformers model."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Objects of clients whose state is kept in checkpoints: learning-rate schedules and data loaders of any class."""
+"""Client objects whose state is saved in checkpoints: learning-rate schedules and data loaders of any class."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Loads(Protocol):
 
 
 def state_of(kept: Any) -> dict[str, Any] | None:
-    """None: it has no state, or there is nothing."""
+    """Return the state of ``kept``; None if it is None or has no state."""
     return kept.state_dict() if isinstance(kept, Saves) else None

@@ -1,4 +1,4 @@
-"""One line of a terminal that is rewritten repeatedly, and whether something else is doing that."""
+"""A status line of a terminal that is rewritten repeatedly, and detection of other progress displays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ERASE_TO_END = "\x1b[K"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Tell whether a person sees this stream, on a terminal that can move back within a line."""
+    """Return whether the stream is an interactive terminal that can rewrite a line."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except (OSError, ValueError, AttributeError):  # closed, or an object that only looks like a stream
@@ -23,7 +23,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def another_display_is_active() -> bool:
-    """Tell whether a tqdm or rich progress bar is on the screen now: then the script shows its own progress."""
+    """Return whether the script shows its own progress: a tqdm or rich bar is on the screen."""
     if open_bars():
         return True
     console = getattr(sys.modules.get("rich"), "_console", None)
@@ -31,7 +31,7 @@ def another_display_is_active() -> bool:
 
 
 class StatusLine:
-    """The last line of the terminal behind standard error; if it cannot be written to, it is never tried again."""
+    """The last line of the terminal behind standard error; after a failed write it is disabled."""
 
     def __init__(self) -> None:
         self._works = True
@@ -40,21 +40,21 @@ class StatusLine:
         logger.addFilter(self.make_room)
 
     def show(self, text: str) -> None:
-        """Replace what is shown; truncated to the width of the terminal, so that it stays one line."""
+        """Replace the line by ``text``, truncated to the terminal's width."""
         if self._works:
             width = shutil.get_terminal_size().columns - 1
             self._works = write_safely(f"\r{text[:width]}{ERASE_TO_END}", sys.stderr)
             self._shown = self._works
 
     def make_room(self, record: logging.LogRecord) -> bool:
-        """A logger filter: a log line replaces what is shown, until it is shown again below."""
+        """Erase the line before a log record is printed (a logger filter); the next ``show`` draws it below."""
         if self._shown and self._works:
             self._works = write_safely(f"\r{ERASE_TO_END}", sys.stderr)
             self._shown = False
         return True
 
     def close(self) -> None:
-        """Leave what is shown on the screen and move to the next line."""
+        """Leave the line on the screen and move to the next one."""
         atexit.unregister(self.close)
         logger.removeFilter(self.make_room)
         if self._shown and self._works:

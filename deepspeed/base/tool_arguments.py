@@ -1,4 +1,4 @@
-"""Functions that the command-line tools share. Nothing here imports torch: `deepspeed` itself does without it."""
+"""Functions shared by the command-line tools. Nothing here imports torch, which `deepspeed` itself does not need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from deepspeed.base.exceptions import ExplainedError
 
 INTERRUPTED = 130
-"""The exit code of what Ctrl-C has ended, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +24,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, but an unknown option is answered with similar ones."""
+    """argparse's parser that suggests similar options for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         unknown = _UNKNOWN.match(message)
@@ -47,10 +47,8 @@ def takes(help: str, default: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[str, Any]]) -> None:
-    """Add a table of options: the words that its help begins with, such as ``-H --hostfile FILE``, -> what it takes.
-
-    A text is the help of a flag or of a positional argument.
-    """
+    """Add a table of options from usage, such as ``-H --hostfile FILE``, to the keywords of ``add_argument``. A plain
+    string is the help of a flag or of a positional argument."""
     for words, row in rows.items():
         names = [word for word in words.split() if word.startswith("-")] or [words]
         given: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
@@ -62,15 +60,15 @@ def add_options(to: argparse._ActionsContainer, rows: Mapping[str, str | dict[st
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a count."""
+    """Parse a positive int (an option type)."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
 
 
 def ends_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R | int]]:
-    """Around the ``main`` of a tool: Ctrl-C, and a reader such as `head` that has seen enough, end it without a
-    traceback. An error of ours, or one of ``refusals``, ends it with its message, the place that explains it, and 2."""
+    """Decorate the ``main`` of a tool: Ctrl-C, or a reader such as `head` that closes the pipe, ends it without a
+    traceback. An ``ExplainedError``, or one of ``refusals``, prints its message and notes, and exits with 2."""
 
     def around(main: Callable[P, R]) -> Callable[P, R | int]:
         @functools.wraps(main)
@@ -85,7 +83,7 @@ def ends_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P,
             except BrokenPipeError:
                 if not _reader_is_gone():
                     raise
-                # What is still buffered goes nowhere.
+                # Discard buffered output.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise SystemExit(0) from None
             except (ExplainedError, *refusals) as error:
@@ -98,7 +96,7 @@ def ends_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P,
 
 
 def _reader_is_gone() -> bool:
-    """Tell a closed standard output from a broken pipe of the tool's own."""
+    """Return whether standard output was closed by its reader, to tell it from another broken pipe."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)

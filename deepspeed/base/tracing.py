@@ -1,4 +1,4 @@
-"""Code that neither `torch.compile` nor a transform of `torch.func` may run inside."""
+"""Keep code outside of `torch.compile` and of `torch.func` transforms."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# Keeping `torch.compile` out of a function without importing the compiler, which takes half a second.
+# Exclude a function from `torch.compile` without importing the compiler, which takes half a second.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """`torch.compiler.disable(function)`: neither it nor what it calls is compiled.
+    """Act as `torch.compiler.disable(function)`: neither it nor its callees are compiled.
 
     The function itself is marked as the compiler's own decorators do: the attribute keeps traced callers from
     inlining it, the strategy of its code keeps the compiler away from its frame and those below.
@@ -34,20 +34,20 @@ def untraced(function: F) -> F:
 
 # Hooks and the transforms of `torch.func` (`grad`, `vmap`, `jvp`, ...).
 #
-# Inside a transform every torch operation is interpreted: a tensor made there is a wrapper without its own
-# memory, and autograd runs over values that are not gradients of the training step. Code that works on
-# memory has to step outside.
+# Inside a transform every torch operation is interpreted: tensors created there are wrappers without memory, and
+# autograd runs over values that are not gradients of the training step. Code that works on memory has to leave the
+# transform.
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Tells whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
+"""Return whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """A context in which tensors are plain tensors, even if a transform is active around it."""
+    """Return a context in which tensors are plain tensors, even under a transform."""
     if not inside_transform():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -56,7 +56,7 @@ def outside_transforms() -> AbstractContextManager[object]:
 
 
 def call_outside_transforms(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """``function(...)`` in such a context, without the cost of one where no transform is active."""
+    """Call ``function`` outside of any transform; without one there is no overhead."""
     if not inside_transform():
         return function(*args, **kwargs)
     with outside_transforms():

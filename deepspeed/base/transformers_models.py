@@ -1,4 +1,4 @@
-"""The configs of Transformers' models, and the attention that these find by name."""
+"""Helpers for Transformers models: configs, load errors, attention registries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def text_config(config: Any) -> Any:
-    """The part of a model's config that describes its language model; ``config`` itself where it has no parts."""
+    """Return the language-model part of a model's config; ``config`` itself if it has no parts."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def why_not_loaded(name: str, error: OSError) -> str:
-    """Explain why ``from_pretrained(name)`` raised ``error``. Transformers takes each name that is no folder, even a
-    path, for one on the hub, and complains about its form."""
+    """Explain why ``from_pretrained(name)`` raised ``error``. Transformers takes any name that is no folder, even a
+    path, for a hub name, and complains about its form."""
     path = Path(name)
     if path.is_dir():
         return str(error)
@@ -26,9 +26,9 @@ def why_not_loaded(name: str, error: OSError) -> str:
 
 
 def attention_registries(purpose: str) -> tuple[Any, Any]:
-    """Return the registries of Transformers for attention functions and for those that make their masks, by name.
+    """Return Transformers' registries, by name, of attention functions and of their mask functions.
 
-    ImportError: the installed release makes masks in each model, so that no attention of ours could get its own.
+    ImportError: the installed release builds masks in each model, so a custom attention could not get its own.
     """
     import transformers
 

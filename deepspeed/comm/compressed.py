@@ -1,9 +1,9 @@
-"""The mean over ranks of what each rank sends in a few bits, with feedback of errors on both sides.
+"""Average values over ranks in a few bits per element, with error feedback on both sides.
 
-H. Tang et al. 2021 (1-bit Adam: Communication efficient large-scale training with Adam's convergence speed), algorithm
-1, lines 7 to 11: each rank encodes its values and sends every other rank the part that it *serves*; that one averages
-what it receives, encodes the average, and sends it to all. What either encoding takes away is kept and added to the
-next.
+H. Tang et al. 2021 (1-bit Adam: Communication efficient large-scale training with Adam's convergence speed),
+algorithm 1, lines 7 to 11: each rank encodes its values and sends every other rank the part that it *serves*, which
+averages what it receives, encodes the average, and sends it to all. The error of either encoding is kept and added to
+the next message.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.formats.codecs import Codec
 
 ALIGNMENT = 8
-"""Elements: bytes of signs begin where parts do."""
+"""Elements to which parts are aligned, so that bytes of signs do not straddle them."""
 PIECE = 1 << 20
-"""Elements of a part that travel together: while a link carries one piece, the next is encoded or decoded."""
+"""Elements of a part per message: one piece is encoded or decoded while another is on the wire."""
 
 
 def part_numel(numel: int, ranks: int) -> int:
-    """Elements that each of ``ranks`` serves, of ``numel`` and padding."""
+    """Return the elements that each of ``ranks`` serves, of ``numel`` elements and padding."""
     return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
 class EndToEnd:
-    """Contiguous fp32 tensors that lie end to end, each from its start on, with zeros where there is none."""
+    """Contiguous fp32 tensors in one virtual flat range, each at its start, with zeros in between."""
 
     def __init__(self, tensors: Sequence[Tensor], starts: Sequence[int] = (0,)) -> None:
         order = sorted(range(len(starts)), key=lambda i: starts[i])
@@ -37,7 +37,8 @@ class EndToEnd:
         self.flat = [tensors[i].view(-1) for i in order]
 
     def room(self, start: int, stop: int) -> Tensor:
-        """A tensor for elements [start, stop), for ``write``: their own memory where one tensor has them all."""
+        """Return a tensor for elements [start, stop), for ``write``: a view if one tensor has them all, else
+        uninitialized."""
         at = bisect_right(self.starts, start) - 1
         if at >= 0 and stop <= self.starts[at] + self.flat[at].numel():
             return self.flat[at][start - self.starts[at] : stop - self.starts[at]]
@@ -54,13 +55,13 @@ class EndToEnd:
         return values
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """``values``: what ``room`` or ``read`` gave, changed."""
+        """Store ``values``, the modified result of ``room`` or ``read``."""
         for own, place in self._within(start, stop):
             if own.data_ptr() != values.data_ptr():
                 own.copy_(values[place])
 
     def _within(self, start: int, stop: int) -> list[tuple[Tensor, slice]]:
-        """The parts of tensors in [start, stop), and where there."""
+        """Return the parts of tensors in [start, stop), with their positions in that range."""
         found = []
         at = max(0, bisect_right(self.starts, start) - 1)
         while at < len(self.flat) and self.starts[at] < stop:
@@ -80,18 +81,18 @@ def compressed_mean(
     ranks: Communicator,
     codec: Codec,
 ) -> None:
-    """``values`` [ranks * part] become their mean over ``ranks``, the same on all of them. Collective.
+    """Replace ``values`` [ranks * part] by their mean over ``ranks``, the same on all of them. Collective.
 
-    Without errors, what encoding takes away is lost.
+    Without error tensors, encoding errors are lost.
 
     Args:
-        values: this rank's own, in place.
-        worker_error: [ranks * part] what encoding took from this rank's values, in place.
-        server_error: [part] fp32, what encoding took from the average that this rank serves, in place.
+        values: this rank's values, in place.
+        worker_error: [ranks * part] error of encoding this rank's values, in place.
+        server_error: [part] fp32, error of encoding the average that this rank serves, in place.
         part: elements that a rank serves.
     """
     pieces = [slice(start, min(start + PIECE, part)) for start in range(0, part, PIECE)]
-    firsts = range(0, ranks.size * part, part)  # of what each rank serves
+    firsts = range(0, ranks.size * part, part)  # start of each rank's part
     arriving, gathering = [], []
     for piece in pieces:
         payloads = [
@@ -115,7 +116,7 @@ def compressed_mean(
 
 
 def _encode(values: EndToEnd, errors: EndToEnd | None, start: int, stop: int, codec: Codec) -> Tensor:
-    """The payload of a range, whose errors are renewed."""
+    """Return the payload of a range, and update its errors."""
     if errors is None:
         return codec.encode(values.read(start, stop))
     owed = errors.read(start, stop)

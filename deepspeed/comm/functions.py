@@ -1,4 +1,4 @@
-"""The public operations of `deepspeed.comm`: TorchBackend's, with the arguments of the communication log."""
+"""Public operations of `deepspeed.comm`: TorchBackend's, with the arguments of the communication log."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ monitored_barrier = timed_op(backend.monitored_barrier, "")
 
 
 class P2POp:
-    """A message for ``batch_isend_irecv``. ValueError: ``op`` is not this package's ``isend`` or ``irecv``.
-
-    ``peer``: the global rank that gets ``tensor``, or from which it comes.
-    """
+    """Operation for ``batch_isend_irecv``. ``peer``: global rank of the receiver or sender. ValueError: ``op`` is not
+    this package's ``isend`` or ``irecv``."""
 
     def __init__(
         self, op: Any, tensor: Tensor, peer: int, group: ProcessGroup | None = None, tag: int = 0
@@ -77,7 +75,7 @@ def allgather_fn(
     async_op: bool = False,
     debug: str | None = None,
 ) -> Any:
-    """The flat all_gather, recorded as all_gather_into_tensor."""
+    """Run the flat all_gather, recorded as all_gather_into_tensor."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, debug=debug)
 
 
@@ -90,7 +88,7 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: str | None = None,
 ) -> Any:
-    """The flat reduce_scatter, recorded as reduce_scatter_tensor."""
+    """Run the flat reduce_scatter, recorded as reduce_scatter_tensor."""
     return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof=prof, debug=debug)
 
 
@@ -110,10 +108,10 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether the default process group exists, no matter who created it."""
+    """Return whether the default process group exists, even if a script created it."""
     exists = dist.is_available() and dist.is_initialized()
     if exists:
-        tell_accelerate(dist.get_backend())  # it asks here, and creates no group if one exists
+        tell_accelerate(dist.get_backend())  # Accelerate calls this, and creates no group if one exists
     return exists
 
 
@@ -123,7 +121,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """A group of these ranks with the job's timeout; every rank of the job calls this."""
+    """Create a group of these ranks with the job's timeout; every rank of the job calls this."""
     require_initialized("new_group")
     return backend.new_group(ranks)
 
@@ -149,24 +147,24 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """Global ranks of a group, in group order."""
+    """Return the global ranks of a group, in group order."""
     require_initialized("get_all_ranks_from_group")
     return backend.get_all_ranks_from_group(group)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh, for instance (4, 2) and ("data_parallel", "sequence_parallel")."""
+    """Create a torch DeviceMesh, for instance (4, 2) and ("data_parallel", "sequence_parallel")."""
     require_initialized("initialize_mesh_device")
     return backend.init_device_mesh(mesh_shape, mesh_dim_names)
 
 
 def set_backend() -> TorchBackend | None:
-    """The backend object in use (there is one kind)."""
+    """Return the backend object in use (there is one kind); None before initialisation."""
     return backend if is_initialized() else None
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Symmetric memory for a CUDA group, by its torch name."""
+    """Enable symmetric memory for a CUDA group, by its torch name."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable
 
     enable(group_name)  # pyright: ignore[reportArgumentType]  (a str at run time)

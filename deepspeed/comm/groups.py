@@ -1,4 +1,4 @@
-"""Process groups created here, all with the job's timeout."""
+"""Create process groups, all with the job's timeout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def default_timeout() -> timedelta:
-    """The timeout that every group gets: that of the default group, as set by `init_distributed(timeout=...)` or
+    """Return the timeout of new groups: the default group's, as set by `init_distributed(timeout=...)` or
     DEEPSPEED_TIMEOUT."""
     world = dist.group.WORLD
     return default_pg_timeout if world is None else timeout_of(world)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """The timeout that a group was created with."""
+    """Return the timeout that a group was created with."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -38,8 +38,8 @@ def timeout_of(group: ProcessGroup) -> timedelta:
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: bool = False) -> ProcessGroup:
-    """A group of these ranks with the job's timeout. Only its members call this, in the same order if groups
-    overlap. For all ranks of the job it is the default group itself, unless it has to be ``apart``."""
+    """Create a group of these ranks with the job's timeout. Only its members call this, in the same order if groups
+    overlap. For all ranks of the job, return the default group, unless a separate one is requested (``apart``)."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     if not apart and list(ranks) == list(range(dist.get_world_size())):
@@ -53,7 +53,7 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: 
 
 
 class _Made:
-    """Count the groups of each set of ranks that were made here since the default group is ``world``."""
+    """Number of groups created here per set of ranks, since ``world`` became the default group."""
 
     world: ProcessGroup | None = None
     numbers: Counter[tuple[int, ...]] = Counter()
@@ -62,10 +62,10 @@ class _Made:
 
 @contextmanager
 def _named_by(ranks: tuple[int, ...], world: ProcessGroup) -> Iterator[None]:
-    """Let torch name the next group by its ranks and how many groups of these there were.
+    """Make torch name the next group by its ranks and their number of groups.
 
-    torch takes how many groups of any ranks this process has. That number differs between pipeline stages of which one
-    has experts, so that a later group of both has two names, and its members wait for each other.
+    torch uses the number of all groups of this process. It differs between pipeline stages of which only one has
+    experts, so that members of a later common group give it different names and hang.
     """
     with _Made.lock:
         if _Made.world is not world:

@@ -1,6 +1,5 @@
-"""`init_distributed`: determines the identity of this process, creates torch's default process group, and tells
-Accelerate of it.
-"""
+"""`init_distributed`: determine the identity of this process, create torch's default process group, and inform
+Accelerate."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from deepspeed.comm.record import CommsLogger
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
-_PATIENCE_S = 5.0  # after this long, torch's pauses between two attempts are short in comparison
+_PATIENCE_S = 5.0  # after this long, torch's pauses between attempts matter little
 
 
 class NotInitializedError(ExplainedError, ValueError, AssertionError):
-    """torch.distributed must be initialised first."""
+    """torch.distributed is not initialised."""
 
 
 def init_distributed(
@@ -50,8 +49,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Create torch.distributed's default process group; if it exists, only `config` is considered: its sections
-    `comm` and `comms_logger`, for the documented functions and for engines whose config does not have them.
+    """Create torch.distributed's default process group. If it exists, only the sections `comm` and `comms_logger` of
+    `config` are applied, to the documented functions and to engines whose config lacks them.
 
     The rank comes from the arguments, from RANK/WORLD_SIZE (torchrun, the `deepspeed` command), or with
     `auto_mpi_discovery` from an MPI launcher or Slurm. If nothing indicates a job, this process is rank 0
@@ -85,18 +84,18 @@ def init_distributed(
 
 
 def _leave_first_device(backend: str) -> None:
-    """Take this rank's device if the script has chosen none: what is built and sent before ``deepspeed.initialize``
-    (``zero.Init``, the groups of a pipeline) would otherwise be on the first device, on every rank. Ranks that
-    communicate by gloo may be more than there are devices."""
+    """Take this rank's device if the script has chosen none: otherwise tensors created before
+    ``deepspeed.initialize`` (``zero.Init``, pipeline groups) would be on the first device, on every rank. With gloo
+    there may be more ranks than devices, so nothing is done."""
     if backend != "gloo" and "LOCAL_RANK" in os.environ and get_accelerator().current_device() == 0:
         take_device_of_rank(get_local_rank())
 
 
 def _usable_backend(backend: str) -> str:
-    """The backend to create the group with: scripts that name NCCL run over gloo if torch is built for CPUs.
+    """Return the backend for the group: NCCL is replaced by gloo if torch is built for CPUs.
 
-    Where torch is built for GPUs and finds none, or has no NCCL, something is broken, perhaps on this host alone:
-    a ValueError, because the first collective would fail or hang.
+    ValueError: torch is built for GPUs but finds none, or lacks NCCL. Something is broken, perhaps on this host only,
+    and the first collective would fail or hang.
     """
     if "nccl" not in backend:
         return backend
@@ -116,21 +115,21 @@ def _usable_backend(backend: str) -> str:
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:
-    """Apply the `comm` section's settings; for those it does not set, an earlier config's stay in effect."""
+    """Apply the `comm` section; keys that it does not set keep the values of an earlier config."""
     wanted = _wants_shared_memory(config)
     if wanted is not None:
         use_shared_memory(wanted)
 
 
 def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
-    """Return the config's choice; None: it makes none."""
+    """Return the config's `shared_memory`; None if not set."""
     section = config.schema.comm
     return section.shared_memory if "shared_memory" in section.model_fields_set else None
 
 
 def network_of(config: DeepSpeedConfig) -> Network:
-    """The network of a new engine: its own settings and log where its config has them, else the process's. The
-    documented functions follow the newest engine that has them. Until `Network.leave` a thread watches for hangs."""
+    """Make the network of a new engine, with its config's settings and log, or else the process's. The documented
+    functions use those of the newest engine that has them. A thread watches for hangs until `Network.leave`."""
     wanted, section = _wants_shared_memory(config), config.comms_config.comms_logger
     log = PROCESS_LOG
     if section.enabled:
@@ -154,7 +153,7 @@ def network_of(config: DeepSpeedConfig) -> Network:
 
 
 def _identify(schedulers: bool, port: int) -> Identity:
-    """This process's identity; written to the environment if it came from a launcher other than torchrun."""
+    """Return this process's identity, and write it to the environment if a launcher set it."""
     identity = environment.discover(os.environ, port, schedulers=schedulers)
     if identity is None:
         if schedulers and (tasks := environment.is_alone_in_an_allocation(os.environ)):
@@ -170,7 +169,7 @@ def _identify(schedulers: bool, port: int) -> Identity:
 
 
 def _ask_mpi(identity: Identity) -> Identity:
-    """Learn rank 0's address over MPI itself, the last resort."""
+    """Get rank 0's address over MPI itself, the last resort."""
     if importlib.util.find_spec("mpi4py") is None:
         raise ValueError(
             f"rank {identity.rank} of {identity.world_size} ({identity.source}) does not know where rank 0 "
@@ -183,7 +182,7 @@ def _ask_mpi(identity: Identity) -> Identity:
 
 
 def _own_address() -> str:
-    """The address at which others reach this host; a UDP socket reveals it without sending anything."""
+    """Return the address at which others reach this host; a UDP socket reveals it without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -193,7 +192,7 @@ def _own_address() -> str:
 
 
 def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
-    """Arguments first, the environment for what they omit."""
+    """Complete rank and world size from the environment, and set defaults for the rendezvous address."""
     known = environment.discover(os.environ, port, schedulers=False) if rank < 0 or world_size < 0 else None
     if known is not None:
         rank, world_size = (
@@ -238,17 +237,17 @@ def _make_default_group(
 
 
 def _await_rank_zero(address: str | None, port: str | None) -> None:
-    """Return as soon as rank 0 listens. torch's own client, once refused, sleeps for a third of a second or more
-    before its next attempt, and every rank waits for it. Errors here are left for torch to report."""
+    """Wait until rank 0 listens. torch's client, once refused, sleeps for at least a third of a second before its
+    next attempt, and every rank waits for it. Errors here are left for torch to report."""
     pause_s, deadline = 0.002, time.monotonic() + _PATIENCE_S
     while address and port and port.isdecimal() and time.monotonic() < deadline:
         try:
             with socket.socket() as probe:
                 probe.settimeout(_PATIENCE_S)
-                # Its port is free at once afterwards.
+                # The probe's port is free again immediately.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", 0))
-                if probe.getsockname()[1] != int(port):  # or, with no listener yet, it would reach itself
+                if probe.getsockname()[1] != int(port):  # else, without a listener, it reaches itself
                     probe.connect((address, int(port)))
                     return
         except ConnectionRefusedError:
@@ -259,7 +258,7 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
 
 
 def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method: str | None) -> Exception:
-    """Says which address failed and what to do; other errors are returned as they are."""
+    """Return an error that names the failed address and the remedy; other errors are returned unchanged."""
     text = str(error)
     address = (
         init_method
@@ -322,23 +321,23 @@ def in_dlts() -> bool:
 
 
 def get_local_rank() -> int:
-    """Rank among the processes of this host (LOCAL_RANK, 0 if unset)."""
+    """Return the rank among the processes of this host (LOCAL_RANK, 0 if unset)."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def require_initialized(name: str) -> Any:
-    """Raise unless the default group exists."""
+    """Raise NotInitializedError unless the default group exists."""
     if not dist.is_initialized():
         raise NotInitializedError(f"deepspeed.comm.{name}: call deepspeed.init_distributed() first")
 
 
 def tell_accelerate(backend: str) -> None:
-    """Complete the state that Accelerate is building while it asks us for a process group.
+    """Complete the state that Accelerate is building while it requests a process group from us.
 
-    If Accelerate finds no accelerator it chooses no backend, lets us choose one, and then takes the missing choice to
-    mean "no distributed training": each of several ranks believes that it is the only one and reads all of the data,
-    and Transformers computes the batch size for a job of one rank. Accelerate's `PartialState` keeps what it knows in
-    one dict per process; while that is being built, it holds `backend` but not yet `num_processes`.
+    Without an accelerator, Accelerate chooses no backend, lets us choose one, and then interprets the missing choice
+    as "no distributed training": each rank assumes that it is the only one and reads all of the data, and
+    Transformers computes the batch size for one rank. Accelerate's `PartialState` keeps its state in one dict per
+    process; while being built, it holds `backend` but not yet `num_processes`.
     """
     module = sys.modules.get("accelerate.state")
     state: Any = getattr(getattr(module, "PartialState", None), "_shared_state", None)

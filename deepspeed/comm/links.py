@@ -1,8 +1,8 @@
-"""Bytes sent within a host and across: the two kinds of links that a step pays for.
+"""Count bytes sent within a host and across hosts.
 
-Transports count what they move: gloo every message, by whether the peer is on this host, shared memory what the other
-ranks of the host read of this one's. Of a collective that somebody else carries out (NCCL) only the payload is known:
-it counts as if each pair of ranks exchanged its share directly.
+Transports count their traffic: gloo every message, by whether the peer is on this host; shared memory the bytes that
+other ranks of the host read from this one. For external collectives (NCCL) only the payload is known: it counts as if
+each pair of ranks exchanged its share directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank has sent."""
+    """Bytes sent by one rank, within its host and across hosts."""
 
     within: int = 0
     across: int = 0
@@ -32,8 +32,8 @@ class Sent:
 
 
 def far_share(ranks: Sequence[int], rank: int, blocks: Sequence[Sequence[int]] | None) -> float:
-    """Return the share of the group's other ranks that are on other hosts. ``ranks``: all of them, by global number;
-    ``rank``: this one within the group; ``blocks``: ranks within the group by host, None: as LOCAL_WORLD_SIZE says."""
+    """Return the share of the group's other ranks that are on other hosts. ``ranks``: global ranks of the group;
+    ``rank``: this one's group rank; ``blocks``: group ranks by host, None: derived from LOCAL_WORLD_SIZE."""
     if len(ranks) < 2:
         return 0.0
     if blocks is not None:

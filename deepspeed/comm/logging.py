@@ -1,4 +1,4 @@
-"""Times communication calls for the communication log."""
+"""Time communication calls for the communication log."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from deepspeed.comm.pending import CommunicationError, Pending, is_peer_failure
 from deepspeed.comm.record import CommsLogger, get_caller_func
 
 PROCESS_LOG = CommsLogger()
-"""Of the documented functions, and of engines whose config has no log of its own."""
+"""Log of the documented functions, and of engines whose config enables none."""
 
 
 class _Newest:
-    """The log that the documented functions write and show: that of the engine built last among those that have one,
-    else the process's. It stays when its engine goes: a summary may be asked for at the end of a run."""
+    """The log that the documented functions write and show: the newest engine's that has one, else the process's. It
+    outlives its engine, as a summary may be requested at the end of a run."""
 
     __slots__ = ("log",)
 
@@ -43,7 +43,7 @@ def newest_log() -> CommsLogger:
 
 
 class _NewestLog:
-    """The documented object `deepspeed.comm.comms_logger`: always the newest log, whenever it was imported."""
+    """The documented object `deepspeed.comm.comms_logger`: a proxy of the newest log."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_newest.log, name)
@@ -54,7 +54,7 @@ class _NewestLog:
 
 comms_logger = _NewestLog()
 
-_paused = False  # while one recorded call runs inside another, or the log itself communicates
+_paused = False  # while a recorded call runs inside another, or the log itself communicates
 
 
 def configure(
@@ -65,8 +65,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set up the newest communication log from a config (a DeepSpeedConfig, or its `comms_logger` section), then
-    from the individual values given. A section that is not enabled changes nothing."""
+    """Configure the newest communication log from a config (a DeepSpeedConfig, or its `comms_logger` section), then
+    from the individual arguments. A section that is not enabled changes nothing."""
     section = getattr(deepspeed_config, "comms_config", deepspeed_config)
     section = getattr(section, "comms_logger", section)
     if section is not None and section.enabled:
@@ -85,7 +85,7 @@ def configure(
 
 @contextlib.contextmanager
 def paused_log() -> Iterator[None]:
-    """Nothing is recorded inside the block."""
+    """Record nothing inside the block."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -100,8 +100,8 @@ def recording(log: CommsLogger, op_name: str) -> bool:
 
 
 class Measurement:
-    """One call being timed, from before it is issued until it has finished (for an asynchronous one until `wait()`:
-    what the caller computes in between is included)."""
+    """One timed call, from issue to completion. An asynchronous call ends at `wait()`, so it includes what the caller
+    computes in between."""
 
     __slots__ = ("group_size", "log", "message_bytes", "on_device", "op_name", "record_name", "start")
 
@@ -131,7 +131,7 @@ class Measurement:
 
 
 class MeasuredWork:
-    """A handle that records its measurement at the first `wait()`; otherwise the handle it wraps."""
+    """Proxy of a handle that records its measurement at the first `wait()`."""
 
     def __init__(self, work: Any, measurement: Measurement) -> None:
         self._work = work
@@ -172,10 +172,10 @@ def timed_op(
 ) -> Callable[..., Any]:
     """Give a communication function the arguments `prof`, `log_name` and `debug`, and record its calls.
 
-    `message` names the argument whose bytes count as the message, `renamed` the arguments with a different
-    public name. `prof=True` records this call even if the logger's configuration would not;
-    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures
-    caused by another rank are raised as CommunicationError.
+    `message` names the argument whose bytes count as the message, `renamed` maps arguments to different public names.
+    `prof=True` records this call even if the logger's configuration would not; `log_name` is the row in the log; with
+    the logger's `debug`, the caller's name is added. Failures caused by another rank are raised as
+    CommunicationError.
     """
     op_name = func.__name__
     signature = inspect.signature(func)

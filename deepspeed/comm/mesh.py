@@ -1,10 +1,10 @@
 """Named axes of parallelism over the ranks of a job.
 
-`MeshLayout` is the arithmetic (who is in which group), `ProcessMesh` adds the process groups.
+`MeshLayout` is the arithmetic (which rank is in which group), `ProcessMesh` adds the process groups.
 
-The ranks form a box with the axes (pp, dp, sp, tp), the last one varying fastest: ranks of one
-tensor-parallel group are neighbours, pipeline stages are far apart. Two more pairs of axes subdivide the dp * sp
-ranks that hold the same dense weights:
+The ranks form a grid with the axes (pp, dp, sp, tp), the last one varying fastest: ranks of one tensor-parallel group
+are neighbours, pipeline stages are far apart. Two more pairs of axes subdivide the dp * sp ranks that hold the same
+dense weights:
 
     ep (neighbours)  x  expert_dp (strided)       experts are spread over ep, replicated over expert_dp
     node (neighbours)  x  cross_node (strided)    ranks of one host, and their counterparts on the others
@@ -32,7 +32,7 @@ from deepspeed.config.axes import AXES, BASE_AXES, DERIVED_AXES, MeshLayout, div
 
 
 class _Use(Enum):
-    """Purpose of the collectives of a group (Note: two orders)."""
+    """Purpose of a group's collectives (Note: two orders)."""
 
     SUMS = "among ranks with the same weights"
     LAYERS = "among ranks that divide a layer or its inputs"
@@ -40,22 +40,22 @@ class _Use(Enum):
 
 Groups: TypeAlias = dict[tuple[_Use, tuple[int, ...]], ProcessGroup]
 
-_DEVICE_MESH_AXES = {  # names of dimensions in device meshes -> ours
+_DEVICE_MESH_AXES = {  # dim names of device meshes -> our axes
     "pp": "pp", "dp": "dp", "data_parallel": "dp", "sp": "sp", "sequence_parallel": "sp", "tp": "tp",
     "tensor_parallel": "tp",
 }  # fmt: skip
 
 
 class ProcessMesh:
-    """The mesh of a running job, seen from one rank: sizes, positions, process groups, communicators.
+    """The mesh of a running job from the view of one rank: sizes, positions, process groups, communicators.
 
     Groups are created on first use and only by their members, so all ranks must request the same axes in the
     same order. Axes whose groups have the same ranks share one group, with one exception.
 
-    [Note: two orders] Sums of gradients start when their bucket is full. If a parameter is unused on one rank, that is
-    later there, and so before or after what layers exchange in the same backward (tokens of experts, parts of a
-    sequence). Collectives of one group need one order on all ranks. So axes that replicate weights (``_Use.SUMS``) and
-    axes that divide a layer (``_Use.LAYERS``) never share a group.
+    [Note: two orders] Gradient sums start when their bucket is full. On a rank where a parameter is unused that is
+    later, and possibly after instead of before an exchange of layers in the same backward (tokens of experts, parts
+    of a sequence). Collectives of one group need one order on all ranks. So axes that replicate weights
+    (``_Use.SUMS``) and axes that divide a layer (``_Use.LAYERS``) never share a group.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ProcessMesh:
         layout: MeshLayout | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """`ranks_of`: this rank's group over single axes and combinations of axes; what is missing is
-        computed from `layout`, or from the axes of size 1. `groups`: those that already exist."""
+        """`ranks_of`: ranks of this rank's group over single axes and combinations; missing ones are computed from
+        `layout`, or from the axes of size 1. `groups`: existing process groups."""
         self.global_rank = rank
         self.layout = layout
         self._ranks_of = {_key(axes): ranks for axes, ranks in ranks_of.items()}
@@ -76,12 +76,12 @@ class ProcessMesh:
         self._timeout = timeout
         self._network = process_network
         self.data_before_experts = False
-        """Whether ranks with the same experts are neighbours; otherwise those that share a layer's experts are."""
+        """Whether ranks with the same experts are neighbours; otherwise ranks that share a layer's experts are."""
         self.splits_experts = False
-        """Whether the experts of some layer are split over the tensor-parallel ranks themselves."""
+        """Whether experts of any layer are split over the tensor-parallel ranks."""
 
     def in_network(self, network: Network) -> ProcessMesh:
-        """The same ranks and groups, with communicators of `network`."""
+        """Return a mesh of the same ranks and groups, with communicators of `network`."""
         result = copy.copy(self)
         result._network = network
         return result
@@ -100,7 +100,7 @@ class ProcessMesh:
         rank: int | None = None,
         timeout: timedelta | None = None,
     ) -> ProcessMesh:
-        """Mesh over all ranks. `dp=None`: what the other axes leave. `node=None`: all replicas on one host."""
+        """Build a mesh over all ranks. `dp=None`: the remaining factor. `node=None`: all replicas on one host."""
         if world_size is None:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
         if rank is None:
@@ -118,7 +118,7 @@ class ProcessMesh:
 
     @classmethod
     def from_layout(cls, layout: MeshLayout) -> ProcessMesh:
-        """The mesh of all ranks of this job, which must be those of the layout."""
+        """Build the mesh of this job's ranks from a layout of as many ranks. ValueError: their numbers differ."""
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if world != layout.world_size:
             raise ValueError(f"the mesh was planned for {layout.world_size} ranks, but the job has {world}")
@@ -126,7 +126,7 @@ class ProcessMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> ProcessMesh:
-        """Mesh with the groups of a torch DeviceMesh, whose dimensions must have known names."""
+        """Build a mesh with the groups of a torch DeviceMesh, whose dims must have known names."""
         names = mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in _DEVICE_MESH_AXES]
         if not names or unknown:
@@ -150,7 +150,7 @@ class ProcessMesh:
         return cls(dist.get_rank(), {}, groups=groups, layout=layout)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """The same ranks and groups as a torch DeviceMesh, for libraries that want one. Its dimensions are the axes
+        """Return the same ranks and groups as a torch DeviceMesh, for libraries that need one. Its dims are the axes
         with more than one rank (and always dp), outermost first. Collective."""
         if self.layout is None:
             raise ValueError(
@@ -163,8 +163,7 @@ class ProcessMesh:
 
     @classmethod
     def from_mpu(cls, mpu: Any, *, ep: int = 1) -> ProcessMesh:
-        """Mesh with the groups of a Megatron-style model-parallel unit; an axis that it does not have gets
-        size 1."""
+        """Build a mesh with the groups of a Megatron-style model-parallel unit; axes that it lacks get size 1."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
         groups: Groups = {}
@@ -176,11 +175,11 @@ class ProcessMesh:
                 groups.setdefault((_use_of(axes), ranks), group)
         for use, ranks in list(groups):
             if use is _Use.SUMS and groups.get((_Use.LAYERS, ranks)) is groups[use, ranks]:
-                del groups[use, ranks]  # the unit's layers have it (Note: two orders)
+                del groups[use, ranks]  # used by the unit's layers (Note: two orders)
         if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
             ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
         if ("sp",) in ranks_of and ranks_of.keys() <= {("sp",), ("dp", "sp")}:
-            # A unit for sequence parallelism only: all else is data-parallel.
+            # A unit for sequence parallelism only: the rest is data-parallel.
             ranks_of = _around_sequences(rank, ranks_of[("sp",)]) | ranks_of
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
@@ -194,7 +193,7 @@ class ProcessMesh:
         return mesh
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Global ranks of this rank's group over these axes."""
+        """Return the global ranks of this rank's group over these axes."""
         key = _key(axes)
         found = self._ranks_of.get(key)
         if found is None:
@@ -205,36 +204,36 @@ class ProcessMesh:
         return len(self.ranks(*axes))
 
     def rank(self, *axes: str) -> int:
-        """Position of this process in its group over these axes."""
+        """Return the position of this process in its group over these axes."""
         return self.ranks(*axes).index(self.global_rank)
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The process group over these axes (created on first use: collective among its members)."""
+        """Return the process group over these axes (created on first use: collective among its members)."""
         return self._group(self.ranks(*axes), _use_of(_key(axes)))
 
     def _group(self, ranks: tuple[int, ...], use: _Use) -> ProcessGroup:
-        """The group of these ranks for this use (Note: two orders)."""
+        """Return the group of these ranks for this use (Note: two orders)."""
         found = self._groups.get((use, ranks))
         if found is None:
             several = len(ranks) > 1  # one rank alone has no order to keep
             if several and use is _Use.SUMS and ranks == self.ranks("sp"):
                 self.group(
                     "sp"
-                )  # the first of two may be the default group, which scripts give to their layers
+                )  # so that layers get the default group, which scripts pass to them, if it is one of the two
             other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
             apart = several and (other, ranks) in self._groups
             found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, apart=apart)
         return found
 
     def communicator(self, *axes: str) -> Communicator:
-        """The communicator over these axes; one rank alone needs no process group."""
+        """Return the communicator over these axes; a single rank needs no process group."""
         if self.size(*axes) == 1:
             return Communicator(None)
         return self._network.communicator(self.group(*axes)).prepare()
 
     def sharing_experts(self, size: int, *, same: bool = False) -> tuple[int, ...]:
-        """The ``size`` ranks among which the experts of a layer are spread, of those with the same dense weights;
-        ``same``: instead the ranks that hold the same experts as this one.
+        """Return the ``size`` ranks, of those with the same dense weights, over which a layer's experts are
+        distributed; ``same``: the ranks that hold the same experts as this one instead.
 
         Raises:
             ValueError: ``size`` does not divide these ranks.
@@ -250,8 +249,8 @@ class ProcessMesh:
         return split_ranks(ranks, self.global_rank, size, inner=not same)
 
     def among(self, ranks: tuple[int, ...], *, same: bool = False) -> Communicator:
-        """The communicator of ranks that include this one (created on first use: collective among them), for layers
-        that they divide; ``same``: for sums over ranks with the same weights."""
+        """Return the communicator of ``ranks``, which include this one (created on first use: collective among them),
+        for layers that they divide; ``same``: for sums over ranks with the same weights."""
         if len(ranks) == 1:
             return Communicator(None)
         return self._network.communicator(self._group(ranks, _Use.SUMS if same else _Use.LAYERS)).prepare()
@@ -285,14 +284,14 @@ def _use_of(axes: tuple[str, ...]) -> _Use:
 
 
 def _key(axes: Sequence[str]) -> tuple[str, ...]:
-    """Axes in canonical order, so that ("sp", "dp") and ("dp", "sp") are one group."""
+    """Return axes in canonical order, so that ("sp", "dp") and ("dp", "sp") are one group."""
     for axis in axes:
         if axis not in AXES:
             raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
     return tuple(sorted(set(axes), key=AXES.index))
 
 
-# Which methods of a model-parallel unit name the group over which axes; the first that exists is used.
+# Axes -> methods of a model-parallel unit that return their group; the first that exists is used.
 _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dp",): ("get_data_parallel_group",),
     ("tp",): ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
@@ -306,7 +305,7 @@ _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
 
 
 def _around_sequences(rank: int, sequence: tuple[int, ...]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The groups over dp and over dp x sp, given the group of ranks that share a sequence."""
+    """Return the groups over dp and over dp x sp, given the group of ranks that share a sequence."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     size = len(sequence)
     if world % size or sequence != tuple(range(rank - rank % size, rank - rank % size + size)):
@@ -334,21 +333,21 @@ def _mpu_group(mpu: Any, getters: Sequence[str]) -> ProcessGroup | None:
 
 @dataclass
 class Meshes:
-    """The meshes of the engines of this process, which ``documented_groups.py`` reports."""
+    """The meshes of this process's engines, which ``documented_groups.py`` reports."""
 
     engines: Newest[ProcessMesh] = field(default_factory=Newest[ProcessMesh])
     by_hand: ProcessMesh | None = None
-    # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
+    # Set by code that reads tensor-parallel checkpoints without running in parallel.
     tensor_parallel: dict[str, int] = field(default_factory=dict[str, int])
 
     def follow(self, mesh: ProcessMesh) -> None:
-        """Make the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""
+        """Make the getters report ``mesh`` of a new engine, until the engine is destroyed or a newer one is made."""
         self.engines.add(mesh)
         self.by_hand = None
         self.tensor_parallel.clear()
 
     def leave(self, mesh: ProcessMesh) -> None:
-        """Its engine is destroyed: the getters report the one before it."""
+        """Make the getters report the previous mesh, as the engine of ``mesh`` is destroyed."""
         self.engines.remove(mesh)
 
 

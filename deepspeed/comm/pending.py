@@ -1,4 +1,4 @@
-"""Handles of collectives in flight, and the error that a failed one raises."""
+"""Handles of collectives in flight, and the error of a failed one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
 )
 
-_SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # where in gloo's source it was noticed
+_SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # source location that gloo puts into its messages
 
 
 class _Explanation:
-    """The text of the last report about a hang, while it lasts (hangs/watch.py)."""
+    """Text of the last hang report, as long as the hang lasts (hangs/watch.py)."""
 
     __slots__ = ("text",)
 
@@ -31,14 +31,14 @@ explanation = _Explanation()
 
 
 class CommunicationError(ExplainedError, RuntimeError):
-    """A collective failed: names the operation, the ranks of the group and, where known, the silent rank. If it hung
-    before, the report about that follows."""
+    """A failed collective: names the operation, the ranks of the group and, if known, the silent rank; a hang report
+    is appended."""
 
     @classmethod
     def of(
         cls, operation: str, ranks: Sequence[int], error: Exception, *, silent: int | None = None
     ) -> CommunicationError:
-        """The error of `operation` among these global ranks; `silent` is the rank that was waited for."""
+        """Make the error of `operation` among these global ranks; `silent` is the rank that was waited for."""
         reason = _SOURCE_LINE.sub("", str(error))
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
@@ -50,13 +50,13 @@ class CommunicationError(ExplainedError, RuntimeError):
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Return whether an error of torch.distributed says that another rank exited or did not answer."""
+    """Return whether a torch.distributed error means that another rank exited or did not answer."""
     return isinstance(error, RuntimeError) and _PEER_FAILURE.search(str(error)) is not None
 
 
 class Pending:
-    """A collective in flight. `wait()` may be called any number of times; after it the output may be read
-    and the input overwritten. A failed one raises the same error each time."""
+    """A collective in flight. After `wait()` the output may be read and the input overwritten. `wait()` may be called
+    any number of times, and after a failure raises the same error each time."""
 
     __slots__ = ("_error", "_finish")
 
@@ -65,7 +65,8 @@ class Pending:
         self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish. `timeout` exists for callers that expect a torch `Work`: the group's timeout applies."""
+        """Finish the collective. `timeout` exists for callers that expect a torch `Work`; the group's timeout
+        applies."""
         if self._finish is not None:
             self._run()
         if self._error is not None:
@@ -84,7 +85,7 @@ class Pending:
             raise
 
     def is_completed(self) -> bool:
-        """True once nothing is left to wait for (never blocks; may return False for finished traffic)."""
+        """Return whether `wait()` would return at once. Never blocks; may return False for finished traffic."""
         return self._finish is None
 
 
@@ -92,11 +93,11 @@ DONE = Pending()  # what a collective without any traffic returns
 
 
 class OrderedPending(Pending):
-    """A collective whose `finish` also moves data that other ranks wait for.
+    """Pending collective whose `finish` also moves data that other ranks wait for.
 
-    If two of these were finished in different orders on two ranks, each rank could wait for data that the other
-    sends only later. So all of them are finished in the order of issue, whichever is waited for first: `wait()`
-    finishes the older ones before its own.
+    If two of these were finished in different orders on two ranks, each could wait for data that the other sends only
+    later. So they are finished in the order of issue, whichever is waited for first: `wait()` finishes the older ones
+    before its own.
     """
 
     __slots__ = ()
@@ -120,7 +121,7 @@ class OrderedPending(Pending):
 
     @classmethod
     def forget_all(cls) -> None:
-        """Drop operations that were never waited for (the process groups are being destroyed)."""
+        """Drop operations that were never waited for, before the process groups are destroyed."""
         with cls._lock:
             while cls._queue:
                 dropped = cls._queue.popleft()

@@ -1,4 +1,4 @@
-"""The record of communication calls: count, size, time, bandwidth, and which ranks waited for which."""
+"""Record communication calls: count, size, time, bandwidth, and stragglers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STRAGGLER_HEAD = (
 
 
 def get_caller_func(frame: int = 3) -> str:
-    """Name of the function `frame` levels up the stack."""
+    """Return the name of the function `frame` levels up the stack."""
     try:
         return sys._getframe(frame).f_code.co_name
     except ValueError:  # the stack is not that deep
@@ -40,7 +40,7 @@ def print_rank_0(message: str) -> None:
 
 
 def convert_size(size_bytes: int) -> str:
-    """1536 -> "1.5 KB" (powers of 1024)."""
+    """Format bytes in powers of 1024: 1536 -> "1.5 KB"."""
     if size_bytes == 0:
         return "0B"
     size, unit = float(size_bytes), 0
@@ -52,11 +52,11 @@ def convert_size(size_bytes: int) -> str:
 def calc_bw_log(
     comm_op: str, size: int, duration: float, group_size: int | None = None
 ) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in Gbps of one call that took `duration` ms.
+    """Return algorithm and bus bandwidth in Gbps of one call that took `duration` ms.
 
-    `size` is what one rank contributes in bytes (all_gather: its input, reduce_scatter: its output). The bus
-    bandwidth is what a ring moves over each link: 2 (n-1)/n for an all_reduce, (n-1)/n for operations that
-    gather, scatter or exchange, everything for the rest (the convention of the NCCL tests).
+    `size` is one rank's contribution in bytes (all_gather: its input, reduce_scatter: its output). The bus bandwidth
+    is a ring's traffic per link: 2 (n-1)/n for an all_reduce, (n-1)/n for operations that gather, scatter or
+    exchange, everything for the rest (the convention of the NCCL tests).
     """
     n = group_size or (dist.get_world_size() if dist.is_initialized() else 1)
     if duration <= 0:
@@ -72,7 +72,7 @@ def calc_bw_log(
 
 
 class CommsLogger:
-    """Collects what `deepspeed.comm` reports about its calls, per operation and message size."""
+    """Log of `deepspeed.comm` calls, per operation and message size."""
 
     def __init__(self) -> None:
         self.comms_dict: dict[str, SizeRecords] = {}
@@ -82,7 +82,7 @@ class CommsLogger:
         self.prof_all = True
         self.enabled = False
         self.links: Callable[[], dict[str, float]] | None = None
-        """What an engine says about the bytes that it sent, by link."""
+        """Returns the bytes that an engine sent, by link."""
 
     def configure(self, comms_config: Any) -> None:
         """Apply a `comms_logger` section (or an object that holds one as `.comms_logger`)."""
@@ -115,8 +115,8 @@ class CommsLogger:
     def append(
         self, raw_name: str, record_name: str, latency: float, msg_size: int, group_size: int | None = None
     ) -> None:
-        """Record one call: `raw_name` the operation, `record_name` its row in the log, `latency` in ms,
-        `msg_size` in bytes as `calc_bw_log` expects it."""
+        """Record one call: `raw_name` is the operation, `record_name` its row in the log, `latency` in ms, `msg_size`
+        in bytes as for `calc_bw_log`."""
         algbw, busbw = calc_bw_log(raw_name, msg_size, latency, group_size)
         record = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         record[0] += 1
@@ -148,7 +148,7 @@ class CommsLogger:
         return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
-        """Per message size of one operation: counts, latencies and mean bandwidths; {} if never recorded."""
+        """Return counts, latencies and mean bandwidths of one operation by message size; {} if never recorded."""
         return {
             size: _summary(size, record)
             for size, record in sorted(self.comms_dict.get(operation_name, {}).items())
@@ -186,10 +186,10 @@ class CommsLogger:
         }
 
     def _straggler_analysis(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """In the i-th call of an operation and size, the rank that arrived last waited least: the smallest
-        latency over ranks is the communication, and the extra time of the longest-waiting rank is due to the
-        straggler. Calls that ranks recorded in different numbers (send, subgroups) are compared among the
-        ranks that recorded as many as this one."""
+        """Return straggler statistics by operation and size. In the i-th call the rank that arrived last waited
+        least: the smallest latency over ranks is the communication, and the extra time of the longest-waiting rank is
+        due to the straggler. Calls whose numbers differ between ranks (send, subgroups) are compared among the ranks
+        that recorded as many as this one."""
         mine = {
             name: {size: record[1] for size, record in sizes.items()}
             for name, sizes in self.comms_dict.items()
@@ -248,7 +248,7 @@ def _of_links(links: dict[str, float]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """The columns of `head` are the values of a row after its size, in order."""
+    """Format a table; the columns of `head` after the size are the values of a row, in order."""
     lines = ["".join(f"{title:<20}" for title in ("Comm. Op", *head))]
     for name, sizes in rows.items():
         lines.append(name)

@@ -24,5 +24,5 @@ _TO_TORCH = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp if op is not
 
 
 def to_torch(op: Any) -> Any:
-    """torch's operator for one of ours; torch's own (including `_make_nccl_premul_sum`) pass through."""
+    """Return torch's operator for one of ours; torch's own (including `_make_nccl_premul_sum`) pass through."""
     return _TO_TORCH[op] if isinstance(op, ReduceOp) else op

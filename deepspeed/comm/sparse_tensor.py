@@ -1,4 +1,4 @@
-"""``SparseTensor``: the rows of a matrix that are not zero, such as the gradient of an embedding."""
+"""``SparseTensor``: the non-zero rows of a matrix, such as the gradient of an embedding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """``rows`` [n, ...] of every rank of ``group``, where each may have another n. Collective."""
+    """Gather ``rows`` [n, ...] of every rank of ``group``, where n may differ between ranks. Collective."""
     counts = [rows.new_empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, rows.new_tensor([len(rows)], dtype=torch.int64), group=group)
     lengths = [int(count) for count in counts]
@@ -20,10 +20,10 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
 
 
 class SparseTensor:
-    """The rows of ``dense_tensor`` [rows, columns] with a non-zero element, or those that a sparse one of torch has.
+    """The rows of ``dense_tensor`` [rows, columns] with a non-zero element, or the rows of a torch sparse tensor.
 
-    ``indices`` [n] are their numbers, ``values`` [n, columns] the rows, ``dense_size`` the shape of the whole. Rows may
-    occur more than once after ``add``; as a dense tensor they are summed.
+    ``indices`` [n] are the row numbers, ``values`` [n, columns] the rows, ``dense_size`` the dense shape. After
+    ``add`` rows may be duplicated; ``to_dense`` sums them.
     """
 
     def __init__(self, dense_tensor: Tensor | None = None) -> None:
@@ -63,7 +63,7 @@ class SparseTensor:
         return values.new_zeros(size).index_add_(0, indices, values)
 
     def sparse_size(self) -> tuple[int, int]:
-        """Numbers kept, and numbers of the dense tensor."""
+        """Return the numbers of stored elements (indices included) and of dense elements."""
         indices, values, size = self.parts()
         return indices.numel() + values.numel(), torch.Size(size).numel()
 

@@ -1,5 +1,5 @@
-"""Messages between threads of all ranks while training communicates: through the process group's store, because the
-order of collectives belongs to training."""
+"""Exchange messages between threads of all ranks through the process group's store, because a thread must not issue
+collectives while training does."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from deepspeed.base.logging import logger
 from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, named, quietly, store_of_default_group
 from deepspeed.comm.pending import CommunicationError
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.0005, 0.25  # between two looks, which take a tenth of the time waited so far
+MIN_PAUSE_S, MAX_PAUSE_S = 0.0005, 0.25  # between polls: a tenth of the time waited so far
 _ANSWER, _GAVE_UP = b"+", b"!"
-LAST_S = 10.0  # that rank 0 waits for others when an exception has ended its own program
+LAST_S = 10.0  # rank 0 waits for others after an exception ended its own program
 
 
 class StoreExchange:
-    """Every rank calls ``begin`` at the same point of its program, then ``combine`` equally often and ``end``, from any
-    thread. Afterwards the store holds nothing of it (unless a rank was lost)."""
+    """Exchange through the store. Every rank calls ``begin`` at the same point of its program, then ``combine``
+    equally often and ``end``, from any thread. Afterwards its keys are deleted (unless a rank was lost)."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._of_group = store_of_default_group()  # what serves the other ranks stays as long as this object
+        self._of_group = store_of_default_group()  # keeps the store's server alive as long as this object
         several = self._of_group is not None
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._store: Any = clone(self._of_group) if several else None
@@ -36,14 +36,14 @@ class StoreExchange:
         self._answer: str | None = None
 
     def begin(self) -> None:
-        """The n-th time is that of the other ranks' n-th."""
+        """Begin an exchange; this rank's n-th matches the other ranks' n-th."""
         self._key = common_key(self._name)
         self._round = 0
 
     def combine(self, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
         """Return ``join`` of all ranks' bytes, in rank order; rank 0 calls it, and it must not fail.
 
-        CommunicationError: a rank has not come in time, or has gone.
+        CommunicationError: a rank did not answer in time, or is gone.
         """
         if self._store is None:
             return join([own])
@@ -57,7 +57,8 @@ class StoreExchange:
             raise CommunicationError(f"{self._name}: the ranks' store does not answer: {error}") from error
 
     def end(self) -> None:
-        """Rank 0, whose process may hold the store, returns when the others have read the last answer."""
+        """End the exchange. Rank 0, whose process may hold the store, waits until the others have read the last
+        answer."""
         if self._store is None:
             return
         key, answer = f"{self._key}/end", self._answer
@@ -83,7 +84,7 @@ class StoreExchange:
             raise
         result = join([own, *map(bytes, self._store.multi_get(keys))])
         self._store.set(self._answer, _ANSWER + result)
-        if former is not None:  # all who have come here have read it
+        if former is not None:  # every rank that came here has read it
             quietly(lambda: self._store.delete_key(former))
         return result
 
@@ -97,7 +98,7 @@ class StoreExchange:
         return result[1:]
 
     def _wait(self, keys: Sequence[str]) -> None:
-        """Rank 0 decides when it has waited long enough; the others wait for it while its store answers."""
+        """Wait for ``keys``. Rank 0 decides when to give up; the others wait for it while its store answers."""
         began, told = time.monotonic(), False
         main_ended: float | None = None
         while not self._store.check(list(keys)):

@@ -1,8 +1,8 @@
-"""Time that a rank waits for others: collectives that are timed where they are issued and where they are waited for.
+"""Measure how long a rank waits for others: collectives timed at their issue and at their wait.
 
-A network whose engine wants a breakdown of its steps makes these communicators; all others make plain ones, so that
-who does not ask pays nothing. On a host the time of the call counts, on a device the time for which its stream stands
-still: between two of its events, which nobody waits for before the end of the step.
+A network whose engine wants a breakdown of its steps makes these communicators; others make plain ones, without
+overhead. On a host the duration of the call counts, on a device the time that its stream is blocked, between two
+events that are read only at the end of the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from deepspeed.comm.pending import Pending
 
 
 class Waits:
-    """The sum of the intervals in which this rank waits. Of intervals inside one another, and of threads that wait at
-    the same time, only the first to begin counts: a moment is lost once.
+    """Total time that this rank waits. Of nested and concurrent intervals only the first to begin counts, so that no
+    time counts twice.
 
     Args:
-        span: Has ``start`` and ``stop``, which record events of a device; None: the host's clock.
+        span: Has ``start`` and ``stop``, which record device events; None: the host's clock.
     """
 
     def __init__(self, span: Any = None) -> None:
@@ -32,7 +32,7 @@ class Waits:
         self._free = threading.Lock()
 
     def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``call(*args, **kwargs)``, timed."""
+        """Run and time ``call(*args, **kwargs)``."""
         if not self._free.acquire(blocking=False):
             return call(*args, **kwargs)
         span = self.span
@@ -49,13 +49,13 @@ class Waits:
             self._free.release()
 
     def take(self) -> float:
-        """Milliseconds on the host's clock since the last call."""
+        """Return the milliseconds waited on the host's clock since the last call."""
         taken, self.seconds, self.times = self.seconds, 0.0, 0
         return taken * 1e3
 
 
 class TimedPending(Pending):
-    """A collective in flight whose end is timed."""
+    """A collective in flight whose ``wait`` is timed."""
 
     __slots__ = ("_inner", "_over", "_waits")
 
@@ -64,7 +64,7 @@ class TimedPending(Pending):
         self._inner, self._waits, self._over = inner, waits, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._over:  # it answers at once, or raises the same error again
+        if self._over:  # returns at once, or raises the same error again
             return self._inner.wait()
         self._over = True
         return self._waits.around(self._inner.wait)
@@ -74,7 +74,7 @@ class TimedPending(Pending):
 
 
 class TimedCommunicator(Communicator):
-    """A communicator of a network that has ``waits``."""
+    """Communicator that times its collectives, for a network with ``waits``."""
 
     def _timed(self, call: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
         waits = self._network.waits

@@ -1,7 +1,7 @@
-"""Topologies: which rank is where on named axes, and the grid of process groups that follows from one.
+"""Topologies: coordinates of ranks on named axes, and the grid of process groups of a topology.
 
-These are the documented objects for three-dimensional parallelism. A ``PipelineParallelGrid`` is a model-parallel unit
-like any other: ``deepspeed.initialize(mpu=grid)`` makes the mesh from its groups (``deepspeed/comm/mesh.py``).
+These are the documented objects for three-dimensional parallelism. A ``PipelineParallelGrid`` is a model-parallel
+unit like any other: ``deepspeed.initialize(mpu=grid)`` builds the mesh from its groups (``deepspeed/comm/mesh.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PIPE, DATA, MODEL = "pipe", "data", "model"
 
 
 class ProcessTopology:
-    """Ranks on a Cartesian grid: ``axes``, outermost first, of sizes ``dims``; ranks count along the last axis first.
+    """Ranks on a Cartesian grid: ``axes``, outermost first, of sizes ``dims``; the last axis varies fastest.
 
-    ``mapping``: coordinate, a named tuple of the axes, -> rank.
+    ``mapping``: coordinates (a named tuple of the axes) -> rank.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -40,12 +40,12 @@ class ProcessTopology:
         self._places = list(self.mapping)
 
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return dict(zip(self.axes, self.dims, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate along every axis. ValueError: an axis is missing or unknown, or it has no such
-        place."""
+        """Return the rank at the given coordinates. ValueError: an axis is missing or unknown, or a coordinate is out
+        of range."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ValueError(
                 f"get_rank() takes a coordinate along each of {self.axes}, not along {list(coord_kwargs)}; "
@@ -70,7 +70,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """The number of ranks along an axis; 0 for one that the topology does not have."""
+        """Return the number of ranks along an axis; 0 if the topology does not have it."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -80,7 +80,8 @@ class ProcessTopology:
         return self._places[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups along an axis: in each, ranks that differ in nothing else. Empty if there is no such axis."""
+        """Return the groups along an axis, whose ranks differ in that coordinate only. Empty if there is no such
+        axis."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -88,7 +89,7 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, at, strict=True))) for at in places]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks at the given coordinates, ascending."""
+        """Return the ranks at the given coordinates, ascending."""
         wanted = filter_kwargs.items()
         return [
             rank
@@ -97,7 +98,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at place ``idx`` of one axis, ascending."""
+        """Return the ranks at position ``idx`` of one axis, ascending."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -108,14 +109,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of a pipeline whose replicas are neighbours: gradients, the larger messages, take the shorter way."""
+    """Pipeline stages whose replicas are neighbours, so that gradients, the larger messages, take the faster links."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=[PIPE, DATA], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, replicas, and layers split over neighbours."""
+    """Pipeline stages, replicas, and layers split over neighbours."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=[PIPE, DATA, MODEL], dims=[num_pp, num_dp, num_mp])
@@ -124,9 +125,10 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """The process groups of a topology, as a model-parallel unit. Collective over all ranks.
 
-    ``topology``: by default as many stages as replicas, or more. ``process_group``: the ranks of the grid, by default
-    all. *Model parallel* stands for pipelines and split layers together: the ranks that hold one replica of the model;
-    *slice* (or *tensor model*) *parallel* for split layers alone. ValueError: the topology has another number of ranks.
+    ``topology``: by default nearly square, with at least as many stages as replicas. ``process_group``: the ranks of
+    the grid, by default all. *Model parallel* means pipelines and split layers together, the ranks that hold one
+    replica of the model; *slice* (or *tensor model*) *parallel* means split layers only. ValueError: the topology has
+    a different number of ranks.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class PipelineParallelGrid:
         self.slice_parallel_size = self.model_parallel_size
         self.stage_id = self.get_stage_id()
         self.replica_id = getattr(self.coord, DATA, 0)
-        """This rank's place among those that hold the same weights."""
+        """Position among the ranks that hold the same weights."""
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_group = self._along(DATA)
@@ -165,9 +167,9 @@ class PipelineParallelGrid:
         self._take_sequences(1)
 
     def share_sequences(self, ranks: int) -> None:
-        """Let runs of ``ranks`` neighbours among the replicas of a stage share sequences: what is *data parallel* are
-        then those with other sequences, ``dp_group`` still all replicas. Collective over all ranks.
-        DeepSpeedConfigError: they do not divide the replicas."""
+        """Split sequences over each ``ranks`` neighbouring replicas of a stage: *data parallel* then means the ranks
+        with other sequences, while ``dp_group`` stays all replicas. Collective over all ranks. DeepSpeedConfigError:
+        ``ranks`` does not divide the replicas."""
         if len(self.dp_group) % ranks:
             raise DeepSpeedConfigError(
                 f"sequence_parallel_size={ranks} does not divide the {len(self.dp_group)} replicas of a pipeline stage"
@@ -188,7 +190,8 @@ class PipelineParallelGrid:
             self._data_group = self._new(self._data_ranks)
 
     def _along(self, axis: str) -> list[int]:
-        """The ranks that differ from this one along ``axis`` alone; itself if the topology does not have it."""
+        """Return the ranks that differ from this one along ``axis`` only; this rank alone if the topology does not
+        have it."""
         elsewhere = {name: at for name, at in self.coord._asdict().items() if name != axis}
         return self._topo.filter_match(**elsewhere)
 
@@ -205,7 +208,8 @@ class PipelineParallelGrid:
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage, at this rank's place along the other axes unless ``kwargs`` name others."""
+        """Return the rank of another stage at this rank's coordinates along the other axes, unless ``kwargs``
+        override them."""
         return self._topo.get_rank(**{**self.coord._asdict(), PIPE: stage_id, **kwargs})
 
     def get_global_rank(self) -> int:
@@ -243,11 +247,11 @@ class PipelineParallelGrid:
         return self.sequence_parallel_size
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
-        """None: no sequence is shared."""
+        """Return the group that shares sequences; None if no sequence is shared."""
         return self._sequence_group
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """All ranks that hold the same weights."""
+        """Return the group of all ranks that hold the same weights."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
@@ -274,6 +278,6 @@ class PipelineParallelGrid:
 
 
 def _square(ranks: int) -> ProcessTopology:
-    """As square as the prime factors allow, handed out in turn."""
+    """Return a nearly square topology, which gets the prime factors in turn."""
     factors = _prime_factors(ranks) if ranks > 1 else []
     return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))

@@ -1,8 +1,8 @@
-"""Test of whether an optimizer treats every element independently, so that ZeRO may partition its tensors anywhere.
+"""Test whether an optimizer updates every element independently, so that ZeRO may partition its tensors anywhere.
 
-Decided by trial, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
-Optimizers that use norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), or need a closure or
-sparse gradients, give different results or fail.
+Decided by trial, not by a list: a small matrix is updated once whole and once as two flat pieces. Optimizers that use
+norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), or need a closure or sparse gradients, give different
+results or raise.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # per class, det
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """True if splitting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
+    """Return whether splitting a tensor into flat pieces leaves its update unchanged (to 1e-5).
 
-    The optimizer itself, its hooks and the global random states are not touched. One verdict per class; a class that
-    declares it is believed (`UpdateTraits.elementwise`; the tests verify ours), but not one that inherits the
-    declaration of ours, as it may have changed the update.
+    The optimizer itself, its hooks and the global random states are not touched. There is one verdict per class. A
+    class's own declaration (`UpdateTraits.elementwise`) is trusted; the tests verify ours. One inherited from our
+    classes is not, as the subclass may have changed the update.
     """
     cls = type(optimizer)
     declared = traits_of(optimizer).elementwise
@@ -40,7 +40,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
-    """DeepSpeedConfigError: the plan partitions tensors that ``optimizer`` cannot update in parts."""
+    """Raise DeepSpeedConfigError if the plan partitions tensors that ``optimizer`` cannot update in parts."""
     if not plan.zero.shard_state:
         return
     name, traits = type(optimizer).__name__, traits_of(optimizer)
@@ -63,8 +63,8 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
 
 
 def _check_groups(name: str, in_shards: bool, plan: Plan) -> None:
-    """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole.
-    ``in_shards``: it can update shards of tensors."""
+    """Raise if the plan does not suit an optimizer that communicates itself: it needs several copies of the states,
+    and no stage 3, which has no whole copies. ``in_shards``: it can update shards of tensors."""
     if plan.zero.shard_params or not in_shards:
         raise DeepSpeedConfigError(
             f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
@@ -84,7 +84,7 @@ def _probe(optimizer: Optimizer) -> bool:
     )
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator).to(device)
-    # Gradients of different magnitude in the two pieces, so that the norm of either differs from that of both.
+    # Gradients of different magnitude in the two pieces, so that their norms differ from the whole's.
     scale = torch.linspace(0.1, 3.0, start.numel()).view(_SHAPE)
     grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(device) for _ in range(_STEPS)]
     devices = [] if device.type == "cpu" else [device]
@@ -92,7 +92,7 @@ def _probe(optimizer: Optimizer) -> bool:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             whole = _train(optimizer, [start], [[grad] for grad in grads])
             pieces = _train(optimizer, _cut(start), [_cut(grad) for grad in grads])
-    except Exception as error:  # whatever a foreign optimizer raises: it cannot be used in pieces
+    except Exception as error:  # any error of a foreign optimizer means that it cannot update pieces
         logger.debug(f"{type(optimizer).__name__} does not update flat pieces of tensors: {error}")
         return False
     moved = whole[0].flatten()
@@ -107,12 +107,11 @@ def _cut(tensor: Tensor) -> list[Tensor]:
 
 
 def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
-    """Steps of a stand-in for `optimizer` with its settings but other parameters; returns the final
-    values."""
+    """Train `values` with a stand-in for `optimizer` that has its settings; return the final values."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
     group = {**optimizer.param_groups[0]}
     if "lr" in group:
-        group["lr"] = 0.05  # a warm-up may be at 0, where nothing would change
+        group["lr"] = 0.05  # a warm-up may be at 0, where nothing changes
     substitute = stand_in(optimizer, group, params)
     if any(optimizer.state.values()):  # its step may rely on state created by its constructor
         for param in params:

@@ -1,8 +1,9 @@
-"""The state an optimizer keeps for a parameter before its first update, found without updating anything.
+"""Find the state that an optimizer keeps for a parameter before its first update, without updating anything.
 
-Not all of it is zero (NAdam's ``mu_product``, Rprop's ``step_size``, ASGD's ``eta`` and ``mu``), and torch's optimizers
-offer no way to ask for it: most create it inside ``step``, some in their constructor. So a stand-in takes one step with
-a zero gradient on a copy of the parameter, and a dict records what is first assigned to each entry: the initial state.
+Not all of it is zero (NAdam's ``mu_product``, Rprop's ``step_size``, ASGD's ``eta`` and ``mu``), and torch's
+optimizers have no method for it: most create it inside ``step``, some in their constructor. So a stand-in takes one
+step with a zero gradient on a copy of the parameter, and a dict records the first value assigned to each entry: the
+initial state.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from deepspeed.ops.update import Group
 
 @torch.no_grad()
 def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
-    """Initial state of ``param`` under the hyperparameters of ``group``; empty if the optimizer keeps none.
+    """Return the initial state of ``param`` under the hyperparameters of ``group``; empty if the optimizer keeps
+    none.
 
     Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a zero
     gradient.
     """
-    if isinstance(optimizer, MultiTensorOptimizer):  # ours can be asked
+    if isinstance(optimizer, MultiTensorOptimizer):  # ours has a method for it
         substitute: Any = stand_in(optimizer, group, [])
         return substitute.state_for(param, group)
     copied = nn.Parameter(param.detach().clone())
@@ -36,7 +38,7 @@ def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, 
         with torch.random.fork_rng(devices=()):
             _step_on_zeros(optimizer, group, copied, recorder)
     except Exception as error:
-        # Its step may rely on state created by its constructor.
+        # The step may rely on state created by the constructor.
         state = constructed_state(optimizer, group, copied)
         if not state:
             raise RuntimeError(
@@ -53,14 +55,14 @@ def _step_on_zeros(optimizer: Optimizer, group: Group, param: nn.Parameter, stat
     param.grad = torch.zeros_like(param)
     type(optimizer).step(substitute)
     left: Any = substitute.state[param]
-    if left is not state:  # it was replaced as a whole: take it as it is, without the recording
+    if left is not state:  # the step replaced the dict, so nothing was recorded: take its values
         state.starts.update(left)
         if "step" in left:
             state.starts["step"] = left["step"] * 0
 
 
 class _StateRecorder(dict):
-    """A parameter's state that keeps a copy of what is first assigned to each entry in ``starts``."""
+    """State dict that keeps a copy of the first value assigned to each entry in ``starts``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,24 +84,25 @@ class _StateRecorder(dict):
 
 
 def constructed_state(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
-    """The state that the constructor of the optimizer's class creates for ``param``; empty if none or if it fails."""
+    """Return the state that the constructor of the optimizer's class creates for ``param``; empty if none or if it
+    fails."""
     try:
         accepted = inspect.signature(type(optimizer)).parameters
         given = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         made = type(optimizer)([{**options_of(group), "params": [param]}], **given)
-    except Exception:  # whatever a foreign constructor requires
+    except Exception:  # a foreign constructor may require anything
         return {}
     return dict(made.state.get(param, {}))
 
 
 def options_of(group: Group) -> dict[str, Any]:
-    """The hyperparameters of a group, copied."""
+    """Return a copy of the hyperparameters of a group."""
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
 def stand_in(optimizer: Optimizer, group: Group, params: list[nn.Parameter]) -> Optimizer:
-    """The same class and attributes with other parameters, created without calling the constructor, whose arguments
-    are not known here. It has no hooks and no state."""
+    """Return an optimizer of the same class and attributes with other parameters, without hooks and state. The
+    constructor is not called, because its arguments are unknown here."""
     substitute = object.__new__(type(optimizer))
     attributes: dict[str, Any] = dict(optimizer.__dict__)
     attributes.pop("step", None)  # schedulers replace it on the instance, bound to the original

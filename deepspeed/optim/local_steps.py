@@ -1,5 +1,5 @@
-"""Local steps: every rank trains alone, and now and then the ranks agree (A. Douillard et al. 2023: DiLoCo: Distributed
-low-communication training of language models)."""
+"""Local steps: every rank trains alone, and the ranks synchronize periodically (A. Douillard et al. 2023: DiLoCo:
+Distributed low-communication training of language models)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, publish
 from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
 
 OWN, AGREED, OUTER = "own_weights", "agreed_weights", "outer_momentum"
-"""Entries of the state: this rank's weights (the masters themselves), those that the ranks had when they last agreed,
-and the momentum of the outer updates."""
+"""State entries: this rank's weights (the masters themselves), the common weights after the last outer update, and
+the momentum of the outer updates."""
 CODECS: dict[str, Codec | None] = {
     "none": None,
     "int8": BlockCodec(8),
@@ -29,17 +29,17 @@ CODECS: dict[str, Codec | None] = {
 
 
 class DiLoCo(OneBitOptimizer, MultiTensorAdam):
-    """AdamW on each rank's own gradients for ``sync_every`` updates, without communication. Then what the ranks did, on
-    average, is the gradient of one outer update, SGD with Nesterov momentum, of the weights that they had before; from
-    its result all go on. Moments of AdamW stay each rank's own.
+    """AdamW on each rank's local gradients for ``sync_every`` updates, without communication. Then the mean change of
+    the weights over the ranks is the gradient of one outer update, SGD with Nesterov momentum, of the last common
+    weights; all ranks continue from the result. AdamW's moments stay local to each rank.
 
     Args:
         params: iterable of parameters or of dicts that define groups.
         sync_every: updates between two outer ones (H of the paper).
-        outer_lr, outer_momentum: of the outer update.
-        warmup_steps: updates with gradients summed in full before the ranks part.
-        codec: how what the ranks did travels: "none" (fp32, one all-reduce), "int8", "int4", "signs"; what a codec
-            takes away is added to the next exchange.
+        outer_lr, outer_momentum: learning rate and momentum of the outer update.
+        warmup_steps: updates with fully summed gradients before the local ones.
+        codec: encoding of the weight changes: "none" (fp32, one all-reduce), "int8", "int4", "signs"; with error
+            feedback.
 
     With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). ValueError: an argument out of range.
     """
@@ -80,7 +80,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
         if self.codec is not None:
             self.exchange = SignExchange(self.codec)
         self.exchanges = 0
-        """How often the ranks have agreed."""
+        """Number of outer updates."""
 
     def warms_up(self, update: int) -> bool:
         return update <= self.warmup_steps
@@ -118,7 +118,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 self.state[master][AGREED].copy_(master)
 
     def _agree(self, number: int, masters: list[Tensor], holders: HoldersOf | None) -> None:
-        """The outer update. ``holders`` None: this rank's weights are those of all."""
+        """Run the outer update. ``holders`` None: all ranks have the same weights."""
         states = [self.state[master] for master in masters]
         moved = [state[AGREED] - master for state, master in zip(states, masters, strict=True)]
         if self.codec is not None:
@@ -132,7 +132,8 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
             master.copy_(state[AGREED].sub_(step, alpha=self.outer_lr))
 
     def server_errors(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
-        """Asked before the state is saved: weights may have moved since it was made."""
+        """Return the server errors; called before the state is saved, so it first refers ``OWN`` to the masters'
+        current memory."""
         for master, state in self.state.items():
             if OWN in state:
                 state[OWN] = master.detach()

@@ -12,11 +12,11 @@ from deepspeed.config.plan import LossScalePlan
 
 
 class LossScaleError(ExplainedError, RuntimeError):
-    """The scale cannot fall further, or too many steps in a row were skipped."""
+    """The loss scale cannot fall further, or too many consecutive steps were skipped."""
 
 
 class LossScalerBase:
-    """Holds the factor that losses are multiplied by, and never changes it by itself."""
+    """A constant loss scale, the factor that losses are multiplied by."""
 
     def __init__(self, cur_scale: float) -> None:
         self.scale = cur_scale
@@ -44,7 +44,7 @@ class LossScalerBase:
         return loss * self.scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """For a backward hook of a module: its input gradients, scaled."""
+        """Scale a module's input gradients, as a backward hook."""
         return tuple(grad * self.scale for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -52,11 +52,11 @@ class LossScalerBase:
 
 
 class LossScaler(LossScalerBase):
-    """Keeps the factor that losses are multiplied by and adapts it after overflows.
+    """The loss scale of an fp16 run, adapted after overflows if dynamic.
 
-    Dynamic: each overflow uses up one of ``hysteresis`` tolerated ones, after which the scale is halved. It doubles at
-    the first good step that follows ``window`` good ones in a row, and again every ``window`` steps, as in release
-    0.19: a run that is resumed there or here grows its scale at the same step. ``consecutive_hysteresis`` restores the
+    Dynamic: the first ``hysteresis`` - 1 overflows are tolerated, and each one after them halves the scale. The scale
+    doubles at the first good step after ``window`` consecutive good ones, and again every ``window`` steps, as in
+    release 0.19: a resumed run grows its scale at the same step in both. ``consecutive_hysteresis`` restores the
     tolerance after every good step; otherwise it is restored when the scale grows.
     """
 
@@ -67,9 +67,9 @@ class LossScaler(LossScalerBase):
         super().__init__(plan.static if plan.static is not None else plan.initial)
         self.tolerance_left = plan.hysteresis
         self.good_steps = 0
-        """In a row."""
+        """Consecutive good steps."""
         self.cur_iter = 0
-        """All steps, skipped ones too."""
+        """Number of steps, including skipped ones."""
 
     @property
     def dynamic(self) -> bool:
@@ -81,8 +81,8 @@ class LossScaler(LossScalerBase):
         return not self.dynamic or (self.tolerance_left <= 1 and self.scale <= self.plan.minimum)
 
     def update(self, overflow: bool) -> None:
-        """Account for one optimizer step. Raises LossScaleError on an overflow at the minimum scale, where the plan
-        says that training stops there."""
+        """Account for one optimizer step. LossScaleError: an overflow at the minimum scale, if the plan stops
+        training there."""
         self.cur_iter += 1
         if not self.dynamic:
             return

@@ -63,7 +63,7 @@ TOTAL_NUM_STEPS = "total_num_steps"
 
 
 def get_torch_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer itself, or the one that a wrapper holds as `.optimizer`."""
+    """Return the torch optimizer itself, or the one that a wrapper holds as `.optimizer`. TypeError: neither."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, Optimizer):
             return candidate
@@ -74,7 +74,7 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
-    """Write one rate per group; returns them."""
+    """Write one rate per group; return them."""
     for group, lr in zip(param_groups, lrs, strict=False):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
@@ -98,7 +98,7 @@ def _positive_int(value: Any, name: str) -> int:
 
 
 def _warmup_steps(value: Any) -> int:
-    """A warm-up has at least 2 steps (log(1) is 0); 0, which clients use for no warm-up, is allowed."""
+    """Return the number of warm-up steps, at least 2 (log(1) is 0); 0, which clients use for no warm-up, is allowed."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{WARMUP_NUM_STEPS} must be a positive integer, got {value!r}")
     return max(2, value)
@@ -121,7 +121,7 @@ def _warmup_fraction(iteration: int, num_steps: int, kind: str) -> float:
 
 
 class _Schedule:
-    """Common part of all schedules: the iteration, its state, and writing rates into the groups."""
+    """Base of all schedules: the iteration, its state, and writing rates into the groups."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
@@ -134,11 +134,11 @@ class _Schedule:
             update_lr(self.optimizer.param_groups, self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """Rates at the current iteration, one per group."""
+        """Return the rates at the current iteration, one per group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Rates that the last `step()` wrote; before the first, the groups' initial rates."""
+        """Return the rates that the last `step()` wrote; before the first, the groups' initial rates."""
         if self._last_lr is None:
             return [float(group["lr"]) for group in self.optimizer.param_groups]
         return self._last_lr
@@ -249,11 +249,11 @@ class OneCycle(_Schedule):
 
     @property
     def total_size(self) -> int:
-        """Steps of the whole cycle."""
+        """Return the number of steps of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
     def _height(self) -> float | None:
-        """Position between the minimum (0) and the maximum (1); None after the cycle."""
+        """Return the position between the minimum (0) and the maximum (1); None after the cycle."""
         done = self.last_batch_iteration + 1
         if done > self.total_size:
             return None
@@ -279,7 +279,7 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """`betas` at the current iteration, a tuple per group; None if momentum is not cycled."""
+        """Return `betas` at the current iteration, a tuple per group; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         groups = self.optimizer.param_groups
@@ -306,10 +306,10 @@ class OneCycle(_Schedule):
 
 
 class WarmupLR(_Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's rate) in `warmup_num_steps`, then
+    """Warm-up from `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's rate) in `warmup_num_steps`, then
     constant.
 
-    The fraction of the way is log(i + 1) / log(num_steps), or i / num_steps with `warmup_type="linear"`.
+    The fraction is log(i + 1) / log(num_steps), or i / num_steps with `warmup_type="linear"`.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class WarmupLR(_Schedule):
         self._start()
 
     def _fraction(self) -> float:
-        """Fraction of the way from the minimum to the maximum."""
+        """Return the fraction of the way from the minimum to the maximum."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self.last_batch_iteration < self.warmup_num_steps:
@@ -374,8 +374,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Multiples of the optimizer's initial rates: from `warmup_min_ratio` to 1 in
-    `warmup_num_steps`, then half a cosine down to `cos_min_ratio` at step `total_num_steps`."""
+    """Warm-up and cosine decay of the optimizer's initial rates: their multiple rises from `warmup_min_ratio` to 1 in
+    `warmup_num_steps`, then falls along half a cosine to `cos_min_ratio` at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -397,7 +397,7 @@ class WarmupCosineLR(_Schedule):
         self._start()
 
     def get_lr_ratio(self) -> float:
-        """Multiple of the initial rates at the current iteration; 0 before the first `step()`."""
+        """Return the multiple of the initial rates at the current iteration; 0 before the first `step()`."""
         i = self.last_batch_iteration
         if i < 0:
             return 0.0
@@ -464,7 +464,7 @@ _COSINE_FLAGS: dict[str, tuple[type, Any, str]] = {
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags that choose and tune a schedule; returns the parser."""
+    """Add the flags that choose and tune a schedule; return the parser."""
     group = parser.add_argument_group("Convergence Tuning", "learning-rate schedule")
     group.add_argument(
         f"--{LR_SCHEDULE}", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}"
@@ -479,7 +479,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The tuning flags on this process's command line, and the remaining arguments."""
+    """Parse the tuning flags on this process's command line; return them and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -500,7 +500,7 @@ def _override(args: argparse.Namespace, params: dict[str, Any], flags: Iterable[
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """(`scheduler` section that the flags describe, None), or (None, why there is none)."""
+    """Return (the `scheduler` section that the flags describe, None), or (None, the reason for none)."""
     name = getattr(args, LR_SCHEDULE, None)
     if name is None:
         return None, f"--{LR_SCHEDULE} is not given"
@@ -520,7 +520,7 @@ _LR_KEY = {
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """(the rate that a `scheduler` section starts or tops out with, ""), or (None, why there is none)."""
+    """Return (the starting or peak rate of a `scheduler` section, ""), or (None, the reason for none)."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"the LR schedule has no {key!r}"

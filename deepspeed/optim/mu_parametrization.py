@@ -1,7 +1,7 @@
-"""Adam, AdamW and SGD with learning rates per width (muP: "Tensor Programs V", arXiv 2203.03466).
+"""Adam, AdamW and SGD with width-dependent learning rates (muP: "Tensor Programs V", arXiv 2203.03466).
 
-The ``mup`` package knows which dimensions of a parameter grow with the width (``mup.set_base_shapes``, called by the
-user) and cuts parameter groups accordingly; the update itself is ours, so that every stage of ZeRO can partition it.
+The ``mup`` package knows which dims of a parameter grow with the width (``mup.set_base_shapes``, called by the user)
+and splits parameter groups accordingly; the update itself is ours, so that every stage of ZeRO can partition it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mu_adam(
     *,
     adam_w_mode: bool = False,
 ) -> torch.optim.Optimizer:
-    """Adam over the groups of ``mup.MuAdam``: matrices get ``lr`` divided by the multiple of their base width.
+    """Make Adam over the groups of ``mup.MuAdam``: the ``lr`` of matrices is divided by their width multiplier.
 
     Raises:
         DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
@@ -45,7 +45,7 @@ def mu_adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> torch.optim.Optimizer:
-    """``mu_adam`` with decoupled weight decay."""
+    """Make ``mu_adam`` with decoupled weight decay."""
     return mu_adam(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode=True)
 
 
@@ -57,7 +57,7 @@ def mu_sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> torch.optim.Optimizer:
-    """SGD over the groups of ``mup.MuSGD``: vectors get more, matrices less, as their widths say.
+    """Make SGD over the groups of ``mup.MuSGD``: ``lr`` grows for vectors and falls for matrices with their widths.
 
     Raises:
         DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
@@ -81,5 +81,5 @@ def _by_width(name: str, params: Any, own: Any, settings: dict[str, Any]) -> tor
 
     try:
         return getattr(mup, name)(params, impl=without_empty, **settings)
-    except AssertionError as error:  # a parameter without a base shape; mup says so and how to mend it
+    except AssertionError as error:  # a parameter without a base shape; mup's message explains the fix
         raise DeepSpeedConfigError(f"optimizer.type={name!r}: {error}") from error

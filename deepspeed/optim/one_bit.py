@@ -1,4 +1,4 @@
-"""Common part of the 1-bit optimizers: update counts, local gradients, errors, and the state that each rank saves."""
+"""Base of the 1-bit optimizers: update counts, local gradients, error feedback, and the state that each rank saves."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateConte
 from deepspeed.optim.sign_exchange import SignExchange
 
 SEEN = "variance_steps"
-"""Entry of the state of a tensor: how many gradients its variance has followed."""
+"""State entry of a tensor: the number of gradients in its variance."""
 PIECE = 1 << 15
-"""Elements: 128 KiB of each operand."""
+"""Elements per piece: 128 KiB of each operand."""
 MASK = "exp_avg_mask"
-"""Entry of a group: a tensor of the size of its parameters, 0 where their gradients are always exactly zero. Signs
-cannot say zero, so that momenta would move there, and errors pile up."""
+"""Group entry: a tensor of its parameters' size, 0 where their gradients are always exactly zero. Signs cannot encode
+zero, so momenta would move there, and errors would accumulate."""
 SHORT_MEMORY = 0.99
-"""Below this beta2 a variance that stays as it is was made of few gradients, and is too small where those happened to
-be."""
+"""Below this beta2 a frozen variance is an average of few gradients, and too small where those happened to be small.
+"""
 BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
 
 
 class OneBitOptimizer(MultiTensorOptimizer):
-    """Base of optimizers that at some point send signs of momenta instead of gradients.
+    """Base of optimizers that, after warm-up, send signs of momenta instead of gradients.
 
-    ``update_number`` counts updates, the first is 1. Without an engine that leaves gradients unsummed, an update takes
-    the gradients that it is given for those of all ranks.
+    ``updates`` counts updates; the first is number 1. Without an engine that leaves gradients unsummed, an update
+    assumes that the given gradients are summed over all ranks.
     """
 
     own_state_names: tuple[str, ...] = ()
-    """fp32 entries of the state besides ``state_names``."""
+    """fp32 state entries besides ``state_names``."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        MultiTensorOptimizer.__init__(self, params, defaults)  # bases between have other arguments
+        MultiTensorOptimizer.__init__(self, params, defaults)  # intermediate bases have other arguments
         self.updates = 0
         self.exchange = SignExchange()
         self._checked: set[int] = set()
@@ -56,21 +56,21 @@ class OneBitOptimizer(MultiTensorOptimizer):
     # Subclasses -----------------------------------------------------------------------------------------------
 
     def warms_up(self, update: int) -> bool:
-        """Return whether this update needs the sum of gradients in full."""
+        """Return whether this update needs the full sum of gradients."""
         raise NotImplementedError
 
     def update_own(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
-        """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if ``context`` has no
-        ``holders``). Without tensors if others may have some and the update sums over fragments."""
+        """Update group ``number`` after warm-up, from this rank's gradients (summed ones if ``context`` has no
+        ``holders``). ``part`` may be empty where other ranks have tensors and the update sums over fragments."""
         raise NotImplementedError
 
     def warmed_up(self, context: UpdateContext) -> None:
-        """An update with gradients in full was made."""
+        """Called after an update with fully summed gradients."""
 
     def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """An update of warm-up."""
+        """Run an update of warm-up."""
         super().multi_tensor_step(group, params, *args, **kwargs)
         for param in params:
             self.state[param][SEEN] += 1
@@ -115,7 +115,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         for name in self.own_state_names:
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-        if SEEN not in state:  # new, or of a checkpoint that has not this entry
+        if SEEN not in state:  # new, or from a checkpoint without this entry
             state[SEEN] = torch.tensor(float(sum(map(self.warms_up, range(1, int(state["step"]) + 1)))))
         return state
 
@@ -132,7 +132,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
-        """Update all parameters that have a gradient; returns what ``closure`` returned."""
+        """Update all parameters that have a gradient; return the result of ``closure``."""
         if grads is not None:
             raise RuntimeError(
                 f"{type(self).__name__}.step does not support grads=: set .grad of the parameters"
@@ -157,7 +157,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         errors: Sequence[Tensor],
         holders: HoldersOf | None,
     ) -> None:
-        """Replace ``values`` by their means over those that hold the same masters."""
+        """Replace ``values`` by their means over the ranks that hold the same masters."""
         for kind, ranks, positions in by_holders(masters, holders):
             chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
             self.exchange.mean((number, kind), ranks, *chosen)
@@ -175,11 +175,10 @@ class OneBitOptimizer(MultiTensorOptimizer):
         context: UpdateContext,
         beta2: float,
     ) -> bool:
-        """An element that had no gradient so far has variance 0, and any momentum would throw it far away. It gets the
-        mean of its tensor; where the whole tensor had none, the mean square of its first gradients. A shard counts as
-        a tensor, unless the update sums over fragments.
-
-        Returns whether any of the tensors, of any rank with a part of them, were seen for the first time."""
+        """Fill zero variances, with which any momentum would move an element far away. An element without a gradient
+        so far gets the mean variance of its tensor; if the whole tensor had none, the mean square of its first
+        gradients. A shard counts as a tensor, unless the update sums over fragments. Return whether any rank that
+        holds part of these tensors saw one for the first time."""
         new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
         count = torch.tensor([float(len(new))], dtype=torch.float64)
         if not float(count if context.copy_sum is None else context.copy_sum(count)):
@@ -208,14 +207,14 @@ def _mask_of(mask: Any, value: Tensor) -> Tensor:
 
 
 def whole_sums(masters: Sequence[Tensor], sums: Sequence[Tensor], context: UpdateContext) -> Tensor:
-    """[n, k] fp64: k ``sums`` [n] over ``masters``, or over the tensors that these are fragments of if the update sums
-    over those. Collective if it does."""
+    """Return [n, k] fp64: k ``sums`` [n] of ``masters``, each summed over the whole tensor of its fragment if the
+    update sums over fragments. Collective then."""
     own = torch.stack([one.cpu() for one in sums], dim=1)
     return own if context.segment_sum is None else context.segment_sum(list(masters), own)
 
 
 def numels_of(masters: Sequence[Tensor]) -> Tensor:
-    """[n] fp64."""
+    """Return the numbers of elements, [n] fp64."""
     return torch.tensor([master.numel() for master in masters], dtype=torch.float64)
 
 
@@ -226,7 +225,7 @@ def _stacked(sums: Sequence[Tensor]) -> Tensor:
 def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: UpdateContext) -> None:
     """Replace ``values`` [number of masters] by their means over the ranks that hold the same master. Collective."""
     for _, ranks, positions in by_holders(masters, context.holders):
-        share = values[positions].to(masters[positions[0]].device)  # NCCL takes no tensors of the host
+        share = values[positions].to(masters[positions[0]].device)  # NCCL takes no CPU tensors
         ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
         values[positions] = share.to(values.device)
 
@@ -234,14 +233,14 @@ def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: Update
 def by_holders(
     masters: Sequence[Tensor], holders: HoldersOf | None
 ) -> Iterator[tuple[int, Communicator, list[int]]]:
-    """Number the kinds of weights, and yield those that are among ``masters``: their ranks and positions."""
+    """Number the kinds of weights, and yield those among ``masters``: kind, ranks and positions."""
     for kind, (ranks, positions) in enumerate(holders(masters) if holders is not None else ()):
         if positions:
             yield kind, ranks, positions
 
 
 def seen_by(state: Mapping[str, Any]) -> float:
-    """Return how many gradients a variance has followed; one that was filled in counts as of one."""
+    """Return the number of gradients in a variance; a filled one counts as 1."""
     return max(1.0, float(state[SEEN]))
 
 
@@ -255,14 +254,14 @@ def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
 
 
 def round_into(low: Tensor | None, master: Tensor) -> None:
-    """``publish`` of one tensor or of a piece of it."""
+    """Round one updated master, or a piece of it, into the model's own weight."""
     if low is not None:
         low.copy_(master.reshape(low.shape))
 
 
 def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Views of tensors of one size, so small on the host that what several operations make of one stays in the cache
-    until the next: 1-D, or the tensors themselves where they cannot be cut. None stays None."""
+    """Yield pieces of equal-sized tensors, on the host small enough to stay in cache over several operations: 1-D
+    views, or the tensors themselves if they cannot be cut. None stays None."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in given):
         yield tensors
@@ -273,7 +272,7 @@ def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
 
 
 def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
-    """``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads."""
+    """Compute ``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads in place."""
     for whole, source in zip(momenta, grads, strict=True):
         if momentum_kernels.follow(whole, source, grad_scale, beta1):
             continue
@@ -285,6 +284,7 @@ def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float
 
 
 def check_backend(optimizer: str, name: str) -> None:
-    """ValueError: no documented backend has this name. All of them are the engine's own communication here."""
+    """Raise ValueError for a name that is no documented backend. All of them use the engine's own
+    communication here."""
     if name not in BACKENDS:
         raise ValueError(f"{optimizer}: comm_backend_name={name!r} must be one of {', '.join(BACKENDS)}")

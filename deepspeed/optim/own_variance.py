@@ -1,7 +1,8 @@
-"""Variances of ranks that know only their own gradients: each goes on with its squares, and seldom they agree.
+"""Continue variances on ranks that know only their local gradients, with rare averaging.
 
-The gradient of a rank is the one of all ranks plus noise, so its squares are too large: by the same factor nearly
-everywhere, and exactly by it where a gradient is mostly noise. The factor is measured, from sums with random signs.
+The local gradient is the mean gradient plus noise, so its squares are too large: by nearly the same factor
+everywhere, and by exactly that factor where a gradient is mostly noise. The factor is estimated from sums with random
+signs.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.optim.one_bit import pieces
 
 OWN_VARIANCE = "own_variance"
-"""Entry of the state of a tensor: its variance as this rank's gradients continue it."""
+"""State entry of a tensor: its variance, continued with this rank's gradients."""
 SUMS = 4096
-"""Elements whose distance is a multiple of this are summed, each run of so many with one random sign."""
+"""Length of the sketch: runs of this many elements are added up, each run with one random sign."""
 
 
 def share_of_mean(grads: Sequence[Tensor], ranks: Communicator, seed: int) -> float:
-    """About which share of its squared norm a gradient of one of ``ranks`` has in common with the others': the squared
-    norm of their mean, divided by the mean of their squared norms. At most 1; the same on all of ``ranks``. Collective.
-    """
+    """Estimate the squared norm of the mean gradient of ``ranks``, divided by the mean of their squared norms. At
+    most 1; the same on all of ``ranks``. Collective."""
     if ranks.size == 1:
         return 1.0
     own = random_sums(grads, seed).double()
@@ -38,7 +38,7 @@ def share_of_mean(grads: Sequence[Tensor], ranks: Communicator, seed: int) -> fl
 
 
 def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
-    """fp32 [SUMS], whose squared norm is in the mean over seeds that of all ``grads``. Linear in them."""
+    """Return a linear sketch of ``grads``, fp32 [SUMS], whose expected squared norm over seeds is theirs."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(SUMS, device=grads[0].device)
     for grad in grads:
@@ -57,7 +57,7 @@ def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
 
 
 def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: float, beta2: float) -> None:
-    """``own`` = beta2 * own + (1 - beta2) * scale * grads^2."""
+    """Compute ``own`` = beta2 * own + (1 - beta2) * scale * grads^2 in place."""
     for whole, source in zip(own, grads, strict=True):
         for variance, grad in pieces(whole, source):
             wide = grad.float()
@@ -65,7 +65,7 @@ def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: fl
 
 
 def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
-    """``variances`` become the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
+    """Set ``variances`` to the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
     torch._foreach_copy_(list(variances), list(own))
     if ranks.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Choosing the learning-rate scheduler of an engine."""
+"""Choose the learning-rate scheduler of an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigEr
 def resolve_scheduler(
     config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None, own: Any = None
 ) -> Any:
-    """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None.
-    ``own``: what the client gave as its optimizer."""
+    """Return the client's scheduler, or its callable's for the optimizer, else the config's, or None. ``own``: the
+    client's optimizer argument."""
     if client is not None:
         if not callable(client) and not hasattr(client, "step"):
             raise TypeError(f"lr_scheduler must be a scheduler or a callable, not {type(client).__name__}")
@@ -44,13 +44,14 @@ def resolve_scheduler(
         )
     try:
         return kind(optimizer, **params)
-    except TypeError as error:  # one is missing
+    except TypeError as error:  # a required argument is missing
         raise DeepSpeedConfigError(f"scheduler.params does not fit {name}: {error}") from error
 
 
 def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
-    """Step ``schedule`` with the caller's keywords. Without any, one whose ``step`` needs an argument, as Megatron-LM's
-    does, is told the number of samples of this step: ``train_batch`` of a pipeline takes no keywords for it."""
+    """Step ``schedule`` with the caller's keywords. Without any, a ``step`` that requires an argument, as
+    Megatron-LM's does, gets the number of samples of this step: a pipeline's ``train_batch`` takes no keywords for
+    it."""
     method = getattr(type(schedule), "step", None)
     positional = (samples,) if not lr_kwargs and method is not None and _needs_argument(method) else ()
     schedule.step(*positional, **lr_kwargs)
@@ -58,15 +59,15 @@ def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
 
 @lru_cache(maxsize=16)
 def _needs_argument(step: Callable[..., Any]) -> bool:
-    """Return whether the method ``step`` has a parameter, besides its object, that must be given by position."""
+    """Return whether the method ``step`` has a required positional parameter besides ``self``."""
     own = list(inspect.signature(step).parameters.values())[1:]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(param.kind in by_place and param.default is param.empty for param in own)
 
 
 def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
-    """A torch scheduler may drive another optimizer than the one that is made here: 0.19 takes it, steps it and trains
-    at a constant rate. So do we, but not in silence."""
+    """Warn of a torch scheduler that drives another optimizer than the engine's. As in 0.19 it is stepped, and the
+    learning rate stays constant."""
     made_here = own is None or not hasattr(own, "param_groups")
     if isinstance(client, LRScheduler) and made_here and client.optimizer is not optimizer:
         logger.warning(
@@ -78,7 +79,7 @@ def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
 
 def _find(name: str) -> Any:
     if name in VALID_LR_SCHEDULES:
-        from deepspeed.optim import lr_schedules  # for configs that name one of ours
+        from deepspeed.optim import lr_schedules  # only if the config names one of ours
 
         return getattr(lr_schedules, name)
     kind = getattr(torch.optim.lr_scheduler, name, None)

@@ -1,4 +1,4 @@
-"""Means of optimizer states over ranks, sent as signs: what the 1-bit optimizers have in common."""
+"""Average optimizer states over ranks, sent as signs, for the 1-bit optimizers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
 from deepspeed.ops.formats.codecs import Codec, SignCodec
 
 FEEDBACK = "worker_error"
-"""Entry of the state of a tensor: what encoding took from this rank's values."""
+"""State entry of a tensor: the error of encoding this rank's values."""
 
 
 @dataclass(slots=True)
 class ExchangeGroup:
-    """Tensors that travel end to end among the same ranks, in the order in which they were first seen."""
+    """Tensors that travel concatenated among the same ranks, in the order in which they were first seen."""
 
     ranks: tuple[int, ...]
     numels: list[int] = field(default_factory=list)
     members: list[int] = field(default_factory=list)
-    """Addresses of the objects; fewer than ``numels`` after loading, until they are seen again."""
+    """Ids of the masters; fewer than ``numels`` after loading, until they are seen again."""
     server_error: Tensor | None = None
-    """[part] of what this rank serves."""
+    """[part] Error of the part that this rank serves."""
     place: int = 0
-    """Of this rank among them."""
+    """Position of this rank in ``ranks``."""
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
 
     def recognise(self, masters: Sequence[Tensor], taken: set[int]) -> None:
-        """The next members, if ``masters`` has tensors of their sizes in this order; not those that are ``taken`` by a
-        line, to which they are added."""
+        """Find the next members among ``masters`` by size and order. Masters ``taken`` by a group are skipped; found
+        ones are added to ``taken``."""
         rest = iter([master for master in masters if id(master) not in taken])
         for numel in self.numels[len(self.members) :]:
             found = next((master for master in rest if master.numel() == numel), None)
@@ -46,7 +46,7 @@ class ExchangeGroup:
             taken.add(id(found))
 
     def starts(self) -> dict[int, int]:
-        """Return the start of each member."""
+        """Return the offset of each member."""
         found, position = {}, 0
         for member, numel in zip(self.members, self.numels, strict=False):
             found[member] = position
@@ -55,7 +55,7 @@ class ExchangeGroup:
 
 
 class SignExchange:
-    """Keeps the errors of what it averages: those of senders in the states, those of servers here."""
+    """Averages values with error feedback: the states keep the senders' errors, this object the servers'."""
 
     def __init__(self, codec: Codec | None = None) -> None:
         self.codec = codec or SignCodec()
@@ -69,9 +69,9 @@ class SignExchange:
         values: Sequence[Tensor],
         errors: Sequence[Tensor],
     ) -> None:
-        """Replace ``values`` by their mean over ``ranks``, up to what is kept in ``errors``. Collective.
+        """Replace ``values`` by their mean over ``ranks``, up to the errors kept in ``errors``. Collective.
 
-        ``masters`` say whose values these are; those of a line (``key``) that are missing count as 0 this time.
+        ``masters`` identify the values; members of the group ``key`` that are missing here count as 0 this time.
         """
         if ranks.size == 1:
             return
@@ -92,7 +92,7 @@ class SignExchange:
                     tensor.copy_(copy)
 
     def _admit(self, line: ExchangeGroup, ranks: Communicator, masters: Sequence[Tensor]) -> None:
-        """Append masters that are new to the line; the errors of its servers are cut anew."""
+        """Append new masters to the group, and redistribute its server errors."""
         known = set(line.members)
         new = [master for master in masters if id(master) not in known]
         if not new and line.server_error is not None:
@@ -103,7 +103,7 @@ class SignExchange:
             line.members.append(id(master))
             if place == len(line.numels):
                 line.numels.append(master.numel())
-            elif line.numels[place] != master.numel():  # another model was saved
+            elif line.numels[place] != master.numel():  # the checkpoint is of another model
                 line.numels[place:] = [master.numel()]
                 line.server_error = None
         device = masters[0].device
@@ -116,8 +116,8 @@ class SignExchange:
         line.server_error = torch.zeros(part, device=device) if error is None else error
 
     def server_errors(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
-        """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
-        masters, to recognise those of lines that were loaded and have not travelled since."""
+        """Return, by member, the start of the part that this rank serves, and its error. ``groups``: all masters, to
+        recognise the members of loaded groups that have not travelled since."""
         found: dict[int, list[tuple[int, Tensor]]] = {}
         taken = {member for line in self.lines.values() for member in line.members}
         for key in sorted(self.lines, key=str):  # by kind, as ``groups`` are

@@ -1,14 +1,14 @@
-"""The accumulation clock: which backward is the last before an optimizer step."""
+"""The accumulation clock, which tells which backward is the last before an optimizer step."""
 
 from __future__ import annotations
 
 
 class AccumulationClock:
-    """Counts micro-batches; the single owner of the answer to "is this the boundary?".
+    """Counter of micro-batches; the only place that decides whether this one is the accumulation boundary.
 
     Managed: the ``steps``-th micro-batch after the last boundary is the next boundary, unless the caller forces the
-    answer (Accelerate does, before every backward). ``steps`` may change at any time: what counts is the number of
-    micro-batches since that boundary, so if a smaller value has already been reached, the next one is a boundary.
+    answer (Accelerate does, before every backward). ``steps`` may change at any time: if the micro-batches since the
+    last boundary already reach a smaller value, the next one is a boundary.
 
     Unmanaged: each ``step()`` of the engine is a boundary and nothing else is.
     """
@@ -40,9 +40,8 @@ class AccumulationClock:
 
     @property
     def mid_update(self) -> bool:
-        """Return whether there are micro-batches whose update is still to come: some were counted since the last
-        boundary, or the caller has said that the last backward was not the boundary. ``zero_grad`` keeps gradients
-        meanwhile."""
+        """Return whether micro-batches await their update: some were counted since the last boundary, or the caller
+        has forced the answer to no. ``zero_grad`` keeps gradients meanwhile."""
         return self.position > 0 or self._forced is False
 
     @property
@@ -52,17 +51,18 @@ class AccumulationClock:
 
     @micro_steps.setter
     def micro_steps(self, value: int) -> None:
-        """Set as if ``steps`` had always had its present value; set ``position`` afterwards if it is known exactly."""
+        """Set the total as if ``steps`` had always had its current value; set ``position`` afterwards if it is known
+        exactly."""
         self._micro_steps = value
         self.position = value % self.steps
 
     def tick(self) -> None:
-        """A micro-batch has ended, and so has its update if it was a boundary."""
+        """Count a micro-batch, after its update if it was a boundary."""
         self.position = 0 if self.at_boundary else self.position + 1
         self._micro_steps += 1
 
     def rewind(self) -> None:
-        """Return to the beginning of the batch: its micro-batches do not count."""
+        """Return to the beginning of the batch and uncount its micro-batches."""
         if self.managed:
             self._micro_steps -= self.position
             self.position = 0

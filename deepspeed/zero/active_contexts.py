@@ -1,4 +1,4 @@
-"""The ``zero.Init`` contexts that are active now. ``initialize`` suspends them without importing stage 3."""
+"""Track the active ``zero.Init`` contexts, so that ``initialize`` can suspend them without importing stage 3."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ActiveContext(Protocol):
-    """``zero.Init``, as it is known here."""
+    """The interface of ``zero.Init`` used here."""
 
     overrides: Any
     dtype: Any
@@ -19,22 +19,22 @@ class ActiveContext(Protocol):
 
 
 class ActiveContexts:
-    """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
+    """Patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
 
     def __init__(self) -> None:
         self.contexts: list[ActiveContext] = []
         self.restores: list[Callable[[], None]] = []
         self.suspended = 0
         self.composing = 0
-        """Constructors of torch's own classes that are running now (Note: torch's composites)."""
+        """Depth of running constructors of torch's own classes (Note: torch's composites)."""
 
     def unpatch(self) -> None:
-        """Take back every replaced name."""
+        """Restore every patched name."""
         while self.restores:
             self.restores.pop()()
 
     def suspend(self) -> None:
-        """Leave what is built until ``resume`` unpartitioned; calls nest."""
+        """Leave modules and tensors created until ``resume`` unpartitioned; calls nest."""
         self.suspended += 1
         self.unpatch()
 
@@ -46,7 +46,7 @@ class ActiveContexts:
 
     @contextlib.contextmanager
     def suspending(self) -> Iterator[None]:
-        """A block whose modules and tensors are not partitioned."""
+        """Suspend partitioning of modules and tensors inside the block."""
         self.suspend()
         try:
             yield

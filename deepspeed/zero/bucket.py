@@ -1,10 +1,10 @@
-"""The parameters of one bucket as views of one flat buffer, of which each rank owns one shard; and the pool of
-flat scratch buffers.
+"""Hold the parameters of a bucket as views of one flat buffer, of which each rank owns one shard; and pool flat
+scratch buffers.
 
 [Note: parameters as views] The caller's own ``Parameter`` objects are kept: their ``.data`` becomes a view of the
-flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make
-backward fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed
-between forward and backward. Therefore every publish bumps the versions, and a stale graph is an error again.
+flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make backward
+fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed between forward
+and backward. So every publish bumps the versions, which makes a stale graph an error again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOWHERE = -1
 
 
 class ParamBucket:
-    """Owns the flat weights of one bucket.
+    """Owner of the flat weights of one bucket.
 
     ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; this rank owns ``shard`` of it.
     With one shard per bucket there is nothing to gather: unless ``flat`` is requested, the parameters stay where the
@@ -44,10 +44,10 @@ class ParamBucket:
         self._addresses: list[int] = []
 
     def evict(self) -> None:
-        """Give back what is gathered and can be gathered again; without sharded weights there is nothing."""
+        """Free a gathered copy that can be gathered again; a no-op for weights that are not sharded."""
 
     def renumber(self, layout: BucketLayout) -> None:
-        """The same layout with different parameter indices."""
+        """Replace the layout by an equal one with different parameter indices."""
         self.layout = layout
         self.fragments = layout.owned(self.rank)
 
@@ -71,12 +71,13 @@ class ParamBucket:
         param.data = view
 
     def note_addresses(self, apart: Container[int] = ()) -> None:
-        """Record the current addresses of the parameters as their proper ones, except at the positions ``apart``."""
+        """Record the current addresses of the parameters as attached, except at the positions ``apart``."""
         addresses = map(_address, self.params)
         self._addresses = [_NOWHERE if i in apart else address for i, address in enumerate(addresses)]
 
     def detached(self) -> list[int]:
-        """Positions of parameters whose memory was replaced (``module.to``, a LoRA merge, ``assign=True``)."""
+        """Return the positions of parameters whose memory was replaced (``module.to``, a LoRA merge,
+        ``assign=True``)."""
         addresses = list(map(_address, self.params))
         if addresses == self._addresses:
             return []
@@ -96,14 +97,14 @@ class ParamBucket:
             self._addresses[i] = param.data_ptr()
 
     def local_weights(self, fragment: Fragment) -> Tensor:
-        """The weights of one of this rank's fragments, or of a piece of one: 1-D in the bucket's dtype, live."""
+        """Return the live weights of one of this rank's fragments, or of a piece of one: 1-D in the bucket's dtype."""
         if self.shard is None:
             start = fragment.param_offset
             return self.param_of(fragment).data.view(-1)[start : start + fragment.numel]
         return self.shard[fragment.shard_offset : fragment.shard_offset + fragment.numel]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor object on the memory of the weights: it is free when none of them is left there."""
+        """Yield every tensor object on the memory of the weights, which is freed once all of them have moved."""
         yield from (flat for flat in (self.full, self.shard) if flat is not None)
         yield from self.params
 
@@ -114,13 +115,13 @@ class ParamBucket:
         raise KeyError(fragment.param)
 
     def publish(self) -> Pending | None:
-        """Start to send this rank's shard to the others; None when there is nothing to move."""
+        """Start to all-gather the shards; None if there is nothing to move."""
         if self.full is None or self.shard is None or self.layout.num_shards == 1:
             return None
         return self.communicator.all_gather(self.full, self.shard)
 
     def destroy(self) -> None:
-        """Give every parameter its own storage back, except those that were moved elsewhere."""
+        """Give every parameter its own storage again, except those whose memory was replaced."""
         if self.full is None:
             return
         elsewhere = set(self.detached())
@@ -131,14 +132,14 @@ class ParamBucket:
 
 
 class WeightPublisher:
-    """Sends updated shards to the other ranks and marks the weights as changed; ``after`` is called when done."""
+    """Sends updated shards to the other ranks and marks the weights as changed; then calls ``after``."""
 
     def __init__(self, buckets: Sequence[ParamBucket], after: Sequence[Callable[[], None]] = ()) -> None:
         self.buckets = list(buckets)
         self.after = list(after)
 
     def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
-        """Gather what changed (default: everything). Collective."""
+        """Gather the changed buckets (default: all). Collective."""
         chosen = self.buckets if buckets is None else buckets
         for pending in [bucket.publish() for bucket in chosen]:
             if pending is not None:
@@ -152,14 +153,14 @@ _PARTS = "_ds_parts"  # attribute of a buffer
 
 
 class BufferPool:
-    """Flat scratch buffers that are reused, so that memory is touched (and paged in) only once."""
+    """Pool of flat scratch buffers, reused so that memory is paged in only once."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._read_until: dict[int, Any] = {}  # address of a free buffer -> event after its last use
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of exactly ``numel`` elements with undefined contents."""
+        """Return an uninitialized buffer of exactly ``numel`` elements."""
         free = self._free.setdefault((dtype, device), [])
         if free and free[-1].numel() == numel:
             buffer = free.pop()
@@ -171,35 +172,35 @@ class BufferPool:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
             self._settle(buffer)
             return buffer if buffer.numel() == numel else buffer[:numel]
-        for buffer in free:  # all too small: a larger one takes their place
+        for buffer in free:  # all too small: replace them by a larger one
             self._settle(buffer)
         free.clear()
         return torch.empty(numel, dtype=dtype, device=device)
 
     def parts(self, buffer: Tensor, user: Hashable, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return the views that ``cut`` makes of a lent buffer for this user. Kept as long as the buffer is, since
-        steps repeat; dropped when the buffer is given back."""
+        """Return the views that ``cut`` makes of a lent buffer for this user. Cached on the buffer, since steps
+        repeat, and freed with it."""
         known = vars(buffer).setdefault(_PARTS, {})
         parts = known.get(user)
         if parts is None:
-            # of ``data``, not of the buffer: views would keep what they are views of, and that holds them
+            # of ``data``, not of the buffer: views keep their base alive, which would hold them in a cycle
             parts = known[user] = cut(buffer.data)
         return parts
 
     def parts_of(self, buffer: Tensor) -> list[Tensor]:
-        """Those of all users."""
+        """Return the views of a buffer for all users."""
         known: dict[Hashable, list[Tensor]] = vars(buffer).get(_PARTS, {})
         return [part for parts in known.values() for part in parts]
 
     def give(self, buffer: Tensor, read_until: Any = None) -> None:
-        """``read_until``: an event after the last use of the buffer on another stream."""
+        """Return a buffer to the pool. ``read_until``: an event after its last use on another stream."""
         whole = buffer if buffer._base is None else buffer._base
         if read_until is not None:
             self._read_until[whole.data_ptr()] = read_until
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
     def _settle(self, buffer: Tensor) -> None:
-        """Order the current stream's next work after the buffer's last use on another stream."""
+        """Make the current stream wait for the buffer's last use on another stream."""
         event = self._read_until.pop(buffer.data_ptr(), None)
         if event is not None:
             event.wait()

@@ -1,7 +1,7 @@
-"""Layout of parameters in buckets and shards across ranks: pure arithmetic, no torch.distributed.
+"""Lay out parameters in buckets and shards across ranks: pure arithmetic, no torch.distributed.
 
-A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
-to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns shard ``r`` (ZeRO, Rajbhandari et al.
+A *bucket* is a run of parameters of one gather unit with the same replica group, dtype and wire dtype, laid end to
+end, padded, and divided evenly among the ranks of its group: rank ``r`` owns shard ``r`` (ZeRO, Rajbhandari et al.
 2020, section 5). Optimizer groups do not split buckets: the group is a property of a fragment.
 """
 
@@ -16,11 +16,11 @@ import torch
 from deepspeed.checkpoint.shards import ShardCut
 
 ALIGNMENT = 16
-"""Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard; where the
-optimizer keeps values of blocks (``UpdateTraits.grain``), at a multiple of a block too."""
+"""Every parameter and every shard starts at a multiple of this many elements (64 bytes in fp32), and of the block
+size where the optimizer keeps per-block values (``UpdateTraits.grain``)."""
 
 UNUSED = -1
-"""Index of a parameter in a slot that is not trained (a frozen one in a bucket with trained ones)."""
+"""Parameter index of a slot that is not trained (a frozen parameter in a bucket with trained ones)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +34,16 @@ class ParamSpec:
     unit: int
     wire_dtype: torch.dtype
     replica_group: str = "dense"
-    """The kind of weights, by which ranks hold them (``zero/replica_groups.py``)."""
+    """Name of the replica group, the ranks that hold these weights (``zero/replica_groups.py``)."""
     requires_grad: bool = True
     alone: bool = False
-    """Gets a bucket to itself."""
+    """Gets its own bucket."""
     apart: bool = False
     """Shares no bucket with copies of whole tensors (Note: blocks and copies in `zero/partitioning.py`)."""
 
     @property
     def key(self) -> tuple[str, torch.dtype, torch.dtype, bool, bool]:
-        """Parameters with different keys never share a bucket."""
+        """Return the key of the bucket: parameters with different keys never share one."""
         return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad, self.apart)
 
 
@@ -85,7 +85,7 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Parameter elements, without padding."""
+        """Number of parameter elements, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -93,12 +93,13 @@ class BucketLayout:
         return self.padded_numel // self.num_shards
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The half-open interval of the bucket that ``rank`` owns: all of it on every rank if there is one shard."""
+        """Return the half-open interval of the bucket that ``rank`` owns: all of it on every rank if there is one
+        shard."""
         shard = rank if self.num_shards > 1 else 0
         return shard * self.shard_numel, (shard + 1) * self.shard_numel
 
     def parts(self, slot: Slot) -> list[tuple[int, int, int]]:
-        """``(rank, start, stop)`` of the non-empty parts of one parameter, as offsets into the flat parameter."""
+        """Return ``(rank, start, stop)`` of a parameter's non-empty parts, as offsets into the flat parameter."""
         if not slot.numel:
             return []
         cut = self.cut_of(slot)
@@ -109,7 +110,7 @@ class BucketLayout:
         return ShardCut(slot.offset, self.shard_numel, self.num_shards)
 
     def owned(self, rank: int) -> tuple[Fragment, ...]:
-        """The non-empty fragments of parameters inside the shard of ``rank``, in order."""
+        """Return the non-empty fragments of parameters inside the shard of ``rank``, in order."""
         start, stop = self.shard_range(rank)
         fragments: list[Fragment] = []
         for slot in self.slots:
@@ -119,12 +120,12 @@ class BucketLayout:
         return tuple(fragments)
 
     def renumbered(self, new: Callable[[int, Slot], int], index: int | None = None) -> BucketLayout:
-        """The same layout with ``new(position, slot)`` for the parameters' indices."""
+        """Return the layout with parameter indices ``new(position, slot)``."""
         slots = tuple(replace(slot, param=new(i, slot)) for i, slot in enumerate(self.slots))
         return replace(self, slots=slots, index=self.index if index is None else index)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Intervals of padding between slots and at the end."""
+        """Return the intervals of padding between slots and at the end."""
         result: list[tuple[int, int]] = []
         position = 0
         for slot in self.slots:
@@ -143,7 +144,7 @@ class CutPolicy:
     ``max_numel`` ends a bucket before it grows larger (a single parameter may be larger); ``merge_numel`` joins
     consecutive small units up to that size; parameters of at most ``persist_numel`` elements get separate buckets
     (stage 3 keeps those gathered); 0 turns either off. ``grain``: parameters and shards start at multiples of it, so
-    that a parameter is cut at multiples of it.
+    a parameter is also cut at multiples of it.
     """
 
     max_numel: int

@@ -1,4 +1,4 @@
-"""Modules on the meta device: to be looked at and followed, without memory for their weights."""
+"""Copy modules to the meta device, for inspection and tracing without memory for their weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from deepspeed.base.sharded import full_shape
 
 
 def meta_copy(module: nn.Module, device: str = "meta") -> nn.Module:
-    """A copy of ``module`` whose parameters and buffers have their full shapes and no memory (on ``device``: another
-    one is for a mode in which it has none either). Parameters that are tied stay tied; process groups are the same
-    ones; hooks of gradients are not copied."""
+    """Return a copy of ``module`` whose parameters and buffers have their full shapes but no storage.
+
+    Tied parameters stay tied, process groups are shared with the original, and gradient hooks are not copied.
+    ``device`` is "meta", or any device under a mode that allocates nothing there (fake tensors).
+    """
     memo: dict[int, Any] = {
         id(value): value
         for each in module.modules()

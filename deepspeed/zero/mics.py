@@ -4,8 +4,8 @@ A gradient is reduce-scattered inside the group and its shard all-reduced over t
 inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from nearby ranks instead of
 (N-1)/N from all ranks, at the price of N/s times the memory for model states.
 
-``mics_hierarchical_params_gather`` is accepted and changes nothing: gathers here always go directly between the ranks
-of a group.
+``mics_hierarchical_params_gather`` is accepted and has no effect: gathers always run directly between the ranks of a
+group.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from deepspeed.zero.replica_groups import ReplicaGroup
 
 
 class MiCS_Init(Init):
-    """``zero.Init`` that shards parameters across groups of ``mics_shard_size`` ranks, a key the config must set.
+    """``zero.Init`` that shards parameters within groups of ``mics_shard_size`` ranks, a key the config must set.
 
-    Every rank starts from the values of the first rank of ``data_parallel_group``, as with ``zero.Init``. The arguments
-    are those of ``zero.Init``.
+    Every rank starts from the values of the first rank of ``data_parallel_group``. The arguments are those of
+    ``zero.Init``.
     """
 
     def __init__(
@@ -80,4 +80,4 @@ class MiCS_Init(Init):
 
 
 class MiCS_Optimizer(DeepSpeedZeroOptimizer_Stage3):
-    """The optimizer that the engine returns at stage 3 with ``mics_shard_size``."""
+    """Optimizer that the engine returns at stage 3 with ``mics_shard_size``."""

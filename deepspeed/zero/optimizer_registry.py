@@ -1,7 +1,7 @@
-"""From the `optimizer` section of a config to an optimizer, and the flags on parameters and groups that it reads.
+"""Build optimizers from the `optimizer` section of a config, and set the parameter and group flags they read.
 
-Built-in names are case-insensitive; every other name is a class of `torch.optim`. What a section may say is checked
-in `config/optimizers.py`.
+Built-in names are case-insensitive; every other name is a class of `torch.optim`. `config/optimizers.py` validates
+the section.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _FUSED_ADAM, _HOST_ADAM = BUILT_IN["adam"].path, str(BUILT_IN["adam"].host_path)
 def build_optimizer(
     name: str, params: dict[str, Any] | None, param_groups: Any, *, on_host: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer that `{"type": name, "params": params}` asks for, on `param_groups` (as for torch.optim).
-    `on_host`: its update is offloaded to host memory.
+    """Build the optimizer of `{"type": name, "params": params}` on `param_groups` (as for torch.optim). `on_host`:
+    its update runs on the host (ZeRO-Offload).
 
     Raises:
         DeepSpeedConfigError: unknown or unavailable name, unknown parameter, or a value out of range; all
@@ -60,7 +60,7 @@ def build_optimizer(
 
 
 def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
-    """The class for a valid section; removes keys from `settings` that the class does not take."""
+    """Return the class for a valid section; removes keys from `settings` that the class does not take."""
     key = name.lower()
     built_in = BUILT_IN.get(key)
     if built_in is None:
@@ -97,22 +97,22 @@ def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClas
 
 _NOT_MATRICES = ("embed", "lm_head")
 
-# Layers of attention whose outputs are heads one after the other, by the last part of their names.
+# Attention projections whose outputs are concatenated heads, by the last part of their names.
 _OF_QUERIES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj")
 _OF_KEYS = ("k_proj", "key", "wk", "v_proj", "value", "wv")
 _OF_BOTH = ("qkv_proj", "query_key_value")
-"""Queries, keys and values in one matrix: whichever way they are laid out, each head of each is a run of rows."""
+"""Queries, keys and values in one matrix: in every layout, each head of each is a contiguous run of rows."""
 _QUERY_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", *_QUERY_HEADS)
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
 def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
-    """For `optimizer.type` "muon": set `param.use_muon`, true for hidden matrices (two or more dimensions, and
-    neither `embed` nor `lm_head` in the name), and `param.muon_num_heads`: with `per_head_muon` how many heads a
-    projection of attention computes, by the model's config; else None. No effect for other optimizers.
+    """Set, for `optimizer.type` "muon", `param.use_muon`, true for hidden matrices (two or more dimensions, and
+    neither `embed` nor `lm_head` in the name), and `param.muon_num_heads`: with `per_head_muon` the number of heads
+    that an attention projection computes, from the model's config; else None. No effect for other optimizers.
 
-    DeepSpeedConfigError: `per_head_muon`, and no projection of attention is found.
+    DeepSpeedConfigError: `per_head_muon` is set and no attention projection is found.
     """
     if (config_class.optimizer_name or "").lower() != "muon":
         return
@@ -121,7 +121,7 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         shape = getattr(param, "ds_shape", param.shape)  # under zero.Init the parameter itself is empty
         flags = vars(param)
-        matrix = len(shape) - bool(flags.get(STACKED))  # a stack of vectors is none
+        matrix = len(shape) - bool(flags.get(STACKED))  # a stack of vectors is no matrix
         flags["use_muon"] = matrix >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)
         flags["muon_num_heads"] = _heads(name, shape, model) if per_head and flags["use_muon"] else None
         found = found or flags["muon_num_heads"] is not None
@@ -134,20 +134,19 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
 
 
 def kind_of_group(group: Mapping[str, Any]) -> tuple[bool, int | None] | None:
-    """Return the kind of parameters that a group of Muon takes: matrices or others, and how many heads they compute;
-    None: the group of another optimizer."""
+    """Return the kind of parameters in a group of Muon: (matrices or others, number of heads); None: a group of
+    another optimizer."""
     return (bool(group["use_muon"]), group.get("num_heads")) if "use_muon" in group else None
 
 
 def kind_of_param(param: torch.nn.Parameter) -> tuple[bool, int | None]:
-    """Return it as ``set_optimizer_flags`` has flagged the parameter."""
+    """Return the kind (see ``kind_of_group``) that ``set_optimizer_flags`` gave the parameter."""
     return bool(getattr(param, "use_muon", False)), getattr(param, "muon_num_heads", None)
 
 
 def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:
-    """Return how many heads the outputs of a matrix form; None: it is no such projection, or its shape says something
-    else.
-    """
+    """Return the number of heads in the outputs of a matrix; None: it is no attention projection, or its shape does
+    not fit."""
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     layer = name.removesuffix(".weight").rpartition(".")[2]
@@ -168,7 +167,7 @@ def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:
 
 
 def _widths(layer: str, config: Any, queries: int) -> list[int]:
-    """The outputs that a head of the layer may have, by the config; none, if it tells nothing of them.
+    """Return the possible output widths of one head of the layer, from the config; empty if it does not say.
 
     Multi-head latent attention (DeepSeek-V2, 2024) has queries with a rotated and an unrotated part, from ``q_b_proj``
     or, where they are not compressed, from ``q_proj``; ``kv_b_proj`` makes unrotated keys and values.
@@ -185,12 +184,12 @@ def _widths(layer: str, config: Any, queries: int) -> list[int]:
 
 
 def _number(config: Any, names: Sequence[str]) -> int | None:
-    """The first of these attributes that is a positive number."""
+    """Return the first of these attributes that is a positive int."""
     return next((n for name in names if isinstance(n := getattr(config, name, None), int) and n > 0), None)
 
 
 def set_state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
-    """Have one of our optimizers keep its state in the dtype of the master weights, if the plan sets a low one."""
+    """Make one of our optimizers keep its state in the dtype of the master weights, if the plan sets a 16-bit one."""
     if dtype in (None, torch.float32):
         return
     optimizer.defaults["fp32_optimizer_states"] = False

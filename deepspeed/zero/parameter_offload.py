@@ -1,12 +1,12 @@
-"""Stage 3 inside a model: hooks that tell the coordinator which module runs, and reads of parameters elsewhere.
+"""Hook a stage-3 model: report to the coordinator which module runs, and reads of parameters outside their module.
 
-Hooks are closures: modules get deep-copied with their hooks. Every module that owns parameters has them, not only
-whole blocks, because clients call submodules directly; the outermost module of a unit keeps its bucket until it
-returns.
+Hooks are closures: modules get deep-copied with their hooks. Every module that owns parameters has hooks, not only
+whole blocks, because clients call submodules directly; the outermost module of a gather unit holds its bucket until
+it returns.
 
 [Note: hooks and torch.compile] Traced hooks would bake the swapped memory into the graph. ``compile_units`` compiles
 the forward of each block, so that the block's hooks run around one graph without breaks. Inside a compiled block
-there are no hooks: they would differ between blocks and cost a graph each.
+there are no hooks: they differ between blocks and would cost one graph per block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXTERNAL = "_external_params"
 
 
 class ZeROOrderedDict(OrderedDict):
-    """``module._parameters`` that notices when a partitioned parameter is read in another module's forward."""
+    """``module._parameters`` that detects reads of a partitioned parameter in another module's forward."""
 
     def __init__(self, read: Callable[[nn.Parameter], None], items: Any = ()) -> None:
         super().__init__(items)
@@ -53,7 +53,7 @@ class ZeROOrderedDict(OrderedDict):
 
 
 class DeepSpeedZeRoOffload(HasMovableStates):
-    """Owns the hooks of one sharded model. ``forward_hooks`` and ``backward_hooks`` may be emptied and the model
+    """Owner of the hooks of one sharded model. ``forward_hooks`` and ``backward_hooks`` may be emptied and the model
     registered again (``_register_deepspeed_module``), as TRL does around generation."""
 
     def __init__(self, module: nn.Module, coordinator: ParamCoordinator) -> None:
@@ -66,7 +66,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
             id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
         }
         self._moves = any(not bucket.persistent for bucket in coordinator.buckets)
-        """Whether anything is ever gathered; else no module has hooks."""
+        """Whether anything is ever gathered; otherwise no module has hooks."""
         self._needs: dict[nn.Module, list[int]] = {}
         self._numbers: dict[nn.Module, int] = {}  # the same on every rank
         self._parents = {child: parent for parent in module.modules() for child in parent.children()}
@@ -79,30 +79,31 @@ class DeepSpeedZeRoOffload(HasMovableStates):
 
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
-        """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
+        """Return the parameters that stay gathered (``stage3_param_persistence_threshold``)."""
         return [p for bucket in self.param_coordinator.buckets if bucket.persistent for p in bucket.params]
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
+        """Return the parameters of each leaf module, which is gathered as one (``set_z3_leaf_modules``)."""
         return {leaf: list(leaf.parameters()) for leaf in get_z3_leaf_modules(self.module)}
 
     # Hooks --------------------------------------------------------------------------------------------------
 
     def _register_deepspeed_module(self, module: nn.Module, count: Sequence[int] = (0,)) -> None:
-        """Install the hooks on ``module`` and everything below it."""
+        """Install the hooks on ``module`` and its submodules."""
         roots = set(blocks_of(self.module)) | {self.module}
         self._walk(module, roots, set())
 
     def compile_units(self, **options: Any) -> None:
-        """``torch.compile`` the forward of every block (of the whole model, if it has no blocks)."""
+        """Compile the forward of every block (of the whole model, if it has no blocks) with ``torch.compile``."""
         self._compiled = blocks_of(self.module) or [self.module]
         for block in self._compiled:
             block.forward = torch.compile(block.forward, **options)
         self.rehook()
 
     def rehook(self) -> None:
-        """The hooks anew: which modules are compiled, or which buckets move, has changed. Between two calls."""
+        """Reinstall the hooks after a change of the compiled modules or of the buckets that move. Called between two
+        forwards."""
         self.remove_hooks()
         self._needs.clear()
         self._moves = any(not bucket.persistent for bucket in self.param_coordinator.buckets)
@@ -132,7 +133,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
 
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
         coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
-        this_thread = coordinator.this_thread  # hooks run around every module: no needless calls
+        this_thread = coordinator.this_thread  # a local: hooks run around every module
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             transformed = inside_transform()
@@ -149,7 +150,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
                         if tensor.requires_grad:
                             coordinator.watch_input(tensor)
             phase = this_thread.announced_phase
-            if phase is None:  # not by ``engine.forward``
+            if phase is None:  # called directly, not by ``engine.forward``
                 phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
 
@@ -175,7 +176,8 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         self.forward_hooks.append(module.register_forward_hook(untraced(after_forward), always_call=True))
 
     def _adopt_returned(self, module: nn.Module, outputs: Any) -> None:
-        """A module that returns a parameter (a bias, for its caller to add) lends it to the module around it."""
+        """Register a parameter that a module returns (a bias, for its caller to add) as external to its parent
+        module."""
         parent = self._parents.get(module)
         if parent is None:
             return
@@ -225,14 +227,14 @@ class DeepSpeedZeRoOffload(HasMovableStates):
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:
-    """``(ds_id, parameter)`` of the parameters registered for use in ``module`` but owned by other modules."""
+    """Return ``(ds_id, parameter)`` of the parameters registered for use in ``module`` but owned by other modules."""
     return list(module.__dict__.get(EXTERNAL, {}).items())
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Gather ``parameter``, which another module owns, around the forward and backward of ``module``.
 
-    Needed only if reads of it cannot be detected; reads through the owning module are.
+    Needed only for reads that cannot be detected; reads through the owning module can.
     """
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"module must be a torch.nn.Module, not {type(module).__name__}")

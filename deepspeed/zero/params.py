@@ -1,7 +1,7 @@
-"""The ``ds_*`` attributes that clients read on partitioned parameters; the only place that writes them.
+"""Manage the ``ds_*`` attributes that clients read on partitioned parameters; no other module writes them.
 
 A partitioned parameter has an *owner*: the bucket that holds its shards, or, between ``zero.Init`` and
-``initialize``, its own shard. All access from outside goes through the owner.
+``initialize``, the parameter's own shard. All outside access goes through the owner.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from deepspeed.base.sharded import full_numel, full_shape, is_zero_param
 
 
 class ZeroParamStatus(enum.Enum):
-    """Status of a parameter: whether the whole of it is in memory; one per parameter, following the status of its
-    owner.
-    """
+    """Status of a parameter: in memory as a whole or not. Each parameter has one, which follows the status of its
+    owner."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -44,14 +43,14 @@ class ZeRORuntimeException(ExplainedError, RuntimeError):
 
 
 class ShardOwner(Protocol):
-    """Owner of the shards of a partitioned parameter; ``position`` identifies the parameter there."""
+    """Holder of the shards of a partitioned parameter; ``position`` is the parameter's index in it."""
 
     communicator: Any
-    """Of the ranks that together hold the parameter."""
+    """Over the ranks that together hold one copy of the parameter."""
     all_ranks: Any
-    """Of all ranks that hold a copy of it."""
+    """Over all ranks that hold any copy of the parameter."""
     alone: bool
-    """Whether the parameter is sharded by itself, by ``zero.Init``: no engine has it yet."""
+    """Whether ``zero.Init`` sharded the parameter individually and no engine has taken it over yet."""
 
     def local_part(self, position: int) -> Tensor: ...
     def read_param(self, position: int, out: Tensor) -> None: ...
@@ -59,10 +58,10 @@ class ShardOwner(Protocol):
 
 
 GATHER_COUNT = "_ds_gather_count"
-"""Attribute of a parameter: how many ``GatheredParameters`` blocks it is open in."""
+"""Parameter attribute: the number of open ``GatheredParameters`` blocks that hold it."""
 
 CHECKS_WRITES = "_ds_checks_writes"
-"""Attribute of a parameter: whether changes that ``GatheredParameters`` would drop are errors."""
+"""Parameter attribute: whether writes that ``GatheredParameters`` would discard raise an error."""
 
 _ids = itertools.count()
 _DEEPCOPY = "__deepcopy__"
@@ -78,13 +77,13 @@ _ATTRIBUTES = (
 
 
 def is_cast(tensor: Tensor) -> bool:
-    """Return whether a dtype for the model is meant for this tensor: not for integers, nor for quantized values, such
-    as frozen weights in 8 bits, which are nothing without their scales."""
+    """Return whether ``tensor`` follows the model's dtype. Integers do not, nor do quantized values such as frozen
+    8-bit weights, which are meaningless without their scales."""
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
 
 
 def convert(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
-    """Mark a whole parameter as partitioned and held by ``owner``."""
+    """Mark an unpartitioned parameter as partitioned and held by ``owner``."""
     attributes: Any = param
     attributes.ds_shape = param.shape
     attributes.ds_numel = param.numel()
@@ -123,7 +122,7 @@ def adopt(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
 
 
 def adopt_copy(param: nn.Parameter, original: nn.Parameter, owner: ShardOwner) -> None:
-    """Make ``param``, which is empty, a partitioned parameter like ``original``, held by ``owner``."""
+    """Turn the empty ``param`` into a partitioned parameter like ``original``, held by ``owner``."""
     convert(param, owner, 0)
     attributes: Any = param
     attributes.ds_shape, attributes.ds_numel = full_shape(original), full_numel(original)
@@ -146,8 +145,10 @@ def _assign_owner(param: nn.Parameter, owner: ShardOwner, position: int) -> None
 
 
 def note_neighbours(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
-    """Parameters are gathered from the ranks ``near`` alone (ZeRO++'s hpZ); ``all_holders``: those are all that hold
-    one copy, so that what this rank gives them is its own part."""
+    """Record that ``param`` is gathered from the ranks of ``near`` only (ZeRO++'s hpZ).
+
+    ``all_holders``: these ranks hold one complete copy, so this rank's secondary shard is its primary one.
+    """
     attributes: Any = param
     attributes.ds_zero_param_process_group = near
     attributes.ds_secondary_tensor = attributes.ds_tensor if all_holders else None
@@ -159,14 +160,17 @@ def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
 
 
 def forget(param: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
+    """Turn ``param`` back into an ordinary parameter."""
     for name in _ATTRIBUTES:
         vars(param).pop(name, None)  # type: ignore[attr-defined]
 
 
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's shard exists, a
-    parameter with its own shard. A whole one is copied as an ordinary parameter, which belongs to no engine."""
+    """Implement ``copy.deepcopy``, with which ``nn.TransformerEncoder`` creates its layers.
+
+    If only this rank's shard exists, the copy is a parameter with a shard of its own. A gathered parameter is copied
+    as an ordinary one, which belongs to no engine.
+    """
     copy_of = getattr(param.ds_owner, "copy_of", None)
     if copy_of is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
         return nn.Parameter.__deepcopy__(param, memo)
@@ -176,14 +180,14 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
 
 
 def follow_dtype(param: Any) -> None:
-    """``module.double()`` and the like convert what is left of a partitioned parameter: convert its shard too."""
+    """Convert the shard to the dtype that ``module.double()`` and the like gave the partitioned parameter."""
     cast = getattr(param.ds_owner, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
         cast(param, param.dtype)
 
 
 def read_full(param: Tensor, out: Tensor) -> None:
-    """Copy the whole parameter into ``out``, which has its full shape. Collective if partitioned."""
+    """Copy the whole parameter into ``out`` [full shape]. Collective if partitioned."""
     if is_zero_param(param):
         follow_dtype(param)
         param.ds_owner.read_param(param.ds_position, out)  # type: ignore[attr-defined]
@@ -195,8 +199,10 @@ def read_full(param: Tensor, out: Tensor) -> None:
 
 
 def make_whole(module: nn.Module) -> None:
-    """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
-    engine holds stays as it is. Collective."""
+    """Turn what ``zero.Init`` partitioned into ordinary parameters, for engines that never gather (stages 0 to 2).
+
+    Parameters that a stage-3 engine holds are left alone. Collective.
+    """
     held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].alone]
     for param in held:
         whole = torch.empty(full_shape(param), dtype=param.dtype, device=param.device)
@@ -211,7 +217,7 @@ def make_whole(module: nn.Module) -> None:
 
 
 def partition_numel(param: Any) -> int:
-    """Elements of this rank's part."""
+    """Return the number of elements in this rank's shard."""
     return param.ds_tensor.ds_numel
 
 
@@ -232,8 +238,8 @@ def get_partition_dp_group(param: Any) -> Any:
 
 
 def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -> None:
-    """Partition ordinary parameters that were added to a model after ``zero.Init`` (adapters) as this one is, each in
-    its own dtype. Collective."""
+    """Partition ordinary parameters that were added after ``zero.Init`` (adapters) like ``param``, each in its own
+    dtype. Collective."""
     shard_alike = getattr(param.ds_owner, "shard_alike", None)
     if shard_alike is None:
         raise ZeRORuntimeException(
@@ -246,10 +252,10 @@ def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -
 
 
 class MultipleAllGatherHandles:
-    """Several gatherings as one: ``wait`` waits for all of them.
+    """Several all-gathers behind one handle: ``wait`` waits for all of them.
 
     Args:
-        handles: each has a ``wait``, with or without ``handle_dependency``.
+        handles: objects with a ``wait`` method, with or without a ``handle_dependency`` argument.
     """
 
     def __init__(self, handles: Sequence[Any]) -> None:
@@ -268,7 +274,7 @@ class MultipleAllGatherHandles:
 def all_gather_coalesced(
     param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
 ) -> MultipleAllGatherHandles:
-    """Make these parameters whole until ``partition`` is called; they are when this returns. Collective."""
+    """Gather ``params``, which stay whole until ``partition`` is called. Done on return. Collective."""
     all_gather(param, params)
     return MultipleAllGatherHandles([])
 
@@ -276,8 +282,10 @@ def all_gather_coalesced(
 def all_gather(
     param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
 ) -> MultipleAllGatherHandles | None:
-    """Make this parameter (or those of ``param_list``) whole until ``partition`` is called; with ``async_op`` there is
-    something to wait for, though they are whole already. Collective."""
+    """Gather this parameter, or those of ``param_list``; they stay whole until ``partition`` is called. Collective.
+
+    The gather is synchronous: with ``async_op`` the returned handle has nothing to wait for.
+    """
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
             follow_dtype(each)
@@ -296,8 +304,10 @@ def partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Write changes (``has_been_updated``) to the shards and drop the whole parameter; ``free_data=False`` leaves its
-    memory to the caller."""
+    """Drop the whole parameter, after writing changes to the shards if ``has_been_updated``.
+
+    ``free_data=False`` leaves the memory to the caller.
+    """
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
@@ -306,7 +316,7 @@ def partition(
             each.ds_owner.write_param(each.ds_position, each.data)
         gathered = getattr(each.ds_owner, "views", None)
         if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():
-            continue  # whole because others use it
+            continue  # whole because of another holder
         each.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if free_data:
             each.data = torch.empty(0, dtype=each.dtype, device=each.device)

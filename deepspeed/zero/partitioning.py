@@ -1,11 +1,11 @@
-"""Partitioning of parameters: from a module and a plan to bucket layouts. No allocation, no communication.
+"""Partition parameters: from a module and a plan to bucket layouts. No allocation, no communication.
 
 Both the engine and the memory planner (``deepspeed/planning``) start here, so what is planned is what is built.
 
 [Note: blocks and copies] Few-bit formats share one scale among neighbours in a bucket. The ranks of a tensor-parallel
-layer hold different parts of its weights and equal copies of the rest, such as norms: if a block mixed the two, each
-rank would round its copies differently, and they would drift apart. So where anything travels rounded, parts of tensors
-have buckets to themselves.
+layer hold different parts of its weights and equal copies of the rest, such as norms. If a quantization block mixed
+the two, each rank would round its copies differently, and they would drift. So where anything travels rounded, parts
+of tensors have their own buckets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def assign_units(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks of a model, in order.
+    """Return the outermost repeated blocks of a model, in order.
 
     A block is an element of a container (``ModuleList``, ``Sequential``, ``ModuleDict``) or a composite child of any
     module, of a class that occurs at least twice there and makes up at least half of the candidates.
@@ -113,7 +113,7 @@ def _repeated_children(module: nn.Module) -> set[nn.Module]:
 
 
 MERGE_NUMEL = 4 * 1024 * 1024
-"""Stages 0 to 2: consecutive small blocks share a bucket up to this size. Fewer collectives, and still overlap."""
+"""Stages 0 to 2: consecutive small blocks share a bucket up to this size: fewer collectives that still overlap."""
 
 UNIT_NUMEL = 2**31 - 1
 """Stage 3: a gather unit is split further only above this size, which 32-bit element counts can still address."""
@@ -128,7 +128,7 @@ class TrainedParams:
     shared: list[tuple[str, ...]]
     units: list[int]
     held: int
-    """How many the optimizer holds; these come first."""
+    """Number of parameters that the optimizer holds; these come first."""
 
     @classmethod
     def none(cls) -> TrainedParams:
@@ -136,12 +136,12 @@ class TrainedParams:
 
 
 def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> TrainedParams:
-    """Trainable parameters that the optimizer's ``groups`` hold; those outside ``module`` come last."""
+    """Return the trainable parameters in the optimizer's ``groups``; those outside ``module`` come last."""
     return named_params(module, [p for group in groups for p in group["params"] if p.requires_grad])
 
 
 def named_params(module: nn.Module, params: Iterable[nn.Parameter]) -> TrainedParams:
-    """Exactly ``params``, each once, in the order of ``module``; those outside it come last."""
+    """Return exactly ``params``, each once, in the order of ``module``; those outside it come last."""
     held = {id(p): p for p in params}
     units = assign_units(module)
     aliases: dict[int, list[str]] = {}
@@ -163,7 +163,7 @@ def named_params(module: nn.Module, params: Iterable[nn.Parameter]) -> TrainedPa
 
 
 def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
-    """The trained parameters, then the others of ``module`` (so that the indices of the trained ones do not change)."""
+    """Return the trained parameters, then the others of ``module``, so that the trained ones keep their indices."""
     units = assign_units(module)
     known = {id(p) for p in trained.params}
     others = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
@@ -182,7 +182,7 @@ def param_specs(
     plan: Plan,
     dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda param: param.dtype,
 ) -> list[ParamSpec]:
-    """One row per parameter. ``dtype_of``: the dtype that a parameter will have once the engine has cast it."""
+    """Return one row per parameter. ``dtype_of``: the dtype that a parameter will have once the engine has cast it."""
     special = wire_dtypes(module, plan.precision)
     by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
     return [
@@ -194,7 +194,7 @@ def param_specs(
             unit=trained.units[i],
             replica_group=replica_group_name(param),
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
-            requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
+            requires_grad=i < trained.held,  # not reduced if in no optimizer, whatever its flag
             alone=param in by_rows,
             apart=plan.packing.rounds and in_parts(param),
         )
@@ -205,8 +205,12 @@ def param_specs(
 def cut_whole(
     specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int], grain: int = 1
 ) -> tuple[BucketLayout, ...]:
-    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by replica group.
-    ``grain``: of the optimizer (``UpdateTraits``)."""
+    """Return the buckets of stages 0 to 2, where parameters stay whole on every rank.
+
+    Args:
+        ranks: number of ranks that share one copy of the states, or that number by replica group.
+        grain: of the optimizer (``UpdateTraits``).
+    """
     policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL, grain=grain)
     return cut(specs, policy, ranks if plan.zero.shard_state else 1)
 
@@ -214,7 +218,8 @@ def cut_whole(
 def cut_sharded(
     specs: Sequence[ParamSpec], zero: DeepSpeedZeroConfig, ranks: int | Mapping[str, int], grain: int = 1
 ) -> list[tuple[BucketLayout, bool]]:
-    """Stage 3: ``(layout, persistent)``; persistent buckets hold small parameters and stay gathered."""
+    """Return ``(layout, persistent)`` per bucket of stage 3; persistent buckets hold small parameters and stay
+    gathered."""
     persist = persistence_threshold(
         (spec.numel for spec in specs),
         int(zero.param_persistence_threshold),
@@ -228,7 +233,8 @@ def cut_sharded(
 
 
 def persistence_threshold(numels: Iterable[int], threshold: int, most: int) -> int:
-    """Largest size up to ``threshold`` such that all parameters of at most that size hold at most ``most`` elements.
+    """Return the largest size up to ``threshold`` such that all parameters of at most that size hold at most ``most``
+    elements.
 
     Small parameters come first, because each costs a gather and takes little memory; parameters of one size persist
     together or not at all, so the result does not depend on their order.
@@ -245,18 +251,19 @@ def persistence_threshold(numels: Iterable[int], threshold: int, most: int) -> i
     return fitting
 
 
-# Gradients of few rows: `sparse_gradients` communicates only these (`RowSum`), and some optimizers take only these.
+# Row-sparse gradients: `sparse_gradients` communicates only touched rows (`RowSum`), and some optimizers take only
+# such gradients.
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Weights of the embeddings in ``module`` that are used by nothing else (a tied head has a dense gradient)."""
+    """Return the weights of embeddings in ``module`` that nothing else uses (a tied head has a dense gradient)."""
     return set(_embeddings(module))
 
 
 def stepped_by_rows(module: nn.Module, optimizer: Optimizer) -> set[nn.Parameter]:
-    """Weights of embeddings with ``sparse=True`` whose gradients ``optimizer`` gets as torch's sparse tensors, as it
-    would without an engine. Of torch's own optimizers only SparseAdam needs them; most of the others refuse them, or
-    do the same with dense ones."""
+    """Return the weights of embeddings with ``sparse=True`` whose gradients ``optimizer`` gets as torch's sparse
+    tensors, as it would without an engine. Of torch's own optimizers only SparseAdam needs them; most others refuse
+    them, or do the same with dense ones."""
     cls = type(optimizer)
     if cls is not SparseAdam and cls.__module__.startswith(("torch.optim", "deepspeed.")):
         return set()
@@ -264,7 +271,7 @@ def stepped_by_rows(module: nn.Module, optimizer: Optimizer) -> set[nn.Parameter
 
 
 def _embeddings(module: nn.Module) -> dict[nn.Parameter, list[Any]]:
-    """By weight, the embeddings that have it, of weights that nothing else has."""
+    """Return the embeddings by weight, for weights that only embeddings use."""
     owners: dict[nn.Parameter, list[Any]] = {}
     for owner in module.modules():
         for param in owner.parameters(recurse=False):

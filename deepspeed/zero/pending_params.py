@@ -1,9 +1,10 @@
 """Parameters that start training later: unfrozen during training, or passed to ``optimizer.add_param_group``.
 
-Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
-leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
-on which parameters have one (``StepVote.activated``). These get buckets, masters and a place in the reducer; their
-local sums are reduced over the ranks, and they are updated in that step. After it they are like any other.
+Until then they cost nothing: no gradient buckets, no master weights, no optimizer state. The first gradient of one
+stays in ``param.grad``, where autograd accumulates it over micro-batches like a local sum. At the next step all ranks
+agree on which pending parameters have a gradient (``StepVote.activated``). These get buckets, master weights and a
+place in the reducer; their local sums are reduced over the ranks, and that step updates them. From then on they are
+ordinary trained parameters.
 
 The opposite case needs no handling: a parameter that is frozen later has no gradient, and a parameter that no rank used
 keeps its value and its state.
@@ -33,11 +34,11 @@ Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
 
 
 class PendingParams:
-    """Watches the optimizer's parameters that are not trained yet, and admits each when it gets a gradient.
+    """Tracks the optimizer's parameters that are not trained yet, and admits each one when it gets a gradient.
 
     Args:
         module: the whole model, for names.
-        make_buckets: makes buckets that hold these parameters, numbered after those of ``store``, and their gradient
+        make_buckets: makes buckets for the given parameters, numbered after those of ``store``, and their gradient
             buckets. Local.
         spare: parameters meant for the optimizer's group of their kind but left out because they were frozen.
     """
@@ -71,11 +72,11 @@ class PendingParams:
         self.look()
 
     def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
-        """Call ``follower`` with the names of parameters that are admitted, once the store has them."""
+        """Call ``follower`` with the names of admitted parameters, once the store holds them."""
         self._followers.append(follower)
 
     def look(self) -> None:
-        """Find the pending parameters: the same on every rank, as their optimizers are the same."""
+        """Find the pending parameters. Every rank finds the same ones, because all have the same optimizer groups."""
         groups = self.store.optimizer.param_groups
         sizes = [len(group[PARAMS]) for group in groups]
         if sizes != self._groups or len(self.store.params) != self._trained:
@@ -90,7 +91,7 @@ class PendingParams:
             self._name_strays()
 
     def _name_strays(self) -> None:
-        """Parameters in no optimizer do not train, as in torch; but a script that unfreezes one may expect it to."""
+        """Warn about unfrozen parameters with a gradient that no optimizer holds: as in torch, they do not train."""
         names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
         if names:
             known = set(names)
@@ -103,13 +104,13 @@ class PendingParams:
             )
 
     def admit(self, chosen: Sequence[bool]) -> None:
-        """Train the pending parameters that are ``chosen``, with the gradients they have. Collective."""
+        """Start training the ``chosen`` pending parameters, with the gradients they already have. Collective."""
         first = len(self.store.params)
         buckets = self._admit([p for p, yes in zip(self.reducer.pending_params, chosen, strict=True) if yes])
         self.reducer.sum_admitted(first, buckets)
 
     def admit_saved(self, names: Collection[str]) -> None:
-        """A checkpoint holds these parameters' state: train those of them that are pending. Local, on every rank."""
+        """Start training the pending parameters in ``names``, whose state a checkpoint holds. Local, on every rank."""
         self.look()
         own = {id(p): name for name, p in self.module.named_parameters()}
         params = [p for p in self.reducer.pending_params if own.get(id(p)) in names]

@@ -1,4 +1,4 @@
-"""Applying a ``PrecisionPlan``: casting the module and its inputs, autocast, and the table of dtypes."""
+"""Apply a ``PrecisionPlan``: cast the module and its inputs, autocast, and the table of dtypes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from deepspeed.config.plan import PrecisionPlan
 from deepspeed.zero.params import follow_dtype, is_cast
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
-"""Attribute of a parameter: the dtype of its gradient in sums over ranks, if it is not the parameter's."""
+"""Parameter attribute: the wire dtype of its gradient, if not the parameter's dtype."""
 IN_FULL = "ds_in_full"
-"""Attribute of a module that is True where it computes in fp32 also under autocast."""
+"""Module attribute: True if it computes in fp32 even under autocast."""
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them as is.
+    Quantized weights (frozen, 8 bits or less) and buffers of such dtypes are left alone. By default buffers keep
+    their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
 
-    Quantized weights, which are frozen and have 8 bits or less, and buffers of such dtypes stay what they are, too. By
-    default buffers keep their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
-
-    [Note: batch norm] Weights and running statistics of a batch norm must have the same dtype; torch accepts fp32 with
-    16-bit inputs, and returns 16 bits. So in a 16-bit model such a module stays entirely in fp32, weights included, or
-    has the dtype of ``plan.buffer`` throughout. One without weights (a "frozen" one) multiplies its inputs by its
-    statistics, and its outputs get the dtype of those: they are cast to that of the model.
+    [Note: batch norm] Weights and running statistics of a batch norm must have the same dtype; torch accepts fp32
+    with 16-bit inputs, and returns 16 bits. So in a 16-bit model such a module stays entirely in fp32, weights
+    included, or has the dtype of ``plan.buffer`` throughout. A batch norm without weights ("frozen") multiplies its
+    inputs by its statistics, whose dtype its outputs get: so the statistics are cast to the model's dtype.
     """
     norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
     for param, dtype in wire_dtypes(module, plan).items():
@@ -50,7 +49,7 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether the module normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with
-    statistics, and other packages' classes modeled on them."""
+    statistics, and similar classes of other packages."""
     buffers = module._buffers
     return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
 
@@ -65,7 +64,8 @@ def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of ``value`` in ``dtype``; containers are rebuilt only as far as needed."""
+    """Cast floating tensors inside ``value`` to ``dtype``; lists, tuples and dicts are rebuilt, other containers left
+    alone."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -84,15 +84,15 @@ def autocast_context(plan: PrecisionPlan, device_type: str) -> contextlib.Abstra
 
 
 def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Wire dtype of parameters where it is not the default: those of autocast's lower-precision-safe modules."""
+    """Return the non-default wire dtypes: those of parameters in autocast's lower-precision-safe modules."""
     if plan.autocast is None or not plan.autocast_modules or plan.reduce is not None:
         return {}
     return dict.fromkeys(safe_parameters(module, plan.autocast_modules), plan.autocast)
 
 
 def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Parameter]:
-    """Parameters of modules of these classes, given by their qualified names, but not of modules ``IN_FULL``, whose
-    gradients have more than 16 bits."""
+    """Yield the parameters of modules of these classes, given by qualified name, except of modules marked
+    ``IN_FULL``, whose gradients have more than 16 bits."""
     safe = set(classes)
     for owner in module.modules():
         if getattr(owner, IN_FULL, False):
@@ -105,7 +105,7 @@ def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Pa
 
 
 def precision_table(rows: Sequence[tuple[str, set[torch.dtype]]]) -> str:
-    """Kinds of tensors and their dtypes, as one aligned text block."""
+    """Return the kinds of tensors with their dtypes as an aligned text block."""
     width = max(len(kind) for kind, _ in rows)
     lines = [
         f"  {kind:<{width}}  {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or '-'}"

@@ -1,13 +1,13 @@
-"""Groups of ranks that hold the same weights, per kind of weights.
+"""Groups of ranks that hold the same weights, one per kind of weights.
 
-A *replica group* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded
-among them, and by what the mean divides. Dense weights have one replica group, all data-parallel ranks (times those
-that share a sequence). Other kinds, such as experts that are spread over neighbouring ranks, have replica groups of
-their own over fewer ranks, with a factor that fits.
+A *replica group* says over which ranks the gradients of a bucket are summed, how one copy of its states is sharded
+among them, and by what the mean divides. Dense weights have one replica group: all data-parallel ranks, times the
+sequence-parallel ones. Other kinds, such as experts distributed over neighbouring ranks, have smaller replica groups
+with their own divisor.
 
-Plain ZeRO shards one copy across the whole replica group. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
-gigantic model on public cloud, VLDB 2022) shards it across runs of ``mics_shard_size`` neighbouring ranks, so that
-parameters are gathered within a run (one node, a fast link), and every run holds a replica.
+Plain ZeRO shards one copy across the whole replica group. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for
+training gigantic model on public cloud, VLDB 2022) shards it across subgroups of ``mics_shard_size`` neighbouring
+ranks, so that parameters are gathered within a subgroup (one node, a fast link), and every subgroup holds a replica.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ from deepspeed.config.axes import split_ranks
 from deepspeed.config.problems import DeepSpeedConfigError
 
 DENSE = "dense"
-"""The weights that all ranks hold."""
+"""Weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
-"""Attribute of a parameter that pipeline stages share: (name of its replica group, global ranks that hold it, those of
-them that hold the same shard as this rank). The name begins with SHARED."""
+"""Attribute of a parameter that pipeline stages share: (name of its replica group, global ranks that hold it, the
+ones among them with the same shard as this rank). The name begins with SHARED."""
 SHARED = "shared by stages: "
 DIVIDED = "ds_tokens_divided"
-"""Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
-tokens: the gradients of all of them add up."""
+"""Attribute of an expert's parameter: True if tensor-parallel ranks hold copies and each computes a part of the
+tokens, so that their gradients add up."""
 BROADCAST_NUMEL = 16 * 1024 * 1024
-"""Elements that leave the first rank together when an engine starts."""
+"""Elements per broadcast of the initial weights."""
 _IN_PARTS = ", tokens divided"
 _EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
-    """Over how many neighbouring ranks the weights of a replica group are spread. ValueError: the name does not fit."""
+    """Return the number of neighbouring ranks over which the weights of a replica group are distributed.
+
+    Raises:
+        ValueError: the name is not "ep_size_N", or N does not divide ``ranks``.
+    """
     if name == DENSE or name.startswith(SHARED):
         return 1
     match = _EXPERT_GROUP.fullmatch(name)
@@ -59,8 +63,9 @@ def expert_parallel_size(name: str, ranks: int) -> int:
 
 
 def replica_group_name(param: torch.Tensor) -> str:
-    """The kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such as
-    "ep_size_4": experts that are spread over runs of 4 neighbouring ranks. A weight that stages share has its own."""
+    """Return the kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such
+    as "ep_size_4" for experts distributed over 4 neighbouring ranks. A weight shared by pipeline stages has a group
+    of its own."""
     shared = getattr(param, SHARED_BY, None)
     if shared is not None:
         return str(shared[0])
@@ -72,8 +77,8 @@ def replica_group_name(param: torch.Tensor) -> str:
 
 
 class Levels(NamedTuple):
-    """Groups of neighbouring ranks (ZeRO++): those of this rank's group, and those with its place in every group. Shard
-    r = g * near.size + i is that of place i in group g."""
+    """Two-level groups of neighbouring ranks (ZeRO++): this rank's group (``near``), and the ranks at the same
+    position in every group (``across``). Shard r = g * near.size + i belongs to position i of group g."""
 
     near: Communicator
     across: Communicator
@@ -81,9 +86,11 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """``all_ranks``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's shard is one of
-    ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
-    Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
+    """The ranks that hold the same weights, ``all_ranks`` = ``shard`` x ``replicas``.
+
+    This rank holds one of ``shard.size`` shards, and ``replicas.size`` ranks hold the same one. The mean of gradients
+    divides their sum by ``divisor``. Other ranks hold other weights under the same names: this is number ``kind`` of
+    ``kinds``.
     """
 
     name: str
@@ -94,35 +101,35 @@ class ReplicaGroup:
     kind: int = 0
     kinds: int = 1
     divided: bool = False
-    """Whether ``replicas`` are tensor-parallel ranks that divide the tokens. As with dense weights, each writes its own
+    """Whether ``replicas`` are tensor-parallel ranks that divide the tokens. As with dense weights, each writes its
     copy to checkpoints, and placements say which one counts in the norm."""
     levels: Levels | None = None
-    """Groups within ``shard`` that are linked faster than the rest, if the config says so."""
+    """Groups within ``shard`` with faster links, if the config names any."""
 
     @property
     def first_replica(self) -> bool:
-        """Return whether this rank's copy counts where each shard must count once (norms)."""
+        """Return whether this rank's copy is the one that counts where each shard must count once (norms)."""
         return self.divided or self.replicas.rank == 0
 
     @property
     def first_holder(self) -> bool:
-        """Return whether this is the first of the ranks that hold the same, where each has all of it."""
+        """Return whether this is the first rank of the group, for states that every rank holds in full."""
         return self.shard.rank == 0 and self.first_replica
 
     @property
     def written_by(self) -> Communicator:
-        """The ranks of which one writes each shard to a checkpoint."""
+        """Return the ranks among which each shard is written to a checkpoint once."""
         return self.shard if self.divided else self.all_ranks
 
     @classmethod
     def whole(cls, all_ranks: Communicator, name: str = DENSE, divisor: int | None = None) -> ReplicaGroup:
-        """Plain ZeRO: one copy."""
+        """Return the group of plain ZeRO, with one copy over all ranks."""
         return cls(name, all_ranks, all_ranks, Communicator(None), divisor or all_ranks.size)
 
     def mics(self, shard_size: int) -> ReplicaGroup:
-        """One copy per ``shard_size`` ranks. Collective."""
+        """Return the group with one copy per ``shard_size`` ranks. Collective."""
         if self.name != DENSE and shard_size % self.all_ranks.size == 0:
-            return self  # experts, of which a group of ranks has each once at most
+            return self  # experts, each of which a subgroup holds at most once
         if self.all_ranks.size % shard_size:
             raise DeepSpeedConfigError(
                 f"zero_optimization.mics_shard_size={shard_size} must divide the number of data-parallel ranks, "
@@ -134,17 +141,23 @@ class ReplicaGroup:
         return replace(self, shard=inner, replicas=across)
 
     def grouped(self, size: int) -> ReplicaGroup:
-        """With groups of ``size`` neighbours, if they divide the ranks into several groups of several. Collective."""
+        """Return the group with levels of ``size`` neighbours, if they divide the ranks into several groups of
+        several ranks. Collective."""
         if size <= 1 or size >= self.shard.size or self.shard.size % size:
             return self
         return replace(self, levels=Levels(*_split(self.shard, size)))
 
 
 class ReplicaGroups:
-    """The replica groups of a run. ``all_ranks``: all ranks that hold the same model and reduce its gradients together.
-    ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
-    together with this one: norm and skips are common, gradients are not. ``group_size``: neighbouring ranks that are
-    linked faster than the rest (ZeRO++'s hpZ), within the ranks that share a copy."""
+    """The replica groups of an engine.
+
+    Args:
+        mesh: the ranks. ``all_ranks`` (dp x sp) hold the same model and reduce its gradients together; ``across``
+            has, by axis, the ranks with other parts of the model (tensor and pipeline parallelism) that step together
+            with this one: norm and skips are common, gradients are not.
+        mics_shard_size: ranks per copy of the states (MiCS); -1: all.
+        group_size: neighbouring ranks with faster links (ZeRO++'s hpZ), within the ranks that share a copy.
+    """
 
     def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1, group_size: int = 1) -> None:
         self.group_size = group_size
@@ -161,13 +174,13 @@ class ReplicaGroups:
 
     @property
     def share_weights(self) -> bool:
-        """Return whether another rank holds some of the weights of this one, so that the sums of their gradients wait
-        for it: also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
+        """Return whether any other rank holds some of this rank's weights, so that their gradient sums wait for it.
+        Ranks of other pipeline stages (ties) and of the tensor-parallel group (divided tokens) count too."""
         return any(replica_group.all_ranks.size > 1 for replica_group in self._known.values())
 
     @property
     def layers_exchange(self) -> bool:
-        """Return whether layers exchange data, in forward and backward, among ranks that sum gradients: tokens of
+        """Return whether layers exchange data in forward and backward among ranks that sum gradients: tokens of
         experts, or parts of a sequence."""
         return self._mesh.size("sp") > 1 or any(group.kinds > 1 for group in self._known.values())
 
@@ -176,8 +189,7 @@ class ReplicaGroups:
         return self._known[DENSE]
 
     def find(self, params: Iterable[torch.Tensor]) -> ReplicaGroups:
-        """Make the replica groups of all ``params``. Collective; the same kinds must occur, in any order, on every
-        rank."""
+        """Make the replica groups of all ``params``. Collective; every rank must have the same kinds, in any order."""
         one_of = {replica_group_name(param): param for param in params}
         for name in sorted(one_of.keys() - self._known.keys()):
             shared = getattr(one_of[name], SHARED_BY, None)
@@ -193,11 +205,12 @@ class ReplicaGroups:
         return self._known[replica_group_name(param)]
 
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
-        """Axes of ``across`` over which the tensor that ``param`` is a part of is spread."""
+        """Return the axes of ``across`` over which the global tensor of ``param`` is split."""
         return tuple(axis for axis in placement_of(param).split if axis in self.across)
 
     def parts_of(self, param: torch.Tensor) -> list[Communicator]:
-        """The ranks with the other parts of the tensor that ``param`` is a part of, by what splits it. Collective."""
+        """Return communicators to the ranks that hold the other parts of the global tensor of ``param``, one per axis
+        that splits it. Collective."""
         found = [self.across[axis] for axis in self.split_axes(param)]
         replica_group = self.of(param)
         if EXPERTS in placement_of(param).split and replica_group.kinds > 1:
@@ -205,7 +218,7 @@ class ReplicaGroups:
         return found
 
     def shards(self) -> dict[str, int]:
-        """In how many shards one copy is cut, by the name of the replica group."""
+        """Return the number of shards per copy, by the name of the replica group."""
         return {name: replica_group.shard.size for name, replica_group in self._known.items()}
 
     def _sharded(self, replica_group: ReplicaGroup) -> ReplicaGroup:
@@ -216,8 +229,8 @@ class ReplicaGroups:
         )
 
     def _shared(self, name: str, all_ranks: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
-        """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
-        shards a copy of its own, so that it gathers without the others."""
+        """Return the group of a weight on several pipeline stages: gradients of all stages add up, and the mean is
+        over the data. Each stage shards its own copy, so that it gathers without the others."""
         replica_group = ReplicaGroup.whole(
             _communicator(tuple(all_ranks), self.all_ranks), name, divisor=self.all_ranks.size
         )
@@ -225,8 +238,8 @@ class ReplicaGroups:
         return replace(replica_group, shard=self.all_ranks, replicas=others)
 
     def _experts(self, name: str, device: torch.device) -> ReplicaGroup:
-        """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
-        of all that share, so that the mean is over all ranks."""
+        """Return the group of experts distributed over ranks: ranks at the same position hold the same experts. Each
+        expert sees tokens of all ranks that share the set, so the mean is over all ranks."""
         ranks = len(self.all_ranks.ranks)
         size = expert_parallel_size(name, ranks)
         same = self._mesh.sharing_experts(size, same=True)
@@ -246,8 +259,8 @@ class ReplicaGroups:
     def _divided(
         self, replica_group: ReplicaGroup, same: Sequence[int], device: torch.device
     ) -> ReplicaGroup:
-        """The same where tensor-parallel ranks have copies and divide the tokens. Each shards a copy of its own, also
-        with MiCS."""
+        """Extend a group of experts by the tensor-parallel ranks that hold copies and divide the tokens. Each of them
+        shards its own copy, also with MiCS."""
         others = self.across["tp"]
         every = torch.empty(others.size * len(same), dtype=torch.int64, device=device)
         others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
@@ -256,7 +269,8 @@ class ReplicaGroups:
 
 
 def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]:
-    """Those of this rank's run of ``block`` neighbours, and those with the same place in every run. Collective."""
+    """Return this rank's block of ``block`` neighbours, and the ranks at the same position in every block.
+    Collective."""
     me = ranks.ranks[ranks.rank]
     runs = (split_ranks(ranks.ranks, me, block, inner=inner) for inner in (True, False))
     inner, across = (_communicator(run, ranks) for run in runs)
@@ -268,7 +282,7 @@ def _communicator(ranks: tuple[int, ...], all_ranks: Communicator) -> Communicat
 
 
 class ReplicaGroupTable(Protocol):
-    """Interface of ``ReplicaGroups`` that most parts use: those of a plan have no ranks behind them."""
+    """Interface of ``ReplicaGroups`` that most parts use; in a plan there are no ranks behind it."""
 
     @property
     def all_ranks(self) -> Communicator: ...
@@ -280,12 +294,15 @@ class ReplicaGroupTable(Protocol):
 
 
 def broadcast_weights(module: nn.Module, replica_groups: ReplicaGroups) -> None:
-    """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
-    rank: one flat broadcast per replica group and dtype, and one per axis over which placements say that weights are
-    equal."""
+    """Start every rank from the weights of the first rank that holds the same ones, and from the buffers of the first
+    rank.
+
+    One flat broadcast per replica group and dtype, and one per axis along which placements say that weights are
+    equal.
+    """
     by_group: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
     for param in module.parameters():
-        if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
+        if not is_zero_param(param):  # zero.Init has already broadcast those it sharded
             by_group.setdefault(replica_group_name(param), []).append(param.data)
     for name, tensors in sorted(by_group.items()):
         if replica_groups[name].all_ranks.size > 1:
@@ -324,7 +341,11 @@ def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch
 
 
 def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
-    """Require that all ranks built the same model with the same frozen parameters; says which rank differs and how."""
+    """Check that all ranks built the same model with the same frozen parameters.
+
+    Raises:
+        RuntimeError: they did not; it lists the counts of every rank.
+    """
     if communicator.size == 1:
         return
     params = list(module.parameters())

@@ -1,4 +1,4 @@
-"""The optimizer step: agree on what was reduced, compute the norm, clip, update owned fragments, publish weights."""
+"""Run the optimizer step: agree on reduced gradients, compute the norm, clip, update fragments, publish weights."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ _EPS = _fp32(1e-6).value
 
 
 def norm_from_squares(total: float) -> float:
-    """Root of a sum of squares, rounded once to fp32."""
+    """Return the root of a sum of squares, rounded once to fp32."""
     if not math.isfinite(total):
         return math.nan if math.isnan(total) else math.inf
     return _fp32(math.sqrt(total)).value
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """``min(1, max_norm / (norm + 1e-6))`` in fp32, as ``torch.nn.utils.clip_grad_norm_``; 1 if ``max_norm`` is 0."""
+    """Return ``min(1, max_norm / (norm + 1e-6))`` in fp32, as ``torch.nn.utils.clip_grad_norm_``; 1 if ``max_norm``
+    is 0."""
     if max_norm <= 0:
         return 1.0
     inverse = _fp32(
@@ -58,7 +59,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def first_non_finite(tensors: Sequence[Tensor]) -> int | None:
-    """Position of the first tensor with a NaN or Inf."""
+    """Return the position of the first tensor with a NaN or Inf; None: all are finite."""
     for i, tensor in enumerate(tensors):
         pieces = tensor.detach().reshape(-1).split(DEVICE_PIECE)
         if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
@@ -68,8 +69,11 @@ def first_non_finite(tensors: Sequence[Tensor]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
-    skipped, even if the norm was NaN. Where gradients are not summed over ranks it is ``local_squares``'s."""
+    """Outcome of a step.
+
+    ``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
+    skipped, even if the norm was NaN. Where gradients are not summed over ranks it comes from ``local_squares``.
+    """
 
     applied: bool
     norm: float
@@ -83,22 +87,22 @@ class StepVote:
     squares: float
     """Sum of the squares of all gradients, in the scale of the loss; NaN or Inf if one of them is."""
     used: list[bool]
-    """By parameter of the store: some rank that holds it has a gradient of it."""
+    """By parameter of the store: whether any rank that holds it has its gradient."""
     has_late_gradients: bool
-    """Some rank has a gradient that arrived after the sum of its bucket was launched."""
+    """Whether any rank has a gradient that arrived after the sum of its bucket was launched."""
     activated: list[bool]
-    """By pending parameter: some rank that holds it has a gradient of it."""
+    """By pending parameter: whether any rank that holds it has its gradient."""
     needs_second_vote: bool
-    """Some rank of the whole model has one of these two kinds: all vote again once these are summed."""
+    """Any rank of the whole model has a late or newly activated gradient: all vote again once it is summed."""
     wants_local: bool
-    """Every rank's optimizer wants the next gradients unsummed."""
+    """Whether every rank's optimizer wants the next gradients unsummed."""
 
 
 class StepExecutor:
     """Runs one synchronous optimizer step over the fragments that this rank owns.
 
-    ``before_step`` is called when all gradients are summed, before their norm is read.
-    ``by_rows``: see ``SwappedGroupsStep``.
+    ``before_step`` is called once all gradients are summed, before the norm is computed. ``by_rows``: see
+    ``SwappedGroupsStep``.
     """
 
     def __init__(
@@ -172,8 +176,9 @@ class StepExecutor:
     # Cadence ------------------------------------------------------------------------------------------------
 
     def announce(self, cadence: Cadence) -> None:
-        """Sum gradients over ranks at this cadence once the next step has been applied. Every rank announces the same
-        before the same step. ValueError: the gradients are partitioned, or their sums are scheduled (stage 3)."""
+        """Change the cadence of gradient sums once the next step has been applied. Every rank announces the same
+        cadence before the same step. ValueError: the gradients are partitioned, or their sums are scheduled (stage
+        3)."""
         self.reducer.check_cadence(cadence)
         self._announced = cadence
 
@@ -187,7 +192,7 @@ class StepExecutor:
     # Agreement ----------------------------------------------------------------------------------------------
 
     def _agree(self) -> StepVote:
-        """Vote, and vote again if gradients had to be summed that no bucket in flight has taken."""
+        """Vote, and vote again if late or newly activated gradients had to be summed after the first vote."""
         self.admission.look()
         vote = self._vote()
         if any(vote.activated):
@@ -197,7 +202,7 @@ class StepExecutor:
         return self._vote() if vote.needs_second_vote else vote
 
     def _admitted(self, names: Sequence[str]) -> None:
-        """The store now also has the parameters with these names, at its end."""
+        """Follow the store, which now holds the parameters with these names at its end."""
         self.names += names
         self.members = params_by_group(self.store.params, self.replica_groups)
         self._asked = self._by_holders(self.store.params)
@@ -205,7 +210,7 @@ class StepExecutor:
         self._lists = []
 
     def _vote(self) -> StepVote:
-        """Give this rank's vote and return the result: one small all-reduce in fp64."""
+        """Cast this rank's vote and return the result: one small all-reduce in fp64."""
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
@@ -237,9 +242,9 @@ class StepExecutor:
     def _ask_holders(
         self, asked: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
     ) -> None:
-        """Correct ``flags``, of the store's parameters and then of the pending ones, where the ranks of ``dense``
-        are not those that hold the same weights: of experts some of them, of weights that stages share others too.
-        ``mine``: this rank's."""
+        """Correct ``flags`` where the ranks of ``dense`` are not the ranks that hold a weight: only some of them hold
+        an expert, and other stages hold a shared weight too. ``flags`` has the store's parameters, then the pending
+        ones; ``mine`` is this rank's."""
         for replica_group, indices in asked:
             counts = [float(mine[i]) for i in indices]
             if replica_group.all_ranks.size > 1:
@@ -248,14 +253,14 @@ class StepExecutor:
                 flags[i] = count > 0
 
     def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[ReplicaGroup, list[int]]]:
-        """Positions in ``params`` of those that are not dense, by replica group: by name, so that all stages have one
-        order."""
+        """Return the positions in ``params`` of those that are not dense, by replica group, sorted by its name so
+        that all stages have one order."""
         found = params_by_group(params, self.replica_groups)
         found.pop(self.replica_groups.dense, None)
         return sorted(found.items(), key=lambda entry: entry[0].name)
 
     def _gradient_lists(self) -> list[GroupTensors]:
-        """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
+        """Return one entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
         key = [b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets]
         if key != self._grad_key or len(self._lists) != len(self.store.by_group):
             self._lists = [GroupTensors.of(group) for group in self.store.by_group]
@@ -274,7 +279,7 @@ class StepExecutor:
         return self._lists
 
     def _check_unused(self, used: Sequence[bool]) -> None:
-        """``ignore_unused_parameters: false``: a parameter without a gradient on any rank is an error."""
+        """Raise for a parameter without a gradient on any rank, if ``ignore_unused_parameters`` is false."""
         if self.plan.zero.ignore_unused or not self.sharded or all(used):
             return
         trainable = [param.requires_grad for param in self.store.params]  # some may be frozen by now
@@ -304,7 +309,7 @@ class StepExecutor:
             )
 
     def _first_bad_parameter(self) -> str:
-        """Name of the first parameter with a non-finite gradient on any rank that holds it. Collective."""
+        """Return the name of the first parameter with a non-finite gradient on any rank. Collective."""
         fragments = sorted(self.store.fragments, key=lambda owned: owned.param_index)
         bad = first_non_finite([owned.gradient() for owned in fragments])
         index = len(self.names) if bad is None else fragments[bad].param_index
@@ -334,12 +339,12 @@ class StepExecutor:
             self._lists = []
 
     def _context(self, norm: float) -> UpdateContext:
-        """``norm``: of the gradient after clipping."""
+        """Return the context of an update whose gradient has this ``norm`` after clipping."""
         return self.optimizer_context.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""
-        lists = self._lists or self._gradient_lists()  # the latter: weights have moved
+        lists = self._lists or self._gradient_lists()  # empty if weights have moved
         if not all(used):
             lists = [_select(entry, used) for entry in lists]
         self._update_lists(lists, grad_scale, context)
@@ -350,7 +355,7 @@ class StepExecutor:
             self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     def close(self) -> None:
-        """The engine takes no more steps."""
+        """Remove the reducer's hooks; the engine takes no more steps."""
         self.reducer.destroy()
 
 

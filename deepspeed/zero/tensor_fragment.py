@@ -1,8 +1,7 @@
-"""Reading and writing fp32 weights, gradients and optimizer state of a parameter, wherever they are kept.
+"""Read and write the fp32 weight, gradient and optimizer state of a parameter, wherever they rest.
 
-An engine that keeps such state separate from the parameter puts an object on it (attribute
-``_ds_state_access``) that knows where; the functions here ask that object. A parameter without it keeps
-its own state.
+An engine that keeps such state separate from the parameter sets an access object on it (attribute
+``_ds_state_access``), which the functions here use. A parameter without it keeps its own state.
 
 *Full* functions are collective: every rank of the parameter's data-parallel group calls them, for the
 same parameters in the same order. Gradients exist from ``backward`` to ``step``.
@@ -20,7 +19,7 @@ ACCESS = "_ds_state_access"
 
 
 class ParamAccess(Protocol):
-    """The part of ``deepspeed.zero.states.access.StateAccess`` used here.
+    """Interface of ``deepspeed.zero.states.access.StateAccess`` used here.
 
     Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D. Each `param` is an
     `nn.Parameter`, which torch's own annotations of modules call a Tensor.
@@ -69,41 +68,40 @@ def _check_shape(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole fp32 master weight; None if no engine keeps one. Collective."""
+    """Return the whole fp32 master weight; None if no engine keeps one. Collective."""
     access = _access(param)
     return None if access is None else access.full_master(param)
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Writes the whole master weight and, from it, the weight that the model computes with. Collective."""
+    """Write the whole master weight and, from it, the weight that the model computes with. Collective."""
     access = _required(param)
     _check_shape(param, value)
     access.set_full_master(param, value)
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """A whole optimizer state tensor such as ``"exp_avg"``; None if no engine keeps one. Collective."""
+    """Return a whole optimizer state tensor such as ``"exp_avg"``; None if no engine keeps one. Collective."""
     access = _access(param)
     return None if access is None else access.full_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Writes a whole optimizer state tensor. Collective."""
+    """Write a whole optimizer state tensor. Collective."""
     access = _required(param)
     _check_shape(param, value)
     access.set_full_state(param, optim_state_key, value)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole gradient in fp32, reduced over the ranks; ``param.grad`` if no engine keeps it; None
-    if there is none at present. Inside ``engine.no_sync()`` it is this rank's own. Collective.
-    """
+    """Return the whole gradient in fp32, reduced over the ranks; ``param.grad`` if no engine keeps it; None if there
+    is none now. Inside ``engine.no_sync()`` it is this rank's local sum. Collective."""
     access = _access(param)
     return param.grad if access is None else access.full_gradient(param)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Writes the whole gradient. Collective."""
+    """Write the whole gradient. Collective."""
     access = _access(param)
     _check_shape(param, value)
     if access is None:
@@ -120,10 +118,8 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor | None]
 ) -> None:
-    """Replaces the gradients of many parameters: ``update_func(gradient, param)`` gets the whole gradient
-    and returns the new one, or changes it in place and returns None. Parameters without a gradient are
-    skipped. Collective.
-    """
+    """Replace the gradients of many parameters: ``update_func(gradient, param)`` gets the whole gradient and returns
+    the new one, or changes it in place and returns None. Parameters without a gradient are skipped. Collective."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -136,35 +132,35 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's part of the master weight, 1-D; None if no engine keeps one."""
+    """Return this rank's part of the master weight, 1-D; None if no engine keeps one."""
     access = _access(param)
     return None if access is None else access.local_master(param)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Writes this rank's part of the master weight; the model computes with it from the next ``step`` on."""
+    """Write this rank's part of the master weight; the model computes with it after the next ``step``."""
     _required(param).set_local_master(param, value)
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's part of an optimizer state tensor, 1-D; None if no engine keeps one."""
+    """Return this rank's part of an optimizer state tensor, 1-D; None if no engine keeps one."""
     access = _access(param)
     return None if access is None else access.local_state(param, optim_state_key)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Writes this rank's part of an optimizer state tensor."""
+    """Write this rank's part of an optimizer state tensor."""
     _required(param).set_local_state(param, optim_state_key, value)
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's part of the reduced gradient, 1-D; None if there is none at present."""
+    """Return this rank's part of the reduced gradient, 1-D; None if there is none now."""
     access = _access(param)
     return None if access is None else access.local_gradient(param)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Writes this rank's part of the reduced gradient."""
+    """Write this rank's part of the reduced gradient."""
     _required(param).set_local_gradient(param, value)
 
 
@@ -172,7 +168,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def get_full_hp_param(self: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
-    """The whole master weight, or the optimizer state with this key if given. Collective."""
+    """Return the whole master weight, or the optimizer state with this key if given. Collective."""
     if optim_state_key is None:
         return safe_get_full_fp32_param(self)
     return safe_get_full_optimizer_state(self, optim_state_key)

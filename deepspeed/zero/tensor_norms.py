@@ -1,6 +1,6 @@
 """Compute norms of plain lists of tensors over model-parallel and expert ranks, and clip by them.
 
-For gradients that no bucket holds: stage 0 with a loop of the caller's, and the documented helpers.
+Used for gradients outside of buckets: stage 0 with the caller's own training loop, and the documented helpers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
-    """Return whether the ranks of a model-parallel group hold pieces of this parameter (and not a copy each)."""
+    """Return whether this parameter is split over a model-parallel group, rather than replicated."""
     marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
     placed: Placement | None = getattr(p, ATTRIBUTE, None)
     return bool(marked or (placed is not None and "tp" in placed.split))
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """2-norm of several parts from their 2-norms; inf if one is Inf, NaN or, as norms of overflown gradients are told
-    in places, -1."""
+    """Return the 2-norm of several tensors from their 2-norms.
+
+    The result is inf if one of them is Inf, NaN or negative: some callers report an overflow as -1.
+    """
     norms = [float(norm) for norm in norm_list]
     if not all(0 <= norm < math.inf for norm in norms):
         return math.inf
@@ -38,7 +40,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 
 def _model_parallel(mpu: Any) -> tuple[Any, int]:
-    """Model-parallel group and the rank in it; (None, 0) without model parallelism."""
+    """Return the model-parallel group and the rank in it; (None, 0) without model parallelism."""
     if mpu is None:
         return None, 0
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
@@ -46,7 +48,7 @@ def _model_parallel(mpu: Any) -> tuple[Any, int]:
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float, group: Any, device: torch.device) -> Tensor:
-    """Norm over all tensors and ranks of the group: 0-dim fp32, summed in fp64 and rounded once."""
+    """Return the norm over all tensors and ranks of the group: 0-dim fp32, summed in fp64 and rounded once."""
     maximum = math.isinf(norm_type)
     if norm_type == 2:
         local = sum_of_squares(tensors)
@@ -66,11 +68,11 @@ def _norm(tensors: Sequence[Tensor], norm_type: float, group: Any, device: torch
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before scaling.
+    """Scale the gradients in place so that their norm is at most ``max_norm``; return the norm before scaling.
 
-    With a model-parallel unit the norm is that of the whole model: parameters partitioned across its
-    ranks count on each rank, replicated ones count once. With experts that ranks spread (``allreduce = False``), it is
-    the mean over the data-parallel ranks, so that all scale alike.
+    With a model-parallel unit this is the norm of the whole model: parameters split over its ranks count on each
+    rank, replicated ones count once. With experts distributed over ranks (``allreduce = False``), it is the mean over
+    the data-parallel ranks, so that all ranks scale by the same factor.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     params = [param for param in given if param.grad is not None]
@@ -86,7 +88,7 @@ def clip_grad_norm_(
 
 
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """Norm of weights: 0-dim fp32; with a model-parallel unit that of the whole model."""
+    """Return the norm of the weights (0-dim fp32), over the whole model if a model-parallel unit is given."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     group, rank = _model_parallel(mpu)
     device = params[0].device if params else torch.device(get_accelerator().current_device_name())
@@ -101,11 +103,11 @@ def get_global_norm_of_tensors(
     use_graph: bool = False,
     moe_ep_group: Any = None,
 ) -> Tensor:
-    """Norm of all tensors together, and over the ranks of the model-parallel unit: 0-dim fp32.
+    """Return the norm of all tensors together, over the ranks of the model-parallel unit: 0-dim fp32.
 
     Args:
         use_graph: No effect; used to request a CUDA graph.
-        moe_ep_group: Ranks over which experts are distributed: their parts are added too.
+        moe_ep_group: Ranks over which experts are distributed; their norms are included.
     """
     if not input_tensors:
         raise ValueError("input_tensors is empty: there is nothing to take a norm of.")
@@ -122,8 +124,9 @@ def clip_tensors_by_global_norm(
     eps: float = CLIP_EPSILON,
     use_graph: bool = False,
 ) -> Tensor | float:
-    """Scales the tensors in place so that their global norm (computed if not given) is at most
-    ``max_norm``. `use_graph` has no effect.
+    """Scale the tensors in place so that their global norm (computed if not given) is at most ``max_norm``.
+
+    `use_graph` has no effect. Return the norm before scaling.
     """
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     _scale_down(input_tensors, norm, max_norm, eps)
@@ -139,7 +142,7 @@ def _scale_down(tensors: Sequence[Tensor], norm: Tensor | float, max_norm: float
 
 
 def get_norm_with_moe_layers_fast(all_groups_norm: Tensor | float, group: Any) -> float:
-    """The mean of each rank's norm over the ranks of ``group``."""
+    """Return the mean of the ranks' norms over ``group``."""
     norm = torch.tensor([float(all_groups_norm)], dtype=torch.float64)
     norm = norm.to(get_accelerator().current_device_name())
     torch.distributed.all_reduce(norm, group=group)

@@ -1,4 +1,4 @@
-"""Services of the engine to an optimizer's update, by the optimizer protocol (``deepspeed/ops/update.py``)."""
+"""Engine services for an optimizer's update, as the optimizer protocol defines them (``deepspeed/ops/update.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
 class OptimizerContext:
-    """Makes the ``UpdateContext`` of each step. ``sharded``: the fragments of ``store`` are parts of parameters."""
+    """Makes the ``UpdateContext`` of each step. ``sharded``: whether the fragments of ``store`` are parts of
+    parameters."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.store = store
@@ -27,7 +28,7 @@ class OptimizerContext:
         self.follow()
 
     def follow(self) -> None:
-        """The store may hold more parameters than before."""
+        """Rebuild the services for the parameters that the store holds now."""
         traits, sharded = self.store.traits, self.sharded
         parted = sharded or any(map(in_parts, self.store.params))
         self._sums = None
@@ -45,7 +46,8 @@ class OptimizerContext:
         )
 
     def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
-        """``gradient_norm``: after clipping. ``own_gradients``: they have not been summed over ranks."""
+        """Return the context of one update. ``gradient_norm``: after clipping. ``own_gradients``: gradients have not
+        been summed over ranks."""
         return UpdateContext(
             gradient_norm=gradient_norm,
             segment_sum=self._sums,
@@ -60,8 +62,8 @@ class OptimizerContext:
 
 
 class SegmentSums:
-    """Joins numbers about the fragments of ``store`` to those of whole parameters, for LAMB: of the ranks with its
-    shards, and of those with other parts of a larger tensor."""
+    """Reduces per-fragment numbers of ``store`` to whole parameters, for LAMB: over the ranks with its shards, and
+    over those with other parts of the global tensor."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.store = store
@@ -78,7 +80,8 @@ class SegmentSums:
         self._refuse_copies()
 
     def _refuse_copies(self) -> None:
-        """Collective. ConfigError: tensor-parallel ranks hold some elements twice, which sums would count twice."""
+        """Raise DeepSpeedConfigError if tensor-parallel ranks hold some elements twice, which sums would count twice.
+        Collective."""
         params = self.store.params
         twice = torch.tensor([bool(placement_of(param).elsewhere) for param in params], dtype=torch.float32)
         twice = twice.to(params[0].device)
@@ -93,14 +96,14 @@ class SegmentSums:
             )
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
-        """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
+        """Return ``sums`` [n, k] fp64 of fragments, each summed over its whole parameter. Collective."""
         indices = self._indices(masters)
         whole = torch.zeros(len(self.store.params), sums.shape[1], dtype=torch.float64)
         whole.index_add_(0, indices, sums.cpu())
         return self._joined(whole, indices, Communicator.all_reduce).to(sums.device)
 
     def largest(self, masters: list[Tensor], values: Tensor) -> Tensor:
-        """``values`` [n, k] fp64, not negative, of fragments -> the largest over the parameters that they are parts of.
+        """Return ``values`` [n, k] fp64 >= 0 of fragments, each replaced by the maximum over its whole parameter.
         Collective."""
         indices = self._indices(masters)
         whole = torch.zeros(len(self.store.params), values.shape[1], dtype=torch.float64)
@@ -108,21 +111,22 @@ class SegmentSums:
         return self._joined(whole, indices, Communicator.all_reduce_max).to(values.device)
 
     def total(self, values: Tensor) -> Tensor:
-        """``values`` [k] fp64 -> their sum over the ranks that share one copy. Collective."""
+        """Return the sum of ``values`` [k] fp64 over the ranks that share one copy. Collective."""
         total = values.to(self.store.params[0].device, copy=True)
         if self.shard is not None:
             self.shard.all_reduce(total).wait()
         return total.to(values.device)
 
     def _indices(self, masters: Sequence[Tensor]) -> Tensor:
-        """[n]: of the parameters that these are fragments of."""
+        """Return the parameter indices [n] of these fragments."""
         index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
         return torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
 
     def _joined(
         self, whole: Tensor, indices: Tensor, collective: Callable[[Communicator, Tensor], Pending]
     ) -> Tensor:
-        """Rows of ``whole`` [params, k], each joined over the ranks that have parts of its parameter."""
+        """Reduce each row of ``whole`` [params, k] over the ranks that have parts of its parameter; return the rows
+        of ``indices``."""
         whole = whole.to(self.store.params[0].device)
         for holders, params in self.members.items():
             share = whole[params]
@@ -132,9 +136,9 @@ class SegmentSums:
 
 
 class Holders:
-    """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in shards
-    (``sharded``), those with the same shard. Parts of tensors and copies of whole ones are kinds of their own (Note:
-    blocks and copies in `zero/partitioning.py`)."""
+    """Groups masters by the ranks that hold the same ones: all ranks with these weights, or, if ``sharded``, the
+    ranks with the same shard. Parts of tensors and copies of whole ones are separate kinds (Note: blocks and copies
+    in `zero/partitioning.py`)."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.sharded = sharded
@@ -162,9 +166,9 @@ def holders_of(replica_group: ReplicaGroup, *, sharded: bool) -> Communicator:
 
 
 class SwappedGroupsStep:
-    """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``.
+    """``step_fragments`` for an optimizer without one: its groups hold the fragments during ``step``.
 
-    ``by_rows``: the parameters whose gradients it gets as torch's sparse tensors.
+    ``by_rows``: parameters whose gradients it gets as torch's sparse tensors.
     """
 
     def __init__(self, store: StateStore, by_rows: Collection[nn.Parameter] = ()) -> None:
@@ -207,7 +211,7 @@ class SwappedGroupsStep:
 def params_by_group(
     params: Sequence[nn.Parameter], replica_groups: ReplicaGroups
 ) -> dict[ReplicaGroup, list[int]]:
-    """Positions in ``params`` by replica group."""
+    """Return the positions in ``params`` by replica group."""
     found: dict[ReplicaGroup, list[int]] = {}
     for index, param in enumerate(params):
         found.setdefault(replica_groups.of(param), []).append(index)
@@ -217,12 +221,12 @@ def params_by_group(
 def local_squares(
     store: StateStore, members: Mapping[ReplicaGroup, Sequence[int]], *, sharded: bool = False
 ) -> float:
-    """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
+    """Return this rank's contribution to the squared norm where gradients are not summed (``Cadence.NEVER``).
 
-    Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
-    mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that clipping
-    scales all of them alike and does not turn their mean. Copies of experts that divide the tokens all count, as each
-    has a gradient of its own.
+    No rank knows the mean gradient. The norm is the root mean square of the holders' norms: at least the norm of the
+    mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that
+    clipping scales all gradients alike and keeps the direction of their mean. Copies of experts that divide the
+    tokens all count, as each has a different gradient.
     """
     total = 0.0
     for replica_group, params in members.items():

@@ -1,8 +1,8 @@
-"""Whole matrices in the middle of a sharded step, for optimizers that need them (Muon).
+"""Assemble whole matrices inside a sharded step, for optimizers that need them (Muon).
 
-Each matrix has one *owner*, the rank that holds most of it. One all-to-all sends its fragments there, the owner
-computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the
-matrices over the ranks, they also spread this work.
+Each matrix has one owner rank, the one that holds most of it. One all-to-all sends its fragments there, the owner
+computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the matrices
+over the ranks, they also spread this work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
 
 BATCH_NUMEL = 32 * 1024 * 1024
-"""Elements that are exchanged at once: they exist twice (at the sender and at the owner) for that time."""
+"""Elements per exchange; meanwhile they exist twice, at the sender and at the owner."""
 
 
 class MatrixPart(NamedTuple):
@@ -40,7 +40,7 @@ class MatrixPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Location of one matrix: its parts in order, and the rank that assembles it."""
+    """Location of one matrix: its parts in order, and the owner rank that assembles it."""
 
     param: int
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Matrix:
 
 
 class WholeMatrices:
-    """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
+    """Applies a function of whole matrices to values partitioned like the weights of ``store``."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
@@ -135,7 +135,7 @@ class WholeMatrices:
 
 
 class OwnMatrices:
-    """The same where every rank holds its tensors whole."""
+    """Counterpart of ``WholeMatrices`` where every rank holds its tensors whole."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
@@ -154,15 +154,15 @@ class OwnMatrices:
 
 
 def matrix_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape in which an update sees a parameter: [rows, all others], or a stack [experts, rows, all others].
-    Vectors as they are."""
+    """Return the shape in which an update sees a parameter: [rows, all others], or a stack [experts, rows, all
+    others]. Vectors keep their shape."""
     shape = tuple(full_shape(param))
     kept = 2 if is_stack(param) else 1
     return shape if len(shape) <= kept else (*shape[:kept], math.prod(shape[kept:]))
 
 
 def matrices_of(store: StateStore) -> Iterator[Matrix]:
-    """Every parameter of the store's buckets with at least one element, and who holds it."""
+    """Yield every non-empty parameter of the store's buckets with the ranks that hold its parts."""
     for bucket in store.param_buckets:
         layout = bucket.layout
         for slot, param in zip(layout.slots, bucket.params, strict=True):
@@ -173,7 +173,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
 
 
 def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
-    """Runs of matrices with at most ``numel`` elements in total, at least one matrix each."""
+    """Yield consecutive matrices with at most ``numel`` elements in total, at least one matrix each."""
     batch: list[Matrix] = []
     size = 0
     for matrix in matrices:
@@ -189,7 +189,7 @@ def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
 def _slots(
     runs: Sequence[Sequence[tuple[Matrix, MatrixPart]]], flat: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Matrix, MatrixPart]]]:
-    """The view of ``flat`` that belongs to each part, in the order of the exchange."""
+    """Yield the view of ``flat`` that belongs to each part, in the order of the exchange."""
     position = 0
     for run in runs:
         for matrix, part in run:

@@ -1,7 +1,7 @@
-"""Construction and wiring of the parts that move gradients and weights: one place, for a run and for its plan.
+"""Construct and wire the parts that move gradients and weights, for an engine and for its plan.
 
-``engine/assembly.py`` hands in real ranks and memory; ``planning/rehearsal.py`` hands in ranks that answer
-immediately and memory that is only counted. So what is planned is what is built.
+``engine/assembly.py`` passes real ranks and memory; ``planning/rehearsal.py`` passes ranks that answer at once and
+memory that is only counted. So what is planned is what is built.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def make_grad_buckets(
     host: HostCopies | None = None,
     make: Callable[..., GradBucket] = GradBucket,
 ) -> list[GradBucket]:
-    """A bucket for the gradients of each bucket of weights, on the device of its first parameter.
+    """Make a gradient bucket for each bucket of weights, on the device of its first parameter.
 
     Args:
         pool: lends the buffers that live for one round.
-        tier: where the states are kept; shards whose state is off the device leave through ``host``.
-        make: what takes the arguments of ``GradBucket``.
-        by_rows: embeddings of whose gradients only the rows that were touched travel; each is alone in its bucket.
+        tier: where optimizer states rest; the gradients of offloaded states leave the device through ``host``.
+        make: called with the arguments of ``GradBucket``.
+        by_rows: embeddings of whose gradients only the touched rows travel; each is alone in its bucket.
     """
     result: list[GradBucket] = []
     for bucket in buckets:
@@ -84,7 +84,8 @@ def gradient_sum(
     plan: Plan,
     rows_of: torch.Size | None = None,
 ) -> GradientSum:
-    """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
+    """Return the wire format of one bucket. ``rows_of``: shape of the embedding that is alone in it, if only its
+    touched rows travel."""
     result = _sum_of_one_copy(layout, replica_group, pool, plan)
     for wrap in plan.gradients.formats:
         result = wrap(result)
@@ -98,7 +99,8 @@ def gradient_sum(
 def own_sum(
     layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
 ) -> GradientSum | None:
-    """The format of one bucket while gradients are not summed over all ranks; None: its shards have one owner each."""
+    """Return the format of one bucket for steps without a sum over all ranks; None: each of its shards has a single
+    owner."""
     if not plan.zero.shard_state:
         return LocalSum(replica_group.all_ranks.size)
     if plan.zero.shard_params or not (plan.zero.in_groups or replica_group.shard.size == 1):
@@ -109,7 +111,7 @@ def own_sum(
 def _sum_of_one_copy(
     layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
 ) -> GradientSum:
-    """Over the ranks that share one."""
+    """Return the format of the sum over the ranks that share one copy of the states."""
     if plan.packing.codec is not None or plan.packing.gradients:
         from deepspeed.zero.gradients.quantized_sum import encoded_sum
 
@@ -129,9 +131,13 @@ def make_reducer(
     layers_exchange: bool = False,
     device: torch.device | None = None,
 ) -> GradReducer:
-    """``coordinator``: of the parameters, where stage 3 has sharded them. ``layers_exchange``: see ``GradReducer``.
-    ``device``: where messages about gradients are built (default: where the gradients are). Hooks are installed by the
-    caller."""
+    """Make the reducer; the caller installs its hooks.
+
+    Args:
+        coordinator: of the parameters, where stage 3 has sharded them.
+        layers_exchange: see ``GradReducer``.
+        device: where messages about gradients are built; default: where the gradients are.
+    """
     turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
         params,
@@ -151,8 +157,8 @@ def make_reducer(
 
 
 def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
-    """Choose how often gradients travel. At stage 3, with room for every parameter there is also room for whole
-    gradients between micro-batches: then each is communicated only once per step."""
+    """Choose how often gradients are summed. If stage 3 has room for every parameter, it also has room for whole
+    gradients between micro-batches, so each is summed only once per step."""
     if coordinator is None:
         return plan.zero.cadence
     return Cadence.AT_BOUNDARY if coordinator.fits_budget else Cadence.EVERY_MICRO_BATCH

@@ -1,4 +1,4 @@
-"""The device everything runs on, behind one object: ``get_accelerator()``."""
+"""The device that everything runs on, as one object: ``get_accelerator()``."""
 
 from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.base.accelerator.select import (

@@ -1,8 +1,7 @@
 """The interface of every accelerator.
 
-torch gives each device type a module with the same interface (``torch.cuda``, ``torch.xpu``, ``torch.npu``,
-...). The base class uses that module, so a concrete accelerator contains only what is different
-about its device.
+torch has a module with the same interface for each device type (``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...).
+The base class uses that module, so a concrete accelerator contains only the differences of its device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _check_host(device: Any) -> None:
 
 
 class DeepSpeedAccelerator(ABC):
-    """One device type of this process. No method touches the device until it has to.
+    """The device type of this process. Methods initialize the device only when they need it.
 
     Memory figures are in bytes. ``device_index=None`` means the current device.
     """
@@ -41,38 +40,38 @@ class DeepSpeedAccelerator(ABC):
 
     @property
     def _runtime(self) -> Any:
-        """torch's module for this device type."""
+        """Return torch's module for this device type."""
         return torch.get_device_module(self._name)
 
     # --- How the device runs relative to the host -------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
-        """Tell whether an operation has finished when its call returns."""
+        """Return whether operations are synchronous with the host."""
         return False
 
     def use_host_timers(self) -> bool:
-        """Tell whether the host's clock is suitable for timing device work."""
+        """Return whether host timers are accurate for device work."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Tell whether tensors may be passed between streams without events."""
+        """Return whether tensors may cross streams without events."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Tell whether the host cannot run ahead of the device and pile up allocations."""
+        """Return whether the host is kept from running ahead of the device and accumulating allocations."""
         return self.is_synchronized_device()
 
     # --- Devices ----------------------------------------------------------------------------------
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Tell whether this machine has such a device. Creates no context on it."""
+        """Return whether this machine has such a device, without creating a context on it."""
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """Context in which ``device_index`` is the current device."""
+        """Return a context in which ``device_index`` is the current device."""
         return self._runtime.device(device_index)
 
     def set_device(self, device_index: int) -> None:
@@ -97,13 +96,13 @@ class DeepSpeedAccelerator(ABC):
         return self._communication_backend_name
 
     def communication_backend_version(self) -> tuple[int, ...] | None:
-        """Version of the communication library if torch reports it."""
+        """Return the version of the communication library, None if torch does not report it."""
         return None
 
     # --- Random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """torch's random module of this device type."""
+        """Return torch's random module of this device type."""
         return self._runtime.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -112,7 +111,7 @@ class DeepSpeedAccelerator(ABC):
         )
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Generator state, a uint8 tensor in host memory."""
+        """Return the generator state, a uint8 tensor in host memory."""
         return self._runtime.get_rng_state(self.current_device() if device_index is None else device_index)
 
     def manual_seed(self, seed: int) -> None:
@@ -139,7 +138,7 @@ class DeepSpeedAccelerator(ABC):
         return self._runtime.Event
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context in which ``stream`` is the current stream; None changes nothing."""
+        """Return a context in which ``stream`` is the current stream; None changes nothing."""
         return self._runtime.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
@@ -176,12 +175,12 @@ class DeepSpeedAccelerator(ABC):
         return self._runtime.get_device_properties(index).total_memory
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that can still be allocated: free on the device, or free inside torch's cache."""
+        """Return the bytes that can still be allocated: free on the device, or free in torch's cache."""
         cached = self.memory_reserved(device_index) - self.memory_allocated(device_index)
         free, _ = self._runtime.mem_get_info(device_index)
         return free + cached
 
-    # The older names: one allocator statistic has two names, and its peaks are reset together.
+    # Older names of the same allocator statistics, whose peaks are reset together.
 
     def memory_cached(self, device_index: int | None = None) -> int:
         return self.memory_reserved(device_index)
@@ -200,16 +199,16 @@ class DeepSpeedAccelerator(ABC):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """A page-locked host tensor like ``tensor``.
+        """Return a page-locked host tensor like ``tensor``.
 
         Args:
-            make_copy: Copy the values; otherwise they are undefined.
+            make_copy: Copy the values; otherwise the result is uninitialized.
             match_shape: Keep the shape; otherwise the result is flat, ``[numel]``.
         """
         pinned = tensor
         if not (make_copy and tensor.is_pinned()):
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            # Here: the package imports accelerators.
+            # Imported here to avoid an import cycle: the package imports accelerators.
             from deepspeed.base.accelerator.pin_memory_tracker import track_pinned_memory
 
             track_pinned_memory(pinned.nbytes)
@@ -218,7 +217,7 @@ class DeepSpeedAccelerator(ABC):
         return pinned if match_shape else pinned.view(-1)
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
-        """A page-locked host tensor of this size (numbers, or one sequence of them), its values undefined."""
+        """Return an uninitialized page-locked host tensor of this size (ints, or one sequence of them)."""
         _check_host(device)
         return self.pin_memory(torch.empty(*size, dtype=dtype), make_copy=False)
 
@@ -226,7 +225,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: torch's allocator reclaims page-locked memory when the tensor is freed."""
+        """Do nothing: torch's allocator reclaims page-locked memory when the tensor is freed."""
         return None
 
     # --- Data types -------------------------------------------------------------------------------
@@ -238,11 +237,11 @@ class DeepSpeedAccelerator(ABC):
         return torch.float16 in self.supported_dtypes()
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Floating-point types in which models can be trained here."""
+        """Return the floating-point dtypes in which models can be trained here."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        """Constructor of tensors of a dtype on this device."""
+        """Return a constructor of tensors of a dtype on this device."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
     @property
@@ -276,16 +275,16 @@ class DeepSpeedAccelerator(ABC):
     # --- Profiler ranges --------------------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Opens a named range in torch's profiler, if one is running."""
+        """Open a named range in torch's profiler, if one is running."""
         active = torch.autograd._profiler_enabled()
         span = torch.profiler.record_function(msg) if active else None
         if span is not None:
             span.__enter__()
-        # A range opened while nothing is recorded leaves a placeholder: pushes and pops stay paired.
+        # Without a profiler a placeholder is pushed, so that pushes and pops stay paired.
         self._range_stack().append(span)
 
     def range_pop(self, domain: str | None = None) -> None:
-        """Closes the range most recently opened by this thread."""
+        """Close the range most recently opened by this thread."""
         stack = self._range_stack()
         span = stack.pop() if stack else None
         if span is not None:
@@ -299,11 +298,11 @@ class DeepSpeedAccelerator(ABC):
     # --- Graphs of captured work ------------------------------------------------------------------
 
     def create_graph(self) -> Any:
-        """An empty graph, or None where the device cannot capture."""
+        """Return an empty graph, or None if the device cannot capture."""
         return None
 
     def is_current_stream_capturing(self) -> bool:
-        """Tell whether work is being recorded into a graph."""
+        """Return whether the current stream is being captured into a graph."""
         return False
 
     def capture_to_graph(
@@ -322,14 +321,14 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def prefer_triton_grouped_mm(self) -> bool:
-        """Tell whether a Triton grouped matrix product is faster here than torch's."""
+        """Return whether a Triton grouped matrix product is faster here than torch's."""
         return False
 
     def get_compile_backend(self) -> str:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Chooses the backend for ``torch.compile``. ValueError for one that torch does not know."""
+        """Set the backend for ``torch.compile``. ValueError: torch does not know it."""
         import torch._dynamo  # slow to import, and only compiled runs need it
 
         known = torch._dynamo.list_backends(exclude_tags=())
@@ -338,15 +337,15 @@ class DeepSpeedAccelerator(ABC):
         self._compile_backend = backend
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Runs ``callback`` once the device is initialised; immediately if no waiting is needed."""
+        """Run ``callback`` once the device is initialised, or immediately where no initialisation is pending."""
         return callback()
 
     def op_builder_dir(self) -> str:
-        """Import path of the package that holds the op builders."""
+        """Return the import path of the package with the op builders."""
         return OP_BUILDER_PACKAGE
 
     def get_op_builder(self, class_name: str) -> type | None:
-        """The builder class of that name, None if there is no such op."""
+        """Return the builder class of that name, None if there is no such op."""
         # By name, at call time: ops are a layer above this package.
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
@@ -355,7 +354,7 @@ class DeepSpeedAccelerator(ABC):
         return None if builder is None else builder()
 
     def build_extension(self) -> type:
-        """The setuptools command with which projects build their own extensions."""
+        """Return the setuptools command class for building extensions."""
         from torch.utils.cpp_extension import BuildExtension  # pulls in setuptools
 
         return BuildExtension
@@ -363,11 +362,11 @@ class DeepSpeedAccelerator(ABC):
     # --- Environment of launched ranks ------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Prefixes of the environment variables that a launcher has to pass to other machines."""
+        """Return the prefixes of environment variables that a launcher has to pass to other machines."""
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """Environment variables that select the devices a process sees."""
+        """Return the environment variables that select the visible devices of a process."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(

@@ -1,4 +1,4 @@
-"""The host's own processors as the device."""
+"""The CPU as the accelerator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEGACY_TENSOR_TYPES = {
 
 
 class HostEvent:
-    """An event on a device that finishes its work before the call returns: a point in time."""
+    """Event on a synchronous device: a point in time."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -47,16 +47,16 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
         if self._recorded_s is None or end_event._recorded_s is None:
             raise RuntimeError("Record both events before asking for the time between them.")
         return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
-    """The CPU: one memory, no streams. A "device" is what one rank on this machine runs on.
+    """The CPU: one memory, no streams. Each rank on this machine counts as one "device".
 
-    Memory figures are those of the process: resident size is reported as allocated memory.
+    Memory figures are per process: the resident set size is reported as allocated memory.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     # --- Devices ----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"  # torch knows one CPU; with an index, tensors on the same device would look different
+        return "cpu"  # no index: torch has one CPU device, and "cpu:1" would compare unequal to it
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """There is one CPU device; binding ranks to cores is the launcher's job."""
+        """Do nothing: there is one CPU device; the launcher binds ranks to cores."""
 
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", 0))
@@ -87,14 +87,14 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Number of ranks that run on this machine, else of its NUMA nodes."""
+        """Return the number of ranks on this machine if a launcher set it, else of NUMA nodes."""
         for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
             if os.environ.get(variable, "").isdigit():
                 return int(os.environ[variable])
         return max(1, len(list(NUMA_NODES.glob("node[0-9]*"))))
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Work is done when the call returns."""
+        """Do nothing: operations are synchronous."""
 
     # --- Random numbers ---------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     # --- Memory -----------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """The C library returns free memory by itself."""
+        """Do nothing: the C library frees memory."""
 
     def get_rss(self) -> int:
         return self._peak.sample()
@@ -171,7 +171,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """The tensor itself: the device reads host memory as it is."""
+        """Return the tensor itself: the device is the host."""
         return tensor if match_shape else tensor.reshape(-1)
 
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed
 from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 try:
-    import nvtx  # ranges with domains; torch's have none
+    import nvtx  # ranges with domains, which torch's lack
 except ImportError:
     nvtx: Any = None
 
@@ -64,7 +64,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda._lazy_call(callback)
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        """In a domain if the package nvtx is installed."""
+        """Open a range, in ``domain`` if the package nvtx is installed."""
         found = self._nvtx_domain(domain)
         if found is None:
             return torch.cuda.nvtx.range_push(msg)

@@ -14,9 +14,9 @@ RESET_PEAK_RSS = "5"  # proc(5), clear_refs
 
 
 def resident_bytes() -> int:
-    """Resident set size of this process."""
+    """Return the resident set size of this process."""
     try:
-        with open(PROC_STATM, "rb") as file:  # a tenth of what psutil takes, and asked for every second
+        with open(PROC_STATM, "rb") as file:  # called every second; ten times as fast as psutil
             return int(file.read().split()[1]) * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):  # not Linux
         return psutil.Process().memory_info().rss
@@ -36,10 +36,10 @@ def machine_available_bytes() -> int:
 
 
 class PeakMeter:
-    """Peak resident size of this process since the last ``reset()``.
+    """Meter of this process's peak resident set size since the last ``reset()``.
 
-    Linux keeps a high-water mark that can be reset. Elsewhere, and in sandboxes that forbid the reset,
-    the peak is the largest size seen when it was queried.
+    Linux has a resettable high-water mark. Elsewhere, and in sandboxes that forbid the reset, the peak is the largest
+    sampled size.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PeakMeter:
         self._largest_seen = resident_bytes()
 
     def sample(self) -> int:
-        """Current resident size, remembered if it is the largest so far."""
+        """Return the current resident size, and update the peak."""
         current = resident_bytes()
         self._largest_seen = max(self._largest_seen, current)
         return current

@@ -1,4 +1,4 @@
-"""Host memory page-locked by the accelerator's ``pin_memory``, counted for advice when host memory runs out.
+"""Count the host memory page-locked by the accelerator's ``pin_memory``, to report when host memory runs out.
 
 Page-locked memory is not swapped out, and the system limits it (``ulimit -l``).
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from deepspeed.base.logging import logger
 
 _FIRST_NOTE = 32 << 30
-"""Bytes at which a total is logged for the first time; then whenever it has doubled."""
+"""Total in bytes that is logged first; then every doubling is."""
 
 
 @dataclass
 class PinnedTotal:
-    """Bytes pinned since the start, still in use or not."""
+    """Bytes pinned since process start, freed ones included."""
 
     bytes: int = 0
     calls: int = 0
@@ -29,7 +29,7 @@ _total = PinnedTotal()
 
 
 def track_pinned_memory(num_bytes: int) -> None:
-    """Count an allocation of page-locked memory. A log line whenever the total has doubled, from 32 GiB on."""
+    """Count an allocation of page-locked memory. Log the total at 32 GiB and whenever it has doubled."""
     _total.bytes += num_bytes
     _total.calls += 1
     logger.debug(f"pinned {_amount(num_bytes)}; in all {_total}")
@@ -40,7 +40,7 @@ def track_pinned_memory(num_bytes: int) -> None:
 
 
 def pinned_memory_summary(tag: str = "") -> None:
-    """Log the total; ``tag`` says when or where this is."""
+    """Log the total, prefixed with ``tag``."""
     logger.info(f"{tag}: {_total}" if tag else str(_total))
 
 

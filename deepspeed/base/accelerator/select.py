@@ -1,4 +1,4 @@
-"""Choice of the accelerator of this process: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
+"""Choose the accelerator of this process: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OWN_CLASS = {
     "mps": "torch_device:MPS_Accelerator",
 }
 OTHERS = "torch_device:TorchDevice_Accelerator"
-"""Classes as "module:name" in this folder: only the one that a process uses is imported."""
+"""Classes as "module:name" in this folder, so that only the one in use is imported."""
 
 
 ds_accelerator: DeepSpeedAccelerator | None = None
-"""The one accelerator of this process; None: not chosen yet."""
+"""The accelerator of this process; None: not chosen yet."""
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator of this process, chosen on the first call."""
+    """Return the accelerator of this process, chosen on the first call."""
     global ds_accelerator
     if ds_accelerator is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
@@ -35,18 +35,18 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
-    """Replaces the accelerator of this process."""
+    """Replace the accelerator of this process."""
     global ds_accelerator
     ds_accelerator = accel_obj
     return accel_obj
 
 
 def take_device_of_rank(local_rank: int) -> int:
-    """Make the device of this rank, number ``local_rank`` of its host, the current one; return its index. A launcher
-    may show each rank a device of its own alone (Slurm's --gpus-per-task, Ray).
+    """Make the device of ``local_rank`` the current one; return its index, which is 0 if the launcher shows each rank
+    only its own device (Slurm's --gpus-per-task, Ray).
 
     Raises:
-        ValueError: this process sees several devices, but not that many.
+        ValueError: this process sees several devices, but too few for ``local_rank``.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -63,7 +63,7 @@ def take_device_of_rank(local_rank: int) -> int:
 
 
 def synchronize_stream() -> None:
-    """Wait for what the current stream has queued, and not for the whole device, where a transfer on another stream may
+    """Wait for the current stream only. Waiting for the whole device could deadlock: a transfer on another stream may
     wait for a receiver that waits for this process."""
     event = get_accelerator().Event()
     event.record()
@@ -71,7 +71,7 @@ def synchronize_stream() -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Tell whether the chosen accelerator is supported."""
+    """Return whether the chosen accelerator is supported."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
 
 
@@ -90,8 +90,8 @@ def _class(path: str) -> Any:
 
 
 def _found_by_torch() -> str:
-    # Ask the driver's management library instead of the driver: counting devices then creates no context, and
-    # processes forked later can still use the GPU.
+    # Query NVML instead of the driver: counting devices then creates no context, and processes forked later can still
+    # use the GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not torch.accelerator.is_available():
         return "cpu"

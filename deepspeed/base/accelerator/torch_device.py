@@ -1,6 +1,4 @@
-"""Any other device type that torch knows: built in (xpu, mps) or added by an extension (npu, hpu, mlu,
-...).
-"""
+"""Support any other device type of torch: built in (xpu, mps) or added by an extension (npu, hpu, mlu, ...)."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ def _backend_for(name: str) -> str:
 
 
 class TorchDevice_Accelerator(DeepSpeedAccelerator):
-    """A device whose torch module follows ``torch.cuda``'s names.
+    """Device whose torch module has the interface of ``torch.cuda``.
 
-    Raises ValueError if torch has no such module: then the vendor's extension is not installed.
+    ValueError: torch has no such module, because the vendor's extension is not installed.
     """
 
     def __init__(self, name: str) -> None:
@@ -76,7 +74,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
         return nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """There is one device."""
+        """Do nothing: there is one device."""
 
     def current_device(self) -> int:
         return 0
@@ -97,7 +95,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
         self._runtime.manual_seed(seed)
 
     def seed(self) -> None:
-        """A seed that nobody knows."""
+        """Seed the generator randomly."""
         self._runtime.seed()
 
     def initial_seed(self) -> int:
@@ -127,7 +125,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
         return self._runtime.current_allocated_memory()
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
-        """Limit torch to this share of the memory that is recommended for this device."""
+        """Limit torch to this fraction of the device's recommended memory."""
         self._runtime.set_per_process_memory_fraction(fraction)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
@@ -146,7 +144,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
         }
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """There is no peak to reset."""
+        """Do nothing: torch keeps no peak for this device."""
 
     def total_memory(self, device_index: int | None = None) -> int:
         return self._runtime.recommended_max_memory()

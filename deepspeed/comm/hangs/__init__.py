@@ -1,1 +1,1 @@
-"""Hangs: what every rank was doing, and which one the others wait for."""
+"""Diagnose hangs: what every rank was doing, and which one the others wait for."""

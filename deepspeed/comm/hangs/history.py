@@ -1,7 +1,7 @@
-"""The last collectives of a process group, as this rank issued them: what a report about a hang compares over ranks.
+"""Record the last collectives that this rank issued in a process group, which a hang report compares over ranks.
 
-There is one history per process group and process, whichever engine or documented function communicates: all ranks
-issue the collectives of a group in one order, so the n-th of one rank belongs to the n-th of every other.
+There is one history per process group and process, shared by all engines and documented functions: all ranks issue
+the collectives of a group in one order, so the n-th of one rank belongs to the n-th of every other.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any
 import torch
 
 LENGTH = 64
-"""How many collectives are remembered. Ranks rarely differ by more than the few that can be in flight."""
+"""Number of recorded collectives. Ranks rarely differ by more than the few that can be in flight."""
 
 UNEVEN = -1
-"""In place of a number of elements, where ranks may have different ones."""
+"""Replaces the number of elements where it may differ between ranks."""
 
 Call = tuple[str, int, torch.dtype | None, int | None, str]
-"""Operation, elements, dtype, root within the group, and the part of the step that issued it."""
+"""Operation, elements, dtype, root within the group, and the phase of the step that issued it."""
 
 
 class WatchEnds:
-    """Callbacks that end the watch for hangs. `watch.py`, which a rank alone does not import, sets both."""
+    """Callbacks that end the hang watch. `watch.py`, which a single rank does not import, sets both."""
 
     leave: Callable[[Any], None] = staticmethod(lambda network: None)
-    """A network needs no watch any more."""
+    """Called when a network needs no watch any more."""
     end: Callable[[], None] = staticmethod(lambda: None)
-    """The process groups go."""
+    """Called before the process groups are destroyed."""
 
 
 watch_ends = WatchEnds()
 
 
 class OperationHistory:
-    """`count` collectives were issued; `calls` are the last of them. Written by the ranks' own thread, without a lock:
-    a reader may see a call that is counted and not yet there, which the next look corrects."""
+    """Number of issued collectives (`count`) and the last of them (`calls`). Written by the rank's own thread without
+    a lock: a reader may see a call counted but not yet recorded, which the next look corrects."""
 
     __slots__ = ("calls", "count", "name", "ranks")
 
@@ -46,7 +46,7 @@ class OperationHistory:
         self.calls: deque[Call] = deque(maxlen=LENGTH)
 
     def as_record(self) -> dict[str, Any]:
-        """Return what other ranks get to see, as plain values."""
+        """Return the history as plain values, for other ranks."""
         calls, count = list(self.calls), self.count
         return {
             "name": self.name,

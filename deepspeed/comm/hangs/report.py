@@ -1,7 +1,7 @@
-"""Explanation of who waits for whom: compares the ranks' descriptions of themselves and words the result. Pure.
+"""Explain which ranks wait for which: compare the ranks' descriptions of themselves and word the result. Pure.
 
-The n-th collective of a group has to be the same on every rank of it. So the first one in which two ranks differ is
-where they parted, and a rank that has issued fewer than the others is the one they wait for, unless it waits itself.
+The n-th collective of a group has to be the same on every member. So the first one in which two ranks differ is where
+they diverged, and the others wait for a rank that has issued fewer, unless that one waits, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, START
 
 STACK_LINES = 24
 SHOWN = 8
-"""Ranks, parameters or stacks of one kind that are written out; of the others only the number."""
+"""Ranks, parameters or stacks of one kind that are listed; the others are counted."""
 
 STOPPED, GONE, ABSENT = "is stopped", "has ended", "has no engine"
 
@@ -36,7 +36,8 @@ _CAUSES = {
 
 
 def explain(standings: Mapping[int, Standing], silent: Mapping[int, str], waited_s: float) -> str:
-    """The report; empty if nobody waits for anybody. `silent`: what is known of the ranks that did not answer."""
+    """Return the report; empty if no rank waits for another. `silent`: the state, if known, of ranks that did not
+    answer."""
     waiting = {rank: each for rank, each in standings.items() if each.call}
     parted = _parted(standings)
     late = _late(standings)
@@ -68,7 +69,8 @@ def _headline(
     waiting: Mapping[int, Standing],
     crossed: bool,
 ) -> str:
-    """``crossed``: ranks wait for calls that others will issue after the one in which these wait."""
+    """Return the first line. ``crossed``: ranks wait for calls that others would issue only after the calls they wait
+    in."""
     if silent:
         return f"{_ranks(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
     if parted:
@@ -86,7 +88,7 @@ def _headline(
 def _histories(
     standings: Mapping[int, Standing],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]]:
-    """Return, for each group, the calls that its members issued."""
+    """Return the calls that the members of each group issued."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
     for rank, each in standings.items():
         for group in each.groups:
@@ -95,13 +97,13 @@ def _histories(
 
 
 def _numbered(group: Mapping[str, Any]) -> dict[int, list[Any]]:
-    """Calls by their number in the group, from 1."""
+    """Return calls by their number in the group, from 1."""
     first = group["count"] - len(group["calls"]) + 1
     return dict(enumerate(group["calls"], first))
 
 
 def _parted(standings: Mapping[int, Standing]) -> list[str]:
-    """A line per group whose members issued different collectives, with the first difference."""
+    """Return a line for each group whose members issued different collectives, with the first difference."""
     lines = []
     for (_, ranks), members in _histories(standings).items():
         calls = {rank: _numbered(group) for rank, group in members.items()}
@@ -140,7 +142,7 @@ def _phase(call: Sequence[Any]) -> str:
 
 
 def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
-    """Ranks that have issued fewer collectives of a group than another member, and what the others wait in."""
+    """Return the ranks that have issued fewer collectives of a group than another member, and the one they lack."""
     late: dict[int, str] = {}
     histories = _histories(standings)
     alike = Counter(ranks for _, ranks in histories)
@@ -163,7 +165,7 @@ def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
 
 
 def _absent(standings: Mapping[int, Standing], waiting: Mapping[int, Standing]) -> dict[int, str]:
-    """Ranks that are in no communication although another waits among them: for calls that have no history."""
+    """Return ranks that do not communicate although a member of theirs waits, for calls without a history."""
     absent: dict[int, str] = {}
     for each in waiting.values():
         for rank in each.members:
@@ -176,7 +178,7 @@ def _absent(standings: Mapping[int, Standing], waiting: Mapping[int, Standing]) 
 
 
 def call_text(call: Sequence[Any]) -> str:
-    """`all_reduce of 12 float32`"""
+    """Format a call, such as `all_reduce of 12 float32`."""
     operation, numel, dtype, root = call[:4]
     size = f" of {numel} {dtype}" if numel not in (0, UNEVEN) else f" of {dtype}" if dtype else ""
     return f"{operation}{size}" + (f" with root {root}" if root is not None else "")
@@ -242,7 +244,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _members(ranks: Sequence[int]) -> str:
-    """`0, 1` or `0-7`"""
+    """Format ranks as `0, 1` or `0-7`."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"

@@ -1,7 +1,7 @@
-"""Names the ranks that have not reached a common point after ten seconds, long before a timeout.
+"""Name the ranks that have not reached a common point after ten seconds, long before a timeout.
 
-An arriving rank records this in the process group's store; a rank that has waited for a while looks there.
-So nothing is sent if all ranks arrive, and the message names the missing ranks instead of a broken connection.
+An arriving rank records this in the process group's store, which a rank that has waited for a while reads. So nothing
+else is sent if all ranks arrive, and the message names the missing ranks instead of a broken connection.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch.distributed as dist
 from deepspeed.base.logging import logger
 from deepspeed.comm.pending import CommunicationError, is_peer_failure
 
-POST_S = 1.0  # of waiting at the start, before a rank tells the others that it has arrived
+POST_S = 1.0  # waited at start-up before a rank announces its arrival
 JOIN_S = 2.0
-WAIT_S = 10.0  # of waiting before the missing ranks are named
+WAIT_S = 10.0  # waited before the missing ranks are named
 
 _visits: tuple[Any, Counter[str]] = (
     None,
     Counter(),
-)  # the default group, and how often each point has been reached
+)  # the default group, and the number of visits of each point
 
 
 @contextlib.contextmanager
 def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
-    """Around a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names those that have
-    not made it. Losing a rank meanwhile raises a CommunicationError from this call."""
+    """Watch a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names the ranks that
+    have not made it. CommunicationError: a rank was lost that had not made this call."""
     store = store_of_default_group()
     if store is None:
         yield
@@ -41,7 +41,7 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
     visit = _count(call)
     key = f"deepspeed/{call}/{visit}"
     store.set(f"{key}/{rank}", "here")
-    if visit > 2:  # all ranks have left that one: the store must not grow with every call of every rank
+    if visit > 2:  # all ranks have left that visit: delete its key, so that the store does not grow
         quietly(lambda: store.delete_key(f"deepspeed/{call}/{visit - 2}/{rank}"))
 
     def look() -> None:
@@ -70,7 +70,8 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_of_all(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
-    """Around creating the default group through a store at ``address``: says which ranks have not been started."""
+    """Watch the creation of the default group through a store at ``address``: name the ranks that have not been
+    started."""
     if world_size <= 1 or not address or not port or not port.isdecimal():
         yield
         return
@@ -84,7 +85,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
     def post() -> None:
         store = client()
         store.set(f"{key}/{rank}", "here")
-        store.check([f"{key}/{rank}"])  # wait for an answer: until then the connection must not be closed
+        store.check([f"{key}/{rank}"])  # wait for an answer: the connection must not be closed before
 
     seen: list[int] = []
 
@@ -113,7 +114,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
 
 
 def store_of_default_group() -> Any:
-    """The store of the default group; None if there is no other rank to wait for, or no store."""
+    """Return the store of the default group; None if there is no other rank, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     with contextlib.suppress(Exception):  # a group created without one
@@ -122,13 +123,13 @@ def store_of_default_group() -> Any:
 
 
 def common_key(name: str) -> str:
-    """A key of the store: the n-th that a rank makes of a name is the n-th of the others. For one in which each rank
-    makes equally many."""
+    """Return a store key that is the same on every rank, provided that all ranks call this equally often for
+    ``name``."""
     return f"deepspeed/{name}/{_count(name)}"
 
 
 def _count(call: str) -> int:
-    """Count how often this rank has reached ``call`` in this group: its n-th visit matches the others' n-th."""
+    """Count this rank's visits of ``call`` in this group: its n-th visit matches the others' n-th."""
     global _visits
     if _visits[0] is not dist.group.WORLD:
         _visits = (dist.group.WORLD, Counter())
@@ -137,7 +138,7 @@ def _count(call: str) -> int:
 
 
 def clone(store: Any) -> Any:
-    """A separate connection: the first one may be waiting for something on behalf of a collective."""
+    """Return a separate connection to the store: the original may be blocked by a collective."""
     return store.clone() if hasattr(store, "clone") else store
 
 

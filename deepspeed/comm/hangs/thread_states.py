@@ -1,7 +1,7 @@
-"""Description of where the threads of this process stand, read from their frames, only when someone asks.
+"""Describe the state of this process's threads from their frames, on demand.
 
-A rank that hangs cannot say why, but its frames can: which operation it waits in, with which tensor and among whom,
-which module was running, and which line of the user's script led there. Reading them costs a running step nothing.
+The frames of a hanging rank tell which operation it waits in, with which tensor and among which ranks, which module
+was running, and which line of the user's script led there. Reading them costs a running step nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _INITIALIZE = f"{_PACKAGE}/engine/initialize.py"
 
 
 class Names(Protocol):
-    """Names that an engine gives to the things found in frames."""
+    """An engine's names for objects found in frames."""
 
     def of_module(self, module: torch.nn.Module) -> str | None: ...
     def of_parameters(self, holder: Any) -> list[str]: ...
@@ -62,25 +62,25 @@ class Names(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One rank, as the others get to see it."""
+    """State of one rank, as sent to the others."""
 
     rank: int
     host: str
     pid: int
     call: str = ""
-    """The communication in which it waits, or nothing."""
+    """The communication in which it waits, if any."""
     members: list[int] = field(default_factory=list)
-    """The ranks that this call is among; empty if not known."""
+    """The ranks of this call; empty if unknown."""
     doing: str = ELSEWHERE
     at: str = ""
-    """The user's line."""
+    """Line of the user's script."""
     module: str = ""
     parameters: list[str] = field(default_factory=list)
     position: str = ""
-    """Step and part of the step."""
+    """Step and phase of the step."""
     still_s: float = 0.0
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """`History.as_record` of each group."""
+    """`OperationHistory.as_record` of each group."""
     stack: list[str] = field(default_factory=list)
     """Innermost last."""
 
@@ -101,7 +101,7 @@ def frames_of(thread: int | None) -> list[FrameType]:
 
 
 def is_communicating(frames: list[FrameType]) -> bool:
-    """Return whether the innermost code waits for other ranks."""
+    """Return whether the innermost frame waits for other ranks."""
     if not frames:
         return False
     innermost = frames[0]
@@ -110,18 +110,18 @@ def is_communicating(frames: list[FrameType]) -> bool:
     line = linecache.getline(innermost.f_code.co_filename, innermost.f_lineno)
     if ".wait(" not in line:
         return False
-    with contextlib.suppress(Exception):  # a handle of torch's, waited for by a script
+    with contextlib.suppress(Exception):  # a script waits for a torch handle
         return any(isinstance(value, dist.Work) for value in list(_locals(innermost).values()))
     return False
 
 
 def place(frames: list[FrameType]) -> tuple[tuple[Any, int], ...]:
-    """Something that changes when the code moves on."""
+    """Return a value that changes as the code advances."""
     return tuple((frame.f_code, frame.f_lasti) for frame in frames)
 
 
 def describe(frames: list[FrameType], names: Iterable[Names]) -> dict[str, Any]:
-    """The part of a `Standing` that is read from frames."""
+    """Return the fields of a `Standing` that are read from frames."""
     known = list(names)
     call, members = _call(frames) if is_communicating(frames) else ("", [])
     return {
@@ -137,7 +137,7 @@ def describe(frames: list[FrameType], names: Iterable[Names]) -> dict[str, Any]:
 
 
 def stack_of(frames: list[FrameType]) -> list[str]:
-    """Lines to print, innermost last."""
+    """Return the lines of a stack trace, innermost last."""
     entries = traceback.StackSummary.extract(
         ((frame, frame.f_lineno) for frame in reversed(frames)), lookup_lines=True
     )
@@ -145,7 +145,7 @@ def stack_of(frames: list[FrameType]) -> list[str]:
 
 
 def threads() -> Iterator[tuple[str, list[FrameType]]]:
-    """Every thread that runs Python code, the main one first."""
+    """Yield name and frames of every other thread that runs Python code, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     with _steady():
@@ -156,8 +156,8 @@ def threads() -> Iterator[tuple[str, list[FrameType]]]:
 
 
 def runs_users_code(frames: list[FrameType]) -> bool:
-    """Return whether a line of the script, or of a module that is not installed, is running: not so in threads of ours,
-    of the launcher and of libraries."""
+    """Return whether the thread runs user code: the script, or a module that is not installed. Threads of this
+    package, the launcher and libraries do not."""
     return any(not frame.f_code.co_filename.startswith(_NOT_THE_USERS) for frame in frames)
 
 
@@ -166,12 +166,12 @@ def runs_users_code(frames: list[FrameType]) -> bool:
 
 @contextlib.contextmanager
 def _steady() -> Iterator[None]:
-    """Inside, no garbage is collected: for what makes objects of another thread's frames, and for nothing else, as code
-    that asks whether the collector is on would be told that it is off.
+    """Disable garbage collection while objects are made of another thread's frames. Use it for nothing else: other
+    code would see the collector disabled.
 
-    Before Python 3.12 a collection may begin in the middle of that, as it allocates. If a finalizer then lets the other
-    thread go on, the frame is gone when it continues, and the process dies of SIGSEGV, or both threads wait for each
-    other (CPython issue 106883). Later versions collect between instructions only.
+    Before Python 3.12 the allocation may start a collection. If a finalizer then lets the other thread run, its frame
+    is gone when this one continues, and the process dies of SIGSEGV, or both threads deadlock (CPython issue 106883).
+    Later versions collect between instructions only.
     """
     pauses = sys.version_info < (3, 12) and gc.isenabled()
     if pauses:
@@ -189,7 +189,7 @@ def _locals(frame: FrameType) -> dict[str, Any]:
 
 
 def _call(frames: list[FrameType]) -> tuple[str, list[int]]:
-    """The operation and its ranks: from our own wait, else from the function of torch."""
+    """Return the operation and its ranks: from our own wait, else from torch's function."""
     for frame in frames:
         if not frame.f_code.co_filename.startswith(_COMMUNICATING):
             break
@@ -208,7 +208,8 @@ def _call(frames: list[FrameType]) -> tuple[str, list[int]]:
 
 
 def _own_call(frame: FrameType) -> tuple[str, list[int]] | None:
-    """A wait inside this package: someone there knows the ranks."""
+    """Return operation and ranks of a wait inside this package, whose locals hold the ranks; None if this frame is no
+    such wait."""
     if frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
         return None
     here = _locals(frame)
@@ -276,7 +277,7 @@ def _module_names(frames: list[FrameType], known: list[Names]) -> Iterator[str]:
 
 
 def _parameter_names(frames: list[FrameType], known: list[Names]) -> list[str]:
-    """Return the parameter names of the innermost bucket that a function works on."""
+    """Return the parameter names of the innermost bucket in the frames."""
     for frame in frames:
         here = _locals(frame)
         for holder in (here.get("self"), here.get("bucket"), here.get("grads")):

@@ -1,11 +1,11 @@
-"""Explains hangs: one thread per process, as long as an engine wants it.
+"""Watch for hangs and explain them: one thread per process, as long as an engine wants it.
 
-Every few seconds it looks whether this rank has made progress in communication. When a rank has waited for
-`comm.hang_report_seconds`, it raises an alarm in the process group's store; the threads of all ranks see that, write
-down where their rank stands (thread_states.py), and rank 0 compares and prints (report.py). Nothing is sent in between
-but one question per look. The main thread is only looked at: it may be stuck in native code.
+Every few seconds it checks whether this rank has made progress in communication. When a rank has waited for
+`comm.hang_report_seconds`, it raises an alarm in the process group's store; the threads of all ranks see it and post
+their rank's state (thread_states.py), and rank 0 compares and prints (report.py). Otherwise one query is sent per
+check. The main thread is only inspected: it may be stuck in native code.
 
-The thread also answers `ds stacks` (stack_server.py).
+The thread also answers `ds stacks` (``StackServer``).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from deepspeed.comm.hangs.thread_states import (
 )
 from deepspeed.comm.pending import explanation
 
-# Answers `ds stacks`: what every thread of this rank does, and the last collectives of its groups.
+# Answers `ds stacks`: the stack of every thread of this rank, and the last collectives of its groups.
 #
-# An abstract Unix socket with user and process in its name (Linux): nothing lies in a file system, it goes
-# with the process however that ends, and the kernel says who asks. Only the same user and root get an
-# answer. The asking side is `deepspeed/tools/stacks.py`.
+# An abstract Unix socket with user and process in its name (Linux): it is in no file system, disappears with the
+# process however that ends, and the kernel identifies the client. Only the same user and root get an answer. The
+# client is `deepspeed/tools/stacks.py`.
 
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -57,7 +57,7 @@ _ANSWER_S = 2.0
 
 
 class StackServer:
-    """`serve` waits for questions, in whichever thread calls it; elsewhere than on Linux nobody can ask."""
+    """Server of `ds stacks`: `serve` waits for requests in the calling thread. Linux only; elsewhere there are none."""
 
     def __init__(self, standing: Callable[[], Standing]) -> None:
         self._standing = standing
@@ -71,7 +71,7 @@ class StackServer:
                 listener.bind("\0" + RANK_SOCKET.format(user=os.getuid(), process=os.getpid()))
                 listener.listen(4)
                 self._listener = listener
-            except OSError:  # a sandbox without such names
+            except OSError:  # a sandbox without abstract sockets
                 listener.close()
         return self
 
@@ -86,7 +86,7 @@ class StackServer:
             self._wake.send(b"!")
 
     def serve(self, for_s: float) -> None:
-        """Answer until this time has passed, or `wake`."""
+        """Answer requests for this many seconds, or until `wake`."""
         end = time.monotonic() + for_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
@@ -97,7 +97,7 @@ class StackServer:
                 if self._woken in ready:
                     return
                 if ready and self._listener is not None:
-                    with contextlib.suppress(OSError):  # the asking side is gone
+                    with contextlib.suppress(OSError):  # the client is gone
                         self._answer(self._listener.accept()[0])
 
     def _answer(self, connection: socket.socket) -> None:
@@ -119,16 +119,16 @@ class StackServer:
 
 LOOKS = 6  # per interval
 MAX_PAUSE_S = 5.0
-FIRST_S = 0.5  # a job that is over before that is not watched
-EARLY_S = 10.0  # for so long it looks as often as that for where rank 0 runs, whose store may stop answering
-AGAIN = 4  # the next report about the same hang, when it has lasted this many times as long
+FIRST_S = 0.5  # shorter jobs are not watched
+EARLY_S = 10.0  # during which it looks every FIRST_S for rank 0's address, whose store may stop answering
+AGAIN = 4  # a hang is reported again after this many times as long
 JOIN_S = 2.0
-FAILURES = 3  # in a row, after which the watch ends
+FAILURES = 3  # consecutive failures that end the watch
 KEY = "deepspeed/hang"
 
 
 class Address(NamedTuple):
-    """Host and process of a rank. ``watched``: its watch answers there, which begins and ends with an engine."""
+    """Host and process of a rank. ``watched``: whether its watch, which lives as long as an engine, answers there."""
 
     host: str
     pid: int
@@ -136,14 +136,14 @@ class Address(NamedTuple):
 
 
 class Watched(Protocol):
-    """A network as its watch sees it."""
+    """Interface of a network to its watch."""
 
     names: Names | None
     hang_report_seconds: float
 
 
 class Watch:
-    """The thread and what it knows. All that it asks of others goes through the store, over a connection of its own."""
+    """The watch thread and its state. It communicates only through the store, over a separate connection."""
 
     def __init__(self, histories: Callable[[], list[OperationHistory]]) -> None:
         self.pid = os.getpid()
@@ -152,12 +152,12 @@ class Watch:
         self.host = socket.gethostname()
         self.networks: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._histories = histories
-        self._limit_s = default_timeout().total_seconds() / 2  # a report comes before the timeout
-        self._of_group = store_of_default_group()  # what serves the others stays as long as this object
+        self._limit_s = default_timeout().total_seconds() / 2  # so that a report precedes the timeout
+        self._of_group = store_of_default_group()  # keeps the store's server alive as long as this object
         self._store: Any = None
         self._asked: threading.Thread | None = None
         self._round = 0
-        self._open: tuple[int, float] | None = None  # a round whose report is awaited, and since when
+        self._open: tuple[int, float] | None = None  # number and start of the round whose report is awaited
         self._last: Any = None
         self._since = self._began = time.monotonic()
         self._reported_s = 0.0
@@ -167,13 +167,13 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="deepspeed hang watch", daemon=True)
 
     def start(self) -> None:
-        """Say where this rank runs before it can be stopped, or killed, in the middle of its first step."""
-        with contextlib.suppress(Exception):  # the thread tries again, and says what is wrong
+        """Publish this rank's address before it can be stopped or killed in its first step, and start the thread."""
+        with contextlib.suppress(Exception):  # the thread tries again, and logs the error
             self._ask(self._arrive)
         self._thread.start()
 
     def stop(self) -> None:
-        """From a forked child, only forget it."""
+        """End the thread; a no-op in a forked child."""
         if self.pid != os.getpid():
             return
         self._end.set()
@@ -213,7 +213,7 @@ class Watch:
                 try:
                     self._look()
                     failures = 0
-                except Exception as error:  # the store went with its process, or the group was destroyed
+                except Exception as error:  # the store's process is gone, or the group was destroyed
                     logger.debug(f"the watch for hangs: {error!r}")
                     failures += 1
                     if failures == FAILURES:
@@ -233,24 +233,25 @@ class Watch:
             self._report_alone(waited_s)
 
     def _waited_s(self) -> float:
-        """Return how many seconds this rank has stood in communication without progress."""
+        """Return the seconds that this rank has been communicating without progress."""
         state = self._progress()
         now = time.monotonic()
-        if state is None or state != self._last:  # elsewhere, or further
+        if state is None or state != self._last:  # not communicating, or progress
             self._last, self._since = state, now
         return now - self._since
 
     def _progress(self) -> Any:
-        """Return a value that changes as communication proceeds; None while this rank does something else."""
+        """Return a value that changes with communication progress; None while this rank does something else."""
         frames = main_frames()
         counts = [(each.name, each.count) for each in self._histories()]
-        # the code runs ahead of a device, and waits for it in any place
+        # the host runs ahead of a device, and may wait for it anywhere
         if is_communicating(frames) or (counts and _uses_devices()):
             return counts, _torch_counts(), place(frames), self._positions()
         return None
 
     def _positions(self) -> list[str]:
-        """Messages between stages are in no history, but the part of the batch that a stage is at changes."""
+        """Return the positions in the step: they show the progress of messages between stages, which no history
+        records."""
         return [each.names.position() for each in list(self.networks) if each.names is not None]
 
     def _standing(self) -> Standing:
@@ -270,7 +271,8 @@ class Watch:
         self._store = self._join()
 
     def _ask(self, question: Callable[..., None], *arguments: Any) -> bool:
-        """Run it beside this thread: a store whose process is stopped does not answer. False: it has not."""
+        """Run ``question`` in another thread, as a store whose process is stopped does not answer. Return whether it
+        answered."""
         if self._asked is not None and self._asked.is_alive():
             return False
         failed: list[Exception] = []
@@ -307,16 +309,16 @@ class Watch:
             self._follow(*self._open)
 
     def _join(self) -> Any:
-        """Say where this rank runs; returns the store."""
+        """Publish this rank's address; return the store."""
         store = clone(self._of_group)
         _publish_address(store, self.rank, watched=True)
         self._round = int(store.add(f"{KEY}/round", 0))
         if self._round and not store.check([f"{KEY}/{self._round}/text"]):
-            self._round -= 1  # one that is going on
+            self._round -= 1  # take part in the round in progress
         return store
 
     def _follow(self, round_: int, since: float) -> None:
-        """Report, or wait for the report. Rank 0 does it; if it does not answer, the first one that does."""
+        """Report, or wait for the report of rank 0, or of the first answering rank if rank 0 does not answer."""
         lasted_s = time.monotonic() - since
         patience_s = 2 * min(MAX_PAUSE_S, self.seconds / LOOKS) + 1.0
         if self._store.check([f"{KEY}/{round_}/text"]):
@@ -349,7 +351,7 @@ class Watch:
     # ---- the report
 
     def _report_alone(self, waited_s: float) -> None:
-        """The store does not answer. It is in the process of rank 0, or of a launcher."""
+        """Report a store that does not answer, in the process of rank 0 or of a launcher."""
         self._reported_s = waited_s
         in_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.rank != 1 and not in_launcher:
@@ -361,13 +363,13 @@ class Watch:
     def _text(self, standings: dict[int, Standing], silent: dict[int, str], note: str = "") -> str:
         waited_s = max((each.still_s for each in standings.values() if each.call), default=self.seconds)
         text = explain(standings, silent, waited_s)
-        if text and (silent or waited_s >= self.seconds / 2):  # else it went on meanwhile
+        if text and (silent or waited_s >= self.seconds / 2):  # otherwise it has resumed meanwhile
             logger.warning(note + text)
             return text
         return ""
 
     def _silence(self, rank: int) -> str:
-        """Describe what is known of a rank that does not answer."""
+        """Describe the known state of a rank that does not answer."""
         absent = f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
         if rank not in self._addresses:
             return absent
@@ -388,7 +390,7 @@ class Watch:
 
 
 def _state_of(pid: int) -> str:
-    """The letter that the kernel shows for a process of this host; `gone`, or nothing where there is no /proc."""
+    """Return the kernel's state letter of a process of this host; `gone` if it has ended; empty without /proc."""
     if not os.path.isdir("/proc/self"):
         return ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -397,7 +399,7 @@ def _state_of(pid: int) -> str:
 
 
 def _torch_counts() -> list[int]:
-    """Return how many collectives torch has begun in each group."""
+    """Return the number of collectives that torch has issued in each group."""
     counts = []
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     for group in groups:
@@ -416,7 +418,7 @@ def _uses_devices() -> bool:
 
 
 def arrive() -> None:
-    """Tell the other ranks where this one runs: it may be stopped, or end, before it has an engine."""
+    """Publish this rank's address, as it may be stopped or end before it has an engine."""
     store = store_of_default_group()
     if store is not None:
         quietly(lambda: _publish_address(store, dist.get_rank(), watched=False))
@@ -431,7 +433,7 @@ _lock = threading.Lock()
 
 
 def begin(network: Watched, histories: Callable[[], list[OperationHistory]]) -> None:
-    """Watch for this network too. Collective in nothing: each rank decides for itself."""
+    """Watch this network too. Not collective: each rank decides for itself."""
     global _watch
     if network.hang_report_seconds <= 0 or store_of_default_group() is None:
         return
@@ -447,7 +449,7 @@ def begin(network: Watched, histories: Callable[[], list[OperationHistory]]) -> 
 
 
 def leave(network: Watched) -> None:
-    """The thread ends with the last network."""
+    """Stop watching this network; the thread ends with the last one."""
     with _lock:
         if _watch is not None:
             _watch.networks.discard(network)
@@ -457,7 +459,7 @@ def leave(network: Watched) -> None:
 
 
 def end() -> None:
-    """Before the process groups go."""
+    """End the watch, before the process groups are destroyed."""
     global _watch
     with _lock:
         ending, _watch = _watch, None

@@ -1,13 +1,12 @@
-"""Sums of 16-bit tensors with the process group's own exchanges: 16 bits on the wire, summed in fp32, rounded once.
+"""Sum 16-bit tensors with the process group's own all-to-all: 16 bits on the wire, summed in fp32, rounded once.
 
 A backend's own reduction (NCCL's) rounds 16-bit partial sums at each hop. So ranks exchange their inputs and sum them
-locally, in rank order. If a group spans hosts, the ranks of each host do so first, and then the ranks with the
-same position on every host exchange the fp32 sums of their hosts: with L ranks on each of H hosts, a tensor of n
-elements sends 4 n (H - 1) / H bytes out of each host, however many ranks it has; a direct exchange sends L / 2 times
-that.
+locally, in rank order. If a group spans hosts, the ranks of each host do so first, and then the ranks at the same
+position on every host exchange the fp32 sums of their hosts: with L ranks on each of H hosts, a tensor of n elements
+sends 4 n (H - 1) / H bytes out of each host, for any L; a direct exchange sends L / 2 times that.
 
 Scratch memory is bounded: the tensor is processed in pieces, one after another. On a device all of this runs on a
-separate stream, after what the caller has queued; the host never waits, and all pieces share one scratch buffer.
+separate stream, after the caller's queued work; the host never waits, and all pieces share one scratch buffer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from deepspeed.comm.reduction import accumulation_dtype, sum_in_order
 from deepspeed.comm.transports import hosts
 
 SCRATCH_BYTES = 32 << 20
-"""Of what is sent at a time; with what is received and summed up to three times as much is taken."""
+"""Bytes sent per piece; with receive buffers and sums, up to three times as much is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeLevels:
-    """``inside``: the group of this host's ranks; ``across``: the group of those with this rank's position on every
-    host. Without groups all ranks are at one level."""
+    """Two levels of groups: ``inside``, this host's ranks; ``across``, the ranks at this rank's position on every
+    host; None: all ranks are at one level."""
 
     num_hosts: int
     inside: ProcessGroup
@@ -43,7 +42,7 @@ class ExchangeLevels:
 
 
 class GroupOperation:
-    """Hold the group of an operation, and wait for it."""
+    """Base of operations in one process group."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -51,7 +50,7 @@ class GroupOperation:
         self.size = len(ranks)
 
     def _wait(self, work: Work | None, operation: str) -> None:
-        """On a device this makes the current stream wait rather than the host."""
+        """Wait for ``work``; on a device the current stream waits, not the host."""
         try:
             if work is not None:
                 work.wait()
@@ -71,7 +70,7 @@ class ExchangedSum(GroupOperation):
         return self._issue(lambda levels: self._sum(levels, output, input, scale), input)
 
     def all_reduce(self, tensor: Tensor, scale: float, all_gather: Callable[..., Any]) -> Pending:
-        """``all_gather``: the flat form of torch.distributed."""
+        """Sum in place. ``all_gather``: torch.distributed's flat form."""
 
         def run(levels: ExchangeLevels) -> None:
             share = -(-tensor.numel() // self.size)
@@ -105,7 +104,7 @@ class ExchangedSum(GroupOperation):
         sum_in_order(output, list(received), scale)
 
     def _sums_of_host(self, strips: Tensor, levels: ExchangeLevels) -> Tensor:
-        """This rank's [H, L, n] -> [H, n] summed over this host's ranks, unrounded: one row for each host."""
+        """Reduce this rank's [H, L, n] to [H, n] summed over this host's ranks, unrounded: one row for each host."""
         num_hosts, local_size, count = strips.shape
         received = self._exchange(strips.transpose(0, 1), levels.inside).view(local_size, -1)
         sums = strips.new_empty((num_hosts, count), dtype=accumulation_dtype(strips.dtype))
@@ -113,7 +112,7 @@ class ExchangedSum(GroupOperation):
         return sums
 
     def _exchange(self, sent: Tensor, group: ProcessGroup) -> Tensor:
-        """Row i of ``sent`` goes to rank i of the group, whose row for this rank becomes row i of the result."""
+        """Send row i of ``sent`` to rank i of the group, whose row for this rank becomes row i of the result."""
         sent = sent.contiguous()
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
@@ -137,11 +136,12 @@ class ExchangedSum(GroupOperation):
         with accelerator.stream(stream):
             run(levels)
             done = stream.record_event()
-        # The closure keeps what `run` works on (input, output) alive until the caller's stream has waited for the sum.
+        # The closure keeps the tensors of `run` (input, output) alive until the caller's stream has waited for the
+        # sum.
         return Pending(lambda run=run: accelerator.current_stream().wait_event(done))
 
     def _find_levels(self, device: torch.device) -> ExchangeLevels:
-        """Find out which ranks share a host. Collective, at the first sum."""
+        """Determine which ranks share a host. Collective, at the first sum."""
         identity = hashlib.sha256(hosts.host_identity()).digest()
         mine = torch.tensor(list(identity), dtype=torch.uint8, device=device)
         everyone = mine.new_empty(mine.numel() * self.size)

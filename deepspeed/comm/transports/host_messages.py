@@ -1,12 +1,11 @@
-"""Messages from one rank to another of the same host: one way, in order, through shared memory.
+"""One-way, ordered messages between two ranks of a host, through shared memory.
 
 A message is a *note*, which travels through a pipe, and bytes, which the sender copies into a block of shared memory
-and the receiver uses where they are. A block is free again when the last tensor made of it is gone, which a second
-pipe tells the sender: a sender never waits for room, and there are as many blocks as the receiver holds at a time.
-
+and the receiver uses in place. A block is free again when the receiver's last tensor of it is freed, which a second
+pipe reports to the sender. A sender never waits for room: there are as many blocks as the receiver holds at a time.
 Neither blocks nor pipes have names: the other process opens them through /proc/<pid>/fd, and nothing remains after a
-kill. Who waits sleeps in a poll of the pipe and of the other process, takes no core, and wakes as soon as either has
-something to say.
+kill. A waiting rank sleeps in a poll of the pipe and of the other process, uses no core, and wakes as soon as either
+is ready.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _NONE = -1
 _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
 _GONE = "its process is gone"
-_GOING_MS = 100  # a process that ends closes its pipes a little before it is gone
-_MAX_POLL_MS = 2**31 - 1  # that a poll can wait
-BLOCK_BYTES = 1 << 16  # sizes of blocks are multiples: messages of changing size find a block that fits
+_GOING_MS = 100  # an ending process closes its pipes shortly before it is gone
+_MAX_POLL_MS = 2**31 - 1  # longest wait of a poll
+BLOCK_BYTES = 1 << 16  # block sizes are multiples of it, so that messages of varying size reuse blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A way from one global rank to another. ``key``: the same on both sides, and different for every edge."""
+    """A one-way connection between two global ranks. ``key``: the same on both sides, unique per edge."""
 
     key: Hashable
     source: int
@@ -54,7 +53,7 @@ class Edge:
 
 
 class _Peer:
-    """The process at the other end. CommunicationError: it is gone, has closed its end, or does not come in time."""
+    """The process at the other end. CommunicationError: it is gone, has closed its end, or timed out."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], pid: int, timeout: timedelta) -> None:
         self.rank, self.ranks, self.pid = rank, ranks, pid
@@ -62,7 +61,7 @@ class _Peer:
         self.process = os.pidfd_open(pid)
 
     def await_ready(self, descriptor: int, events: int, operation: str) -> None:
-        """Until ``descriptor`` is ready for ``events``, or its other end is closed."""
+        """Wait until ``descriptor`` is ready for ``events``, or its other end is closed."""
         poll = select.poll()
         poll.register(descriptor, events)
         poll.register(self.process, select.POLLIN)
@@ -71,11 +70,11 @@ class _Peer:
             raise self.error(operation, _GONE if found else "it did not come within the timeout")
 
     def left(self, operation: str) -> CommunicationError:
-        """Return the error to raise where the peer's end is closed."""
+        """Return the error for a closed peer end."""
         return self.error(operation, _GONE if self.gone() else "it has closed its end of the connection")
 
     def gone(self) -> bool:
-        """Return whether the peer's process has ended, or ends within a moment."""
+        """Return whether the peer's process has ended, or ends within ``_GOING_MS``."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(_GOING_MS))
@@ -84,7 +83,7 @@ class _Peer:
         return CommunicationError.of(operation, self.ranks, RuntimeError(reason), silent=self.rank)
 
     def map(self, file: int, size: int) -> mmap.mmap:
-        """The memory behind one of its descriptors."""
+        """Map the memory behind one of the peer's descriptors."""
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -98,7 +97,7 @@ class _Peer:
 
 
 class _End:
-    """One end of an edge: what is closed together, once, and only in the process that opened it."""
+    """One end of an edge: descriptors that are closed together, once, and only in the process that opened them."""
 
     def __init__(self, peer: _Peer, notes: int, freed: int) -> None:
         self.peer, self.notes, self.freed = peer, notes, freed
@@ -109,7 +108,7 @@ class _End:
 
     @property
     def usable(self) -> bool:
-        """Not after ``close``, and not in a forked child."""
+        """Return False after ``close`` and in a forked child."""
         return self.open and os.getpid() == self.owner
 
     def check(self, operation: str) -> None:
@@ -127,7 +126,7 @@ class _End:
 
 @dataclass(slots=True)
 class _Block:
-    """Shared memory of the sender. ``told``: a message has named ``file`` to the receiver."""
+    """A block of the sender's shared memory. ``told``: whether a message has named ``file`` to the receiver."""
 
     file: int
     nbytes: int
@@ -147,7 +146,7 @@ class _Block:
 
 
 class NeighbourSender:
-    """Sends to ``peer.rank``; the data may change as soon as ``send`` returns."""
+    """Sends to the rank ``peer``; the data may change once ``send`` returns."""
 
     def __init__(self, end: _End) -> None:
         self._end = end
@@ -157,7 +156,7 @@ class NeighbourSender:
         self._unopened: set[int] = set()
 
     def send(self, note: bytes, nbytes: int, fill: Callable[[Tensor], None]) -> None:
-        """``fill(memory)`` puts the data into uint8 [nbytes]."""
+        """Send a note and ``nbytes`` of data, which ``fill(memory)`` writes into uint8 [nbytes]."""
         self._end.check(_SENDING)
         self._take_back()
         number, file, size = _NONE, _NONE, 0
@@ -171,7 +170,7 @@ class NeighbourSender:
         self._write(_HEAD.pack(len(note), nbytes, number, file, size) + note)
 
     def _block_for(self, nbytes: int) -> int:
-        """The smallest free block that is large enough; else a new one, instead of the largest free one."""
+        """Take the smallest free block that is large enough; else a new one, which replaces the largest free one."""
         fitting = [number for number in self._free if self._blocks[number].nbytes >= nbytes]
         if fitting:
             number = min(fitting, key=lambda number: self._blocks[number].nbytes)
@@ -186,7 +185,7 @@ class NeighbourSender:
         return number
 
     def _take_back(self) -> bool:
-        """Hear what the receiver says of blocks: that it has opened them, or needs them no more. False: it has gone."""
+        """Read the receiver's reports on blocks: opened, or free again. Return False if the receiver is gone."""
         try:
             while data := os.read(self._end.freed, 512 * _FREED.size):
                 for (number,) in _FREED.iter_unpack(data):
@@ -209,7 +208,7 @@ class NeighbourSender:
                 raise end.peer.left(_SENDING) from None
 
     def flush(self) -> None:
-        """Wait until all that was sent can be received even if this process ends."""
+        """Wait until everything sent can be received even if this process ends."""
         peer = self._end.peer
         while self._unopened and self._end.usable:
             there = self._take_back()
@@ -224,7 +223,7 @@ class NeighbourSender:
 
 
 class NeighbourReceiver:
-    """Receives what the ``NeighbourSender`` at ``peer.rank`` sends."""
+    """Receives from the ``NeighbourSender`` at the rank ``peer``."""
 
     def __init__(self, end: _End) -> None:
         self._end = end
@@ -232,7 +231,8 @@ class NeighbourReceiver:
         self._blocks: dict[int, mmap.mmap] = {}
 
     def receive(self) -> tuple[bytes, Tensor]:
-        """The next note, and its data, uint8 [bytes], in shared memory that is this rank's until the tensor is gone."""
+        """Receive the next note and its data, uint8 [bytes], in shared memory that is reserved until the tensor is
+        freed."""
         note_bytes, nbytes, number, file, size = _HEAD.unpack(self._read(_HEAD.size))
         note = self._read(note_bytes)
         if number == _NONE:
@@ -261,13 +261,14 @@ class NeighbourReceiver:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Tensors that were received stay valid."""
+        """Close this end; received tensors stay valid."""
         self._end.close()
         self._blocks = {}
 
 
 def _notify(end: _End, number: int) -> None:
-    """The sender, if it is there: that a block is free, or (``~number``) that it has been opened."""
+    """Notify the sender, if it still exists, that block ``number`` is free, or (``~number``) that it
+    has been opened."""
     if end.usable:
         with contextlib.suppress(OSError):
             os.write(end.freed, _FREED.pack(number))
@@ -275,8 +276,8 @@ def _notify(end: _End, number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A rank's announcement to the others: its host, and by key, which descriptors a sender opens: the write end of the
-    pipe of notes, and the read end of that of freed blocks."""
+    """A rank's announcement to the others: its host and, by key, the descriptors that a sender opens: the write end
+    of the pipe of notes, and the read end of the pipe of freed blocks."""
 
     host: bytes
     pid: int
@@ -286,8 +287,8 @@ class _Record:
 def connect(
     group: ProcessGroup, edges: Sequence[Edge], *, may_share_memory: bool
 ) -> Mapping[Hashable, NeighbourSender | NeighbourReceiver]:
-    """This rank's ends of those ``edges`` whose two ranks share a host and may share memory, by key. Collective over
-    the group: all its ranks give the same edges."""
+    """Connect the ``edges`` whose ranks share a host and may share memory; return this rank's ends by key. Collective
+    over the group, whose ranks pass the same edges."""
     ranks, own = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
     willing = may_share_memory and _is_possible()
     pipes = _pipes([edge.key for edge in edges if edge.target == own]) if willing else {}
@@ -319,11 +320,11 @@ def connect(
             elif edge.target == own:
                 peer = _Peer(edge.source, ranks, known[edge.source].pid, timeout_of(group))
                 (reads, writes), (reads_freed, writes_freed) = pipes.pop(edge.key)
-                os.close(writes)  # so that the end of the sender is the end of the pipe
+                os.close(writes)  # so that the pipe ends with the sender
                 os.close(reads_freed)
                 made[edge.key] = NeighbourReceiver(_End(peer, reads, writes_freed))
         return made
-    finally:  # what did not come to be used
+    finally:  # close unused descriptors
         for notes, freed in pipes.values():
             _close(*notes, *freed)
         for descriptors in opened.values():
@@ -331,19 +332,19 @@ def connect(
 
 
 def _is_possible() -> bool:
-    """Return whether this system has the needed calls."""
+    """Return whether this system has the required calls."""
     if not sys.platform.startswith("linux"):
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
         os.close(os.memfd_create("deepspeed", os.MFD_CLOEXEC))
-    except (OSError, AttributeError):  # an old kernel, or a Python that was built for one
+    except (OSError, AttributeError):  # an old kernel, or a Python built for one
         return False
     return True
 
 
 def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tuple[int, int]]]:
-    """A pipe for notes and one for freed blocks, by key; fewer where there are no descriptors left."""
+    """Open a pipe for notes and one for freed blocks by key, for as many keys as descriptors allow."""
     made: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
     for key in keys:
         try:
@@ -359,7 +360,7 @@ def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tu
 
 
 def _may_look_into(pid: int) -> bool:
-    """Return whether descriptors of another process can be opened."""
+    """Return whether another process's descriptors can be opened."""
     try:
         return bool(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
@@ -374,7 +375,7 @@ def _say_why_not() -> None:
 
 
 def _open(record: _Record, key: Hashable) -> tuple[int, int] | None:
-    """The sender's ends of the pipes of another process; None: it may not open them."""
+    """Open the sender's ends of another process's pipes; None if not permitted."""
     if key not in record.offered:
         return None
     notes, freed = (f"/proc/{record.pid}/fd/{descriptor}" for descriptor in record.offered[key])

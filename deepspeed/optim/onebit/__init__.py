@@ -1,4 +1,4 @@
-"""Optimizers whose communication is compressed to signs."""
+"""Optimizers that compress communication to signs."""
 
 from deepspeed.optim.onebit.adam import OnebitAdam
 from deepspeed.optim.onebit.lamb import OnebitLamb

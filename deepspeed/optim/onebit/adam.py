@@ -30,26 +30,25 @@ from deepspeed.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
 STABLE = 0.96
-"""Ratio of the sums of variances, 1 / (1 - beta2) updates apart, from which on the variance is stable (sec. 7.1)."""
+"""The variance is stable once sums of variances 1 / (1 - beta2) updates apart have at least this ratio (sec. 7.1)."""
 
 
 class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
-    """AdamW for ``freeze_step`` updates, with gradients summed as always. From then on the variance stays as it is,
-    every rank adds its own gradient to the momentum, and the ranks exchange signs of their momenta: 1/32 of the bytes.
-
-    Both the sender and the server of an exchange keep what it took away and add it to the next one.
+    """AdamW for ``freeze_step`` updates, with fully summed gradients. After that the variance is frozen, every rank
+    adds its local gradient to the momentum, and the ranks exchange signs of their momenta: 1/32 of the bytes. Both
+    the sender and the server of an exchange keep its error and add it to the next one.
 
     Args:
         params: iterable of parameters or of dicts that define groups.
         deepspeed: accepted without effect.
         freeze_step: updates before the exchange is compressed; "auto": until the variance is stable.
-        variance_interval: 0: from then on the variance stays. Else each rank continues it with its own gradients, and
-            at this interval of updates the ranks agree on their mean, in 8 bits per element.
-        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        variance_interval: 0: the variance stays frozen. Otherwise each rank updates its own with local gradients, and
+            every so many updates the ranks average them, in 8 bits per element.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication is used on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 
-    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Raises ``ValueError`` for another
-    backend than the documented ones, and ``RuntimeError`` for what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). ValueError: an undocumented backend.
+    RuntimeError: an option that is not available.
     """
 
     update_traits = UpdateTraits(
@@ -94,7 +93,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         self._sum_of_variances = 0.0
         self.variance_interval = int(variance_interval)
         self._shares: dict[tuple[int, int], float] = {}
-        """Of the squares of a rank's gradients, what counts for the variance; by group and kind of weights."""
+        """Share of a rank's squared gradients that counts for the variance, by group and kind of weights."""
         if self.variance_interval:
             self.own_state_names = (FEEDBACK, OWN_VARIANCE)
             self.update_traits = replace(type(self).update_traits, rank_state=self.own_state_names)
@@ -108,8 +107,9 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         return update <= self.freeze_step
 
     def warmed_up(self, context: UpdateContext) -> None:
-        """ "auto": at intervals as long as the variance remembers, compare its sum with the last one, both as updates
-        use them: without a correction the sum of gradients that do not change grows for four intervals."""
+        """Freeze the variance once it is stable, for freeze_step "auto". At intervals of the variance's memory,
+        compare its bias-corrected sum with the last one: uncorrected, the sum would grow for four intervals even with
+        constant gradients."""
         group = self.param_groups[0]
         interval = round(1.0 / (1.0 - group["betas"][1]))
         if not self.chooses_freeze_step or self.updates % interval:
@@ -124,7 +124,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         before = self._sum_of_variances
         self._sum_of_variances = now
         if before > 0 and STABLE <= now / before <= 1 / STABLE:
-            self.freeze_step = self.updates + 1  # the ranks ask each other before the next update
+            self.freeze_step = self.updates + 1  # the ranks vote on it before the next update
 
     def update_own(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
@@ -158,7 +158,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         context: UpdateContext,
         new: Sequence[Tensor],
     ) -> None:
-        """``new``: masters whose own variances may have to begin, as what all ranks have."""
+        """Update each rank's own variances; average them every ``variance_interval``. ``new``: masters whose own
+        variance, if empty, starts from the common one."""
         masters, since = list(part.masters), self.updates - int(self.freeze_step)
         own, variances = ([self.state[m][name] for m in masters] for name in (OWN_VARIANCE, "exp_avg_sq"))
         for master in new:
@@ -166,7 +167,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             if not state[OWN_VARIANCE].any():
                 state[OWN_VARIANCE].copy_(state["exp_avg_sq"])
         scale, beta2 = grad_scale * grad_scale, group["betas"][1]
-        # Without holders gradients are those of all ranks: there is nobody to agree with.
+        # Without holders gradients are summed already, and there is nothing to average.
         kinds = list(by_holders(masters, context.holders)) or [
             (0, Communicator(None), list(range(len(masters))))
         ]
@@ -183,7 +184,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
             used, now = (corrections(group, step, at)[0] for at in (seen_by(self.state[master]), step))
-            variance.mul_(used / now)  # updates divide by ``used``, for a variance that stayed
+            variance.mul_(used / now)  # updates divide by ``used``, as for a frozen variance
 
     def own_state(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
@@ -200,7 +201,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
 
 
 def corrections(group: Group, step: float, variance_steps: float) -> tuple[float, float]:
-    """Return the divisor of the variance, and the learning rate; ``variance_steps``: updates of the variance so far."""
+    """Return the bias-correction divisor of the variance, and the corrected learning rate; ``variance_steps``:
+    updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0
     if group["bias_correction"]:
@@ -209,7 +211,7 @@ def corrections(group: Group, step: float, variance_steps: float) -> tuple[float
 
 
 def root(variance: Tensor, second: float, eps: float) -> Tensor:
-    """The denominator of an update."""
+    """Return the denominator of an update."""
     return (variance / second).sqrt_().add_(eps)
 
 
@@ -224,7 +226,7 @@ def plain_step(
     rate: float,
     decay: float,
 ) -> None:
-    """Do the arithmetic of ``frozen_step`` in PyTorch."""
+    """Compute ``frozen_step`` in PyTorch."""
     step = (momentum / root(variance, variance_correction, eps)).mul_(rate)
     param.mul_(decay).sub_(step.to(param.dtype))
     round_into(low, param)

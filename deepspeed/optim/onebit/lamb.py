@@ -27,18 +27,17 @@ from deepspeed.optim.one_bit import (
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 FRESH = "exp_avg_sq_fresh"
-"""Entry of the state: a variance that follows what momenta say about gradients."""
+"""State entry: a variance that follows the gradients reconstructed from momenta."""
 RATIO, SCALE, FACTOR = "lamb_coeff_freeze", "scaling_coeff", "last_factor"
-"""Numbers by tensor: its average trust ratio in warm-up, what its momentum is multiplied by on the wire (0: not known
+"""Scalars per tensor: its average trust ratio in warm-up, the multiplier of its momentum on the wire (0: not known
 yet), and the last factor of its trust ratio."""
 
 
 class OnebitLamb(OneBitOptimizer, FusedLamb):
-    """LAMB for ``freeze_step`` updates, with gradients summed as always. From then on the ranks exchange signs of their
-    momenta, and each tensor keeps a trust ratio: the average of warm-up, times a factor that says by how much the
-    variance has changed since, as reconstructed from the momenta.
-
-    Momenta of different tensors are brought to one scale before they share scales on the wire.
+    """LAMB for ``freeze_step`` updates, with fully summed gradients. After that the ranks exchange signs of their
+    momenta, and each tensor keeps the average trust ratio of warm-up, times a factor for the change of the variance
+    since, as reconstructed from the momenta. Momenta of different tensors are brought to one magnitude, because they
+    share scales on the wire.
 
     Args:
         params: iterable of parameters or of dicts that define groups.
@@ -47,13 +46,12 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         max_coeff, min_coeff: bounds of the trust ratio in warm-up.
         coeff_beta: weight of the old average of trust ratios.
         factor_max, factor_min: bounds of the factor.
-        factor_threshold: by which share of itself the factor may change in one update.
-        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        factor_threshold: largest relative change of the factor in one update.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication is used on every device.
         amsgrad: in the signature but not available.
 
-    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``), and sum up what the trust ratios need to
-    know of whole tensors. Raises ``ValueError`` for another backend than the documented ones, and ``RuntimeError`` for
-    what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``), and sum the whole-tensor norms of the
+    trust ratios. ValueError: an undocumented backend. RuntimeError: an option that is not available.
     """
 
     update_traits = UpdateTraits(
@@ -132,12 +130,12 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         super().step_fragments(fragments, grad_scale=grad_scale, context=context)
 
     def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        """An update of warm-up, whose trust ratios count in their averages."""
+        """Run an update of warm-up, and add its trust ratios to their averages."""
         before = len(self._coefficients)
         super().multi_tensor_step(group, params, *args, **kwargs)
         for param, ratio in zip(params, self._coefficients[before:], strict=True):
             average = self.state[param][RATIO]
-            old = self.coeff_beta if float(average) else 0.0  # the first ratio is the average of one
+            old = self.coeff_beta if float(average) else 0.0  # the first ratio is its own average
             average.mul_(old).add_((1.0 - old) * ratio)
 
     def update_own(
@@ -157,7 +155,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
     def _exchange(
         self, number: int, masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext
     ) -> None:
-        """Momenta become the means of the ranks' ones."""
+        """Replace the momenta by their means over the ranks."""
         momenta = [state["exp_avg"] for state in states]
         scales = [float(state[SCALE]) for state in states]
         torch._foreach_mul_(momenta, scales)
@@ -166,8 +164,8 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
 
     @staticmethod
     def _begin(masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext) -> None:
-        """At the first update after warm-up: scales that bring momenta to one magnitude, the mean of theirs, and a
-        variance that goes on from the frozen one."""
+        """Start the first update after warm-up: set the scales that bring momenta to their mean magnitude, and the
+        fresh variance to the frozen one."""
         new = [i for i, state in enumerate(states) if not float(state[SCALE])]
         chosen = [masters[i] for i in new]
         own = numels_of(chosen)
@@ -190,12 +188,12 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         before: list[Tensor],
         context: UpdateContext,
     ) -> None:
-        """Update tensors whose momenta are new; ``before``: the old ones, overwritten."""
+        """Update the weights from the new momenta; ``before``: the old momenta, overwritten."""
         beta1, decay = group["betas"][0], group["weight_decay"]
         largest = []
         for state, old in zip(states, before, strict=True):
             state["step"] += 1
-            gradient = old.mul_(-beta1).add_(state["exp_avg"]).div_(1.0 - beta1)  # as the momenta have it
+            gradient = old.mul_(-beta1).add_(state["exp_avg"]).div_(1.0 - beta1)  # reconstructed from momenta
             largest.append(self._direct(state, group, gradient, out=old))
         shares = [1.0] * len(masters)
         if decay:
@@ -215,8 +213,8 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             self._coefficients.append(ratio)
 
     def _direct(self, state: dict[str, Any], group: Group, gradient: Tensor, *, out: Tensor) -> float:
-        """``out`` = momentum over the root of the frozen variance; returns by how much the variance has changed, at
-        most. ``out`` may be ``gradient``."""
+        """Set ``out`` to the momentum over the root of the frozen variance; return the largest ratio of frozen to
+        fresh root. ``out`` may be ``gradient``."""
         beta1, beta2 = group["betas"]
         state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         first = second = frozen = 1.0
@@ -244,5 +242,5 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
 
 
 def _squares_of(tensors: Sequence[Tensor]) -> Tensor:
-    """[n] fp64: sums of squares."""
+    """Return the sums of squares, [n] fp64."""
     return torch.tensor(native.sums_of_squares(tensors), dtype=torch.float64)

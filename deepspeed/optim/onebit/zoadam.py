@@ -27,7 +27,7 @@ from deepspeed.optim.onebit.adam import corrections, plain_step, root
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"
-"""Entries of the state: the sum of learning rate times momentum since the ranks last agreed, and the weights then."""
+"""State entries: the sum of this rank's steps since the last exchange, and the common weights after it."""
 
 
 def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
@@ -36,8 +36,8 @@ def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
 
 
 def _corrected(group: Group, step: float, seen: float) -> Group:
-    """A group without bias correction whose updates are those of ``group`` with it: with the variance divided by c,
-    rate m / (sqrt(v / c) + eps) = (rate sqrt(c)) m / (sqrt(v) + eps sqrt(c))."""
+    """Return a group without bias correction that gives the updates of ``group`` with it: for a variance divided by
+    c, rate m / (sqrt(v / c) + eps) = (rate sqrt(c)) m / (sqrt(v) + eps sqrt(c))."""
     second, rate = corrections(group, step, seen)
     factor, lr = math.sqrt(second), float(group["lr"])
     decay = group["weight_decay"] / (rate * factor) * lr if rate else 0.0
@@ -46,8 +46,8 @@ def _corrected(group: Group, step: float, seen: float) -> Group:
 
 
 def is_variance_update(update: int, scaler: int) -> bool:
-    """Return whether update number ``update`` (from 1) changes the variance: every one, for ``scaler`` of them; then
-    every second, for as many; then every fourth, and so on."""
+    """Return whether update ``update`` (from 1) changes the variance: every one, for ``scaler`` variance updates;
+    then every second, for as many; then every fourth, and so on."""
     end, interval = 0, 1
     while True:
         first = (end // interval + 1) * interval
@@ -58,16 +58,17 @@ def is_variance_update(update: int, scaler: int) -> bool:
 
 
 def local_interval(update: int, freeze: int, scaler: int, clipper: int) -> int:
-    """Updates between two exchanges: 1 after ``freeze``, doubled every ``scaler`` updates, at most ``clipper``."""
+    """Return the number of updates between exchanges: 1 after ``freeze``, doubled every ``scaler`` updates, at most
+    ``clipper``."""
     doublings = (update - freeze - 1) // scaler
     return min(clipper, 2 ** min(doublings, clipper.bit_length()))
 
 
 class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
-    """AdamW in three kinds of updates. *Variance* updates have gradients summed in full; there are ever fewer of them,
-    and none after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
-    ``var_freeze_step`` they exchange only every few updates the sum of what they did (1 bit), and nothing in the others
-    (0 bits): each rank moves its own weights along its own momentum in the meantime.
+    """AdamW with three kinds of updates. *Variance* updates use fully summed gradients; they become rarer, and stop
+    after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
+    ``var_freeze_step`` they exchange the sum of their steps every few updates (1 bit), and nothing in the others (0
+    bits), where each rank moves its own weights along its own momentum.
 
     Args:
         params: iterable of parameters or of dicts that define groups.
@@ -76,12 +77,12 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         var_update_scaler: variance updates after which the interval between them doubles.
         local_step_scaler: updates after which the interval between exchanges doubles.
         local_step_clipper: the largest interval between exchanges.
-        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication is used on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 
-    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Between two exchanges copies differ; a
-    checkpoint has the first one, and what the others need to get theirs back. Raises ``ValueError`` for another backend
-    than the documented ones or an interval below 1, and ``RuntimeError`` for what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Between exchanges copies differ; a
+    checkpoint has the first one, and the state from which the others are restored. ValueError: an undocumented
+    backend, or an interval below 1. RuntimeError: an option that is not available.
     """
 
     update_traits = UpdateTraits(
@@ -131,9 +132,9 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self.local_step_clipper = int(local_step_clipper)
         self.variance_updates = 0
         self.rate_sums: dict[int, float] = {}
-        """By group: the sum of learning rates since the last exchange."""
+        """Sum of learning rates since the last exchange, by group."""
         self.exchanges = 0
-        """How often signs were exchanged."""
+        """Number of sign exchanges."""
 
     @property
     def freeze_key(self) -> bool:
@@ -153,8 +154,8 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         low_precision: Sequence[Tensor | None] | None = None,
         context: UpdateContext = ALONE,
     ) -> None:
-        """A variance update. Adam's kernel corrects the variance by the number of all updates, of which this one counts
-        only some: the same update without corrections, whose rate and eps have them."""
+        """Run a variance update. Adam's kernel would correct the variance by the number of all updates, not of
+        variance updates; so it runs without bias correction, which is folded into rate and eps."""
         lows = low_precision or [None] * len(params)
         states = [self.state_for(param, group) for param in params]
         counts = [(float(state["step"]), float(state[SEEN])) for state in states]
@@ -197,8 +198,8 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def _follow_momentum(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
-        """Before the variance is frozen: 1-bit Adam. What travels is rate times momentum, as later, so that what is
-        owed means the same then."""
+        """Run an update of 1-bit Adam, before the variance is frozen. Rate times momentum travels, as later, so that
+        the kept errors stay valid."""
         prepared = [self._corrections(state, group) for state in states]
         sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
         self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
@@ -215,7 +216,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def _follow_own_momentum(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
-        """After: each rank for itself, until the next exchange of the sum of updates."""
+        """Run a local update after the variance is frozen, and every few updates the exchange of their sum."""
         since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
         for master, state, low in zip(part.masters, states, part.lows, strict=True):
@@ -248,7 +249,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def _agree(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
-        """Exchange what the ranks did, as sums of rate times momentum; the momentum is their mean."""
+        """Exchange the ranks' steps as sums of rate times momentum, whose mean gives the momentum."""
         seconds = [self._corrections(state, group)[0] for state in states]
         sums = [torch.empty_like(state[LOCAL]) for state in states]
         for state, second, whole in zip(states, seconds, sums, strict=True):
@@ -287,7 +288,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self.variance_updates = int(found.get("variance_updates", self.updates))
         self.exchanges = int(found.get("exchanges", 0))
         self.rate_sums = dict(found.get("rate_sums", {}))
-        if any(self.rate_sums.values()):  # the weights that were saved are those of the first rank
+        if any(self.rate_sums.values()):  # the saved weights are the first rank's
             for master, state in self.state.items():
                 if LOCAL in state:
                     master.copy_(state[SYNCED] - state[LOCAL])

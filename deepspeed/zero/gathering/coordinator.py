@@ -1,24 +1,24 @@
-"""Says which buckets a model needs, when, and in which phase; ``Transitions`` has them gathered and resharded.
+"""Determine which buckets a model needs, when, and in which phase; ``Transitions`` has them gathered and resharded.
 
-[Note: use in forward] A hooked module's call is a *frame*; it holds the buckets that it needs while it is open. A
-frame belongs to the pass of the frame around it, unless a backward has begun in between.
+[Note: use in forward] A call of a hooked module is a *frame*, which holds the buckets it needs while it is open. A
+frame belongs to the pass of the enclosing frame, unless a backward has begun in between.
 
-[Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call records the clock
-at its entry and exit; a hook on its outputs marks its buckets as active again, and then every active call that
-*entered after this one's exit* is done: its nodes were all created later. Calls of one graph task end with it, so
-recomputation (which runs forward hooks, and in the reentrant kind nested graph tasks) cannot leak.
+[Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call records the clock at
+its entry and exit. When autograd reaches a hook on its outputs, its buckets become active again, and every active
+call that *entered after this one's exit* is done: its nodes were all created later. Calls of one graph task end with
+it, so recomputation (which runs forward hooks, and nested graph tasks in the reentrant variant) cannot leak.
 
-[Note: backward of a backward] With ``create_graph`` the nodes of a backward are themselves differentiated, and they
-too have saved weights. A gradient can reach them only through what that backward produced: gradients of
-parameters, of the model's inputs, or of its modules' outputs. Each of those gets a hook that keeps the buckets of that
-backward gathered until the second backward ends.
+[Note: backward of a backward] With ``create_graph`` the nodes of a backward are differentiated in turn, and they too
+have saved weights. A gradient reaches them only through the results of that backward: gradients of parameters, of the
+model's inputs, or of its modules' outputs. Each of those gets a hook that keeps the buckets of that backward gathered
+until the second backward ends.
 
 [Note: threads] Each thread has its own frames; a bucket in use on any thread stays gathered. Only one thread issues
-collectives (the one that takes the steps, and autograd's threads while they work for it), because the order in which
-threads interleave differs from rank to rank. A forward on another thread fetches instead.
+collectives (the one that runs the steps, with autograd's threads working for it), because threads interleave
+differently on each rank. A forward on another thread fetches one-sidedly instead.
 
-[Note: what is recorded] The grad mode is asked for what it says, never for the phase: whether autograd records what
-runs, so that a backward of this call, or of this backward, is possible at all.
+[Note: what is recorded] The grad mode only tells whether autograd records, so that a backward of this call, or of
+this backward, is possible at all. The phase is never derived from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from deepspeed.zero.gathering.transitions import LiveBudget, Transitions
 from deepspeed.zero.gradients.backward import GraphTask
 
 recording: Callable[[], bool] = torch.is_grad_enabled
-"""Whether autograd records what runs now (Note: what is recorded)."""
+"""Return whether autograd is recording (Note: what is recorded)."""
 
 _OUTSIDE = -1  # not in any graph task
 _BEFORE_ALL = -2  # on the coordinator's clock
@@ -53,8 +53,8 @@ class Frame:
     """One call of one hooked module: the buckets it holds, by index, and when it began and ended on the coordinator's
     clock.
 
-    ``needs`` belongs to the module and holds for its next call too; ``entered_in`` is the graph task around the call,
-    ``graph_task`` the one that runs its nodes now.
+    ``needs`` is the module's list, shared with its later calls; ``entered_in`` is the graph task around the call,
+    ``graph_task`` the one that is running its nodes.
     """
 
     needs: list[int]
@@ -67,7 +67,7 @@ class Frame:
 
 
 class Backward:
-    """A running graph task, and the buckets it needed if its own nodes may be differentiated again."""
+    """A running graph task, with the buckets it needed if its nodes may be differentiated again."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self.task = GraphTask(at_end)
@@ -85,12 +85,12 @@ class _ThisThread(threading.local):
         self.frames: list[Frame] = []
         """The open calls, outermost first."""
         self.announced_phase: Phase | None = None
-        """What ``engine.forward`` is about to run; None for modules that are called by themselves."""
+        """Phase of ``engine.forward``, which is about to run; None for modules that are called directly."""
 
 
 class ParamCoordinator:
-    """Turns the calls of hooked modules, and backwards through them, into uses of ``buckets`` (trainable and
-    frozen), which ``gatherer`` moves within ``budget``."""
+    """Turns calls of hooked modules, and backwards through them, into uses of ``buckets`` (trainable and frozen),
+    which ``gatherer`` moves within ``budget``."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], gatherer: LocalGather, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
@@ -100,7 +100,7 @@ class ParamCoordinator:
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
         self.trains_in_eval_mode = (
-            False  # a backward went through what eval mode had announced as an evaluation
+            False  # a backward went through a pass that eval mode had announced as an evaluation
         )
         self._lock = self.transitions.lock
         self._step_thread = threading.get_ident()
@@ -111,20 +111,20 @@ class ParamCoordinator:
     # Forward ------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, training: bool) -> None:
-        """Note what the engine is about to run in this thread: a forward, or an evaluation; ``training``: the mode of
-        its module."""
+        """Announce the engine's next forward on this thread: training or evaluation; ``training``: the mode of its
+        module."""
         if training:
             self.trains_in_eval_mode = False
         trains = recording() and (training or self.trains_in_eval_mode)
         self.this_thread.announced_phase = Phase.FORWARD if trains else Phase.EVALUATION
 
     def end_forward(self) -> None:
-        """Note that modules are called by themselves from now on."""
+        """Note that the following module calls are direct, not through the engine."""
         self.this_thread.announced_phase = None
 
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
-        """Begin a call that ``needs`` these buckets. ``phase`` and ``root``, the module by which orders of evaluations
-        are recorded, apply to outermost calls that are not inside a backward."""
+        """Begin a call that ``needs`` these buckets. ``phase`` and ``root`` (the module under which the order of an
+        evaluation is recorded) apply to outermost calls outside of a backward."""
         frames = self.this_thread.frames
         with self._lock:
             task = _graph_task()
@@ -146,7 +146,7 @@ class ParamCoordinator:
                 self.transitions.take(needs, phase)
 
     def leave(self) -> Frame:
-        """End the innermost open call of this thread. Returns its frame, to which hooks on its outputs refer."""
+        """End the innermost open call of this thread. Return its frame, to which hooks on its outputs refer."""
         with self._lock:
             self._clock += 1
             frames = self.this_thread.frames
@@ -159,8 +159,8 @@ class ParamCoordinator:
             return frame
 
     def use_outside_bucket(self, b: int) -> None:
-        """Hold bucket ``b`` too, a parameter of which the open call reads though another module owns it. It joins the
-        list of the module, so that its next calls, also of other frames, gather it with the rest."""
+        """Hold bucket ``b`` too, because the open call reads one of its parameters, which another module owns. It
+        joins the module's list, so that its later calls gather it with the rest."""
         with self._lock:
             frame = self.this_thread.frames[-1]
             if b not in frame.needs:
@@ -171,7 +171,8 @@ class ParamCoordinator:
     # Backward -----------------------------------------------------------------------------------------------
 
     def backward(self, frame: Frame, grad: Tensor | None = None) -> None:
-        """Gather what this call needs: autograd reached an output of it with ``grad`` (Note: use in backward)."""
+        """Gather the buckets of this call, because autograd reached one of its outputs with ``grad`` (Note: use in
+        backward)."""
         with self._lock:
             backward = self._running()
             task = backward.task.id
@@ -213,7 +214,8 @@ class ParamCoordinator:
         self.transitions.end_backward(failed=failed)
 
     def _forget_failed(self) -> None:
-        """Backwards that raised did not end (Note: a backward that fails); their frames must not stay in use."""
+        """End the backwards that raised, which did not end themselves (Note: a backward that fails), and release
+        their frames."""
         if not self._backwards:
             return
         failed = [task for task, backward in self._backwards.items() if backward.task.failed]
@@ -221,7 +223,7 @@ class ParamCoordinator:
             self._forget(task, failed=True)
 
     def _release_calls(self, task: int, after: int = _BEFORE_ALL) -> None:
-        """Release the calls of this task that were entered after ``after`` on the clock: they are done."""
+        """Release the calls of this task that were entered after time ``after`` on the clock: they are done."""
         done = [frame for frame in self.active if frame.graph_task == task and frame.enter > after]
         if not done:
             return
@@ -243,14 +245,14 @@ class ParamCoordinator:
                     backward.handles.append(param.register_hook(self.on_differentiable_grad))
 
     def watch_input(self, tensor: Tensor) -> None:
-        """Watch an input that requires a gradient: that gradient may be differentiated again."""
+        """Watch an input that requires a gradient, since that gradient may be differentiated again."""
         with self._lock:
             if tensor not in self._watched:
                 self._watched[tensor] = True
                 tensor.register_hook(unserializable_hook(lambda grad: self.on_differentiable_grad(grad)))
 
     def on_differentiable_grad(self, grad: Tensor | None) -> None:
-        """Let a later backward that begins at ``grad``, which the running one produced, hold the same buckets."""
+        """Make a later backward that begins at ``grad``, a result of the running one, hold the same buckets."""
         backward = self._backwards.get(_graph_task())
         if backward is None or grad is None or not grad.requires_grad:
             return
@@ -271,12 +273,12 @@ class ParamCoordinator:
     # The step -----------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
-        """Note that the weights have changed, and that this thread takes the steps."""
+        """Note that the weights have changed, and that this thread runs the steps."""
         self._step_thread = threading.get_ident()
         self.transitions.end_of_step()
 
     def abandon(self) -> None:
-        """End this thread's calls and all backwards: an exception ended the batch, and the step starts over."""
+        """End this thread's calls and all backwards, after an exception ended the batch; the step starts over."""
         frames = self.this_thread.frames
         with self._lock:
             for task in list(self._backwards):

@@ -1,4 +1,4 @@
-"""Gathering the shards of a bucket where ranks need not agree on an order: copied, read, or fetched."""
+"""Gather the shards of a bucket without a common order of ranks: by copying, reading, or fetching."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class LocalGather:
-    """One rank: its shard is the whole bucket."""
+    """Gatherer of a single rank, whose shard is the whole bucket."""
 
     turns: LaunchTurns | None = None
-    """Whose turn it is, if its gathers are collectives too, in one order with the sums of gradients."""
+    """Decides whose turn it is, if its gathers are collectives that share one order with the gradient sums."""
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)
 
     def connect(self, transitions: Transitions) -> None:
-        """``transitions`` will say what to gather, and be told of every beginning and end of a gather."""
+        """Connect to ``transitions``, which requests gathers and is notified of the beginning and end of each."""
         self.transitions = transitions
         self.lock = transitions.lock
 
@@ -38,40 +38,40 @@ class LocalGather:
         self.transitions.arrived(index)
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
-        """An outermost call of module ``root`` begins."""
+        """Begin a pass: an outermost call of module ``root``."""
 
     def end_pass(self, phase: Phase) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def finish(self, index: int) -> None:
-        """End the gather of a bucket that is in flight, if it is."""
+        """Finish the gather of bucket ``index`` if it is in flight."""
 
     def resharded(self, index: int) -> None:
-        """The memory of bucket ``index`` was given back."""
+        """Note that bucket ``index`` was resharded."""
 
     def end_of_step(self) -> None:
-        """All backwards of a step are over; the weights are about to change."""
+        """End the backwards of a step; the weights are about to change."""
 
     def abandon(self) -> None:
-        """The step starts over (an exception ended the batch)."""
+        """Restart the step, after an exception ended the batch."""
 
     def changed(self) -> None:
-        """The shards were written, on every rank."""
+        """Note that every rank has written its shards."""
 
     def plan_anew(self, prefetch_numel: int) -> None:
-        """Between two steps, on all ranks: gather ahead up to so many elements, and forget what the last step gathered
-        in which order. Without effect where buckets are gathered when they are needed."""
+        """Set the prefetch window in elements and forget the order of the last step. Called on all ranks between two
+        steps; no effect without prefetching."""
 
     def settle(self) -> None:
-        """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
+        """Complete everything in flight, before the buckets are dissolved. Called by all ranks."""
 
     def close(self) -> None:
-        """No more gathers will follow."""
+        """Close; no more gathers will follow."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """A sequence of buckets that is expected to repeat: as it was last time, and as observed now."""
+    """A sequence of buckets that is expected to repeat: the previous one, and the one observed now."""
 
     order: list[int] = field(default_factory=list)
     observed: list[int] = field(default_factory=list)
@@ -87,10 +87,12 @@ class Walk:
 
 
 class ReadingGather(LocalGather):
-    """One rank whose shards are stored in a file: the next buckets in the order of the last step are read ahead.
+    """Gatherer of a single rank whose shards are in a file; reads ahead the next buckets in the order of the last
+    step.
 
-    ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``ahead`` buckets of at
-    most ``max_numel`` elements are in flight. A step with its backwards is one walk, each module's evaluation another.
+    ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``ahead`` buckets of
+    at most ``max_numel`` elements are in flight. A step with its backwards is one ``Walk``, each module's evaluation
+    another.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class ReadingGather(LocalGather):
 
     def end_of_step(self) -> None:
         with self.lock:
-            for index in list(self.in_flight):  # predicted but not used: the weights are about to change
+            for index in list(self.in_flight):  # read ahead but not used: the weights are about to change
                 self._finish(index)
                 self.transitions.evict(index)
             self.training.again()
@@ -170,7 +172,8 @@ class ReadingGather(LocalGather):
 
 
 class FetchingGather(LocalGather):
-    """Every bucket is fetched when needed. Used on CPUs, where this costs no more than a collective."""
+    """Gatherer that fetches every bucket one-sidedly when needed. Used on CPUs, where this costs no more than a
+    collective."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> None:
         super().__init__(buckets)

@@ -1,4 +1,4 @@
-"""``GatheredParameters``: whole parameters for the duration of a block of code."""
+"""``GatheredParameters``: gather parameters for the duration of a block of code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class GatheredParameters:
     """Gather partitioned parameters on entry and partition them again on exit. Collective on both.
 
     Single tensors exchange only their own bytes; if every parameter of a bucket is requested, the bucket itself is
-    gathered, so that a forward inside the block finds it. Blocks may nest and overlap.
+    gathered, so that a forward inside the block uses it. Blocks may nest and overlap.
 
     Args:
-        params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
+        params: a parameter, or any iterable; unpartitioned tensors (plain parameters, buffers) are skipped.
         modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the shards and to the
-            fp32 master weights. None: changes are not kept, and with ``zero_optimization.enable_sanity_checks`` a
-            change raises RuntimeError. If a rank leaves the block with an error, no change is
-            kept and every rank raises: that rank its own error, the others one that names it.
+            fp32 master weights. None: changes are dropped, and with ``zero_optimization.enable_sanity_checks`` a
+            change raises RuntimeError. If a rank leaves the block with an error, no change is kept and every rank
+            raises: that rank its own error, the others one that names it.
         fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
         enabled: False makes it do nothing.
     """
@@ -59,7 +59,7 @@ class GatheredParameters:
 
     def _gather(self) -> None:
         first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
-        for bucket in _buckets_of(first):  # before they are counted: then they would stay whole
+        for bucket in _buckets_of(first):  # before the gather counts rise, which would keep them whole
             bucket.transitions.discard_lossy_copy(bucket.layout.index)
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
@@ -101,16 +101,16 @@ class GatheredParameters:
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
             bucket.transitions.release_hold(bucket.layout.index)
-        if not kept:  # buckets that happen to be gathered still hold what was written to them
+        if not kept:  # buckets that are gathered still contain the dropped changes
             for transitions in {
                 id(owner.transitions): owner.transitions for owner in self._buckets()
             }.values():
                 transitions.reshard_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
-        """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""
+        """Publish the modifier's values; if any rank left with an error, all ranks raise and keep nothing."""
         if isinstance(error, CommunicationError):
-            return False  # the ranks have lost contact: no agreement is possible any more
+            return False  # the ranks have lost contact and cannot agree any more
         misshapen = self._misshapen() if error is None else None
         first = self.params[0]
         failure = _agree_on_failure(first.ds_owner.all_ranks, first.device, error or misshapen)
@@ -169,9 +169,10 @@ _TEXT_BYTES = 512
 def _agree_on_failure(
     communicator: Communicator, device: torch.device, error: BaseException | None
 ) -> _GatherFailure | None:
-    """The first rank with an error, or None if there is none. Collective: one number, and the text if there is one."""
+    """Return the first rank with an error, or None if there is none. Collective: one number, and the text of the
+    error."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    # Log now: if the others never arrive here, this rank waits for them.
+    # Log first: this rank hangs below if the others never arrive.
     if error is not None and communicator.size > 1:
         logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
     # The lowest rank that failed wins the maximum.
@@ -193,7 +194,7 @@ def _buckets_of(params: list[Any]) -> list[ShardedBucket]:
 
 
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
-    """Buckets all of whose parameters are in ``params``."""
+    """Yield the buckets whose parameters are all in ``params``."""
     asked = {id(param) for param in params}
     for owner in _buckets_of(params):
         if all(id(param) in asked for param in owner.params):
@@ -202,7 +203,7 @@ def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The bare module of an engine with every parameter whole and no hooks, for token-by-token generation."""
+    """Yield the engine's bare module, with every parameter gathered and no hooks, for token-by-token generation."""
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(
         model, "optimizer", None
     )
@@ -218,7 +219,8 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
 
 
 def _position(rank: int, communicator: Communicator) -> int:
-    """Place of ``rank`` among those that hold a parameter; where it does not, ``rank`` is such a place itself."""
+    """Return the position of the global ``rank`` among the ranks that hold a parameter; if it is none of them,
+    ``rank`` is taken as a position. ValueError: it is neither."""
     if rank in communicator.ranks:
         return communicator.ranks.index(rank)
     if rank < communicator.size:

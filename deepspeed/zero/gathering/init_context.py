@@ -1,8 +1,8 @@
-"""``zero.Init``: parameters are sharded across the ranks as soon as the module that owns them is built.
+"""``zero.Init``: shard parameters across the ranks as soon as the module that owns them is built.
 
 This module is also ``deepspeed.zero.gathering.init_context``: client libraries replace
-``zero_wrapper_for_fp_tensor_constructor`` and read ``get_accelerator`` and ``_orig_torch_arange`` in it, so those
-names are looked up here, when a context is entered.
+``zero_wrapper_for_fp_tensor_constructor`` and read ``get_accelerator`` and ``_orig_torch_arange`` in it, so a context
+looks those names up here when it is entered.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _ORIGINALS = {name: getattr(torch, name) for name in _CONSTRUCTORS}
 _orig_torch_arange = torch.arange
 _to_empty = nn.Module.to_empty
 _ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
-"""Constructors whose default dtype does not depend on their arguments, nor their values on the dtype."""
+"""Constructors whose default dtype is independent of their arguments, and their values of the dtype."""
 
 partitioned_param_data_shape = [0]
-"""Shape of a parameter of which only this rank's shard exists."""
+"""Shape of a parameter that exists only as this rank's shard."""
 
 _DEPTH = "_ds_init_depth"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 class DeepSpeedTensorOverride(Enum):
-    """Modes of a context that changes tensors created inside it."""
+    """Properties of tensors created inside a context that it overrides."""
 
     dtype = 1
     device = 2
@@ -74,14 +74,15 @@ DEFAULT_TENSOR_OVERRIDES = frozenset(DeepSpeedTensorOverride)
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
-    """``fn`` with its result created on ``target_device`` (unless a device is given) and, if floating, in the dtype."""
+    """Wrap ``fn`` to create its result on ``target_device`` (unless a device is given) and, if floating, in the
+    dtype."""
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
             kwargs["device"] = target_device
         if fn in _ALWAYS_FLOATING and kwargs.get("dtype") is None and kwargs.get("out") is None:
-            kwargs["dtype"] = target_fp_dtype  # not a copy afterwards, for which both would have to fit
+            kwargs["dtype"] = target_fp_dtype  # no cast afterwards, when both copies would have to fit
         made = fn(*args, **kwargs)
         if is_cast(made) and made.dtype != target_fp_dtype:
             made.data = made.data.to(target_fp_dtype)
@@ -102,9 +103,9 @@ def get_all_subclasses(cls: type, include_root: bool = True) -> set[type]:
 
 
 class InsertPostInitMethodToModuleSubClasses:
-    """Context in which a method runs after the constructor of every module, including classes defined inside.
+    """Context that runs a method after the constructor of every module, including classes defined inside.
 
-    Contexts nest; patches are applied once and always undone, whatever happens inside.
+    Contexts nest; patches are applied once and always undone, even after an error.
     """
 
     def __init__(
@@ -149,12 +150,12 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     """Partition parameters while a model is being built, so that it never exists whole.
 
     Args:
-        module: partition this existing module at once (the context itself then does nothing to others).
+        module: existing module to partition at once.
         data_parallel_group, sequence_data_parallel_group: ranks to shard across; default: all.
-        config_dict_or_path, config: config (dict or path) from which the dtype follows; ``dtype`` overrides it.
-        remote_device: "cpu" builds and keeps the shards in host memory, "nvme" builds in host memory and keeps
-            them in a file under the config's ``zero_optimization.offload_param.nvme_path``; default: as
-            ``offload_param`` says.
+        config_dict_or_path, config: config (dict or path) that sets the dtype; ``dtype`` overrides it.
+        remote_device: "cpu" builds and keeps the shards in host memory, "nvme" builds in host memory and keeps them
+            in a file under the config's ``zero_optimization.offload_param.nvme_path``; default: the ``offload_param``
+            section.
         enabled: False makes the context do nothing.
         mpu: model-parallel unit whose data-parallel group is used.
         The other arguments are accepted as documented.
@@ -225,7 +226,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     @functools.cached_property
     def neighbours(self) -> Communicator:
-        """This rank's group with ``zero_hpz_partition_size``."""
+        """Ranks of this rank's group (``zero_hpz_partition_size``), or all ranks."""
         levels = ReplicaGroup.whole(self.communicator).grouped(self.group_size).levels
         return self.communicator if levels is None else levels.near
 
@@ -286,18 +287,18 @@ def _init_subclass(cls: type, **kwargs: Any) -> None:
 
 
 def _wrap_init(cls: Any) -> None:
-    """Make the context's method run after the constructor of ``cls``.
+    """Run the context's method after the constructor of ``cls``.
 
     [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize their children's parameters
-    again, which would have no effect on parameters already sharded. What torch's own classes build is sharded once
-    they are complete.
+    again, which would have no effect on parameters already sharded. So modules that torch's own classes build are
+    sharded once the composite is complete.
     """
     original = cls.__dict__["__init__"]
     torchs_own = _builds_children(cls)
 
     @functools.wraps(original)
     def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # A constructor calls those of its base classes: the outermost one has the last word.
+        # A constructor calls those of its base classes: only the outermost one shards.
         depth = module.__dict__.get(_DEPTH, 0)
         module.__dict__[_DEPTH] = depth + 1
         active_contexts.composing += torchs_own
@@ -319,8 +320,7 @@ def _wrap_init(cls: Any) -> None:
 
 
 def _builds_children(cls: type) -> bool:
-    """Return whether ``cls``'s own constructor is torch's, and not a container's (those only keep what they are
-    given)."""
+    """Return whether the constructor of ``cls`` is torch's, but not a container's (which only stores given modules)."""
     own = cls is not nn.Module and "__init__" in cls.__dict__
     return (
         own and cls.__module__.startswith("torch.nn.modules.") and not cls.__module__.endswith(".container")
@@ -328,7 +328,7 @@ def _builds_children(cls: type) -> bool:
 
 
 def _apply_gathered(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """``module.apply`` during construction: each module's own parameters are whole while ``fn`` sees it."""
+    """Replace ``module.apply`` during construction: gather each module's own parameters while ``fn`` runs on it."""
     for child in self.children():
         child.apply(fn)
     with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
@@ -339,7 +339,8 @@ def _apply_gathered(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
 def _to_empty_sharded(
     self: nn.Module, *, device: torch.device | str | int | None, recurse: bool = True
 ) -> nn.Module:
-    """``module.to_empty`` of a module built on ``meta`` (``torch.nn.utils.skip_init``): shard what it makes."""
+    """Replace ``module.to_empty`` (``torch.nn.utils.skip_init``), and shard the parameters that it materializes from
+    ``meta``."""
     _to_empty(self, device=device, recurse=recurse)
     if active_contexts.contexts and not active_contexts.suspended:
         for part in self.modules() if recurse else [self]:
@@ -358,8 +359,8 @@ def restore_init_context() -> None:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The settings in anything ``initialize`` takes as a config: a dict, a JSON or HJSON file, base64 text, a config
-    object, or None."""
+    """Return the settings of anything ``initialize`` accepts as a config: a dict, a JSON or HJSON file, base64 text,
+    a config object, or None."""
     if config is None:
         return {}
     if isinstance(config, dict):
@@ -373,7 +374,7 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _dtype_of(config: Any) -> torch.dtype:
-    """fp16 or bf16 when the config enables it ("auto" counts as off), else the default dtype."""
+    """Return fp16 or bf16 if the config enables it ("auto" counts as off), else the default dtype."""
     for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
         if ((config or {}).get(section) or {}).get("enabled", False) is True:
             return dtype

@@ -1,11 +1,11 @@
-"""The single order in which every rank launches the gathers and sums of a step. Pure.
+"""One order in which every rank launches the gathers and sums of a step. Pure.
 
 [Note: one order] A collective needs every rank, so a rank that waits for one must not keep another rank from reaching
-it. With gathers and sums on two communicators this is easily violated: rank 0 waits for the sum of block 23 before it
-gathers block 19; rank 1 gathers block 19 first, because it never got a gradient for block 23; each waits for the
-other, on the device as on the host. (NCCL has the same requirement: kernels of two communicators on one device may be
-launched in any order only if they always fit on it together.) So gathers and sums share one order, that of rank 0 in
-the last step, and every rank launches all of it:
+it. Gathers and sums on two communicators easily violate this: rank 0 waits for the sum of block 23 before it gathers
+block 19; rank 1 gathers block 19 first, because it never got a gradient for block 23; both hang, on the device as on
+the host. (NCCL has the same requirement: kernels of two communicators on one device may be launched in any order only
+if they always fit on it together.) So gathers and sums share one order, the one of rank 0 in the last step, and every
+rank launches all of it:
 
 - a *need* (a bucket is used that is not gathered here) launches all entries up to it. A sum that comes before it
   and is incomplete on this rank starts with zeros for what is missing; gradients that arrive later are summed later, as
@@ -13,9 +13,9 @@ the last step, and every rank launches all of it:
 - a sum that completes early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
 - the end of a forward pass, of a backward that reduces, and of the step launches whatever is left up to that point.
 
-A rank waits only for entries that it has launched, and before launching entry n waits at most for entries before n: by
-induction every entry completes, whatever each rank's control flow. What is not in the order (a branch that rank
-0 did not take) is fetched from the other ranks' servers, which requires no cooperation from their training loops.
+A rank waits only for entries that it has launched, and before launching entry n waits at most for entries before n:
+by induction every entry completes, whatever each rank's control flow. Buckets outside the order (a branch that rank 0
+did not take) are fetched from the other ranks' servers, which requires no cooperation from their training loops.
 
 A *segment* is the interval between two backwards that reduce. All ranks have the same number of segments in a step,
 since all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
@@ -44,14 +44,14 @@ END_OF_PASS = LaunchEntry(EntryKind.PASS)
 
 
 class LaunchOrder:
-    """Follows the agreed order of the current step and records what this rank would have done on its own."""
+    """The agreed order of the current step, this rank's position in it, and the record of its own uses."""
 
     def __init__(self) -> None:
         self.agreed: list[list[LaunchEntry]] = []
         self.record: list[list[LaunchEntry]] = [[]]
         self.cursor = 0
         self._passes = 0  # ends of forward passes in this segment, on this rank
-        self._marks = 0  # of those in the order, how many the cursor has passed
+        self._marks = 0  # ends of forward passes in the order before the cursor
 
     @property
     def segment(self) -> int:
@@ -75,16 +75,16 @@ class LaunchOrder:
         return entries[self.cursor] if self.cursor < len(entries) else None
 
     def passed(self) -> LaunchEntry:
-        """Advance by one entry."""
+        """Advance by one entry and return it."""
         entry = self.entries[self.cursor]
         self.cursor += 1
         self._marks += entry.kind is EntryKind.PASS
         return entry
 
     def find(self, bucket: int, *, beyond_sums: bool) -> int:
-        """Entries from the cursor up to and including the next gather of ``bucket``; 0 if there is none.
+        """Return the number of entries from the cursor through the next gather of ``bucket``; 0 if there is none.
 
-        A forward does not look beyond sums: it would start them before there are any gradients.
+        A forward must not look beyond sums, which it would start before there are any gradients.
         """
         for ahead, entry in enumerate(self.entries[self.cursor :], start=1):
             if entry == (EntryKind.NEED, bucket):
@@ -94,7 +94,7 @@ class LaunchOrder:
         return 0
 
     def end_pass(self) -> int:
-        """A forward pass has ended here; returns how many entries must be launched for the other ranks."""
+        """End a forward pass; return the number of entries to launch for the other ranks."""
         self.record[-1].append(END_OF_PASS)
         self._passes += 1
         if self._marks >= self._passes:
@@ -111,7 +111,7 @@ class LaunchOrder:
         self.cursor = self._passes = self._marks = 0
 
     def restart(self) -> None:
-        """The step starts over (a batch was abandoned); its record so far is discarded."""
+        """Restart the step, after a batch was abandoned, and discard its record so far."""
         self.record = [[]]
         self.cursor = self._passes = self._marks = 0
 
@@ -121,10 +121,8 @@ class LaunchOrder:
 
 
 def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window: int) -> list[LaunchEntry]:
-    """The order to launch what was recorded: each gather as early as ``window`` elements ahead of its use allow.
-
-    A gather never moves before the release that makes room for it: its bucket is still whole until then.
-    """
+    """Return the launch order of a record, with each gather as early as a window of ``window`` elements ahead of its
+    use allows, but never before the reshard of its own bucket, which is whole until then."""
     order: list[LaunchEntry] = []
     needs = [i for i, entry in enumerate(record) if entry.kind is EntryKind.NEED]
     resharded = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RESHARD]
@@ -155,7 +153,7 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
 
 
 def encode(segments: Sequence[Sequence[LaunchEntry]]) -> list[int]:
-    """As a message: per segment its length, then the kind and bucket of each entry."""
+    """Encode as a message: per segment its length, then the kind and bucket of each entry."""
     message: list[int] = []
     for entries in segments:
         message.append(len(entries))

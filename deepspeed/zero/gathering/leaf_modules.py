@@ -1,8 +1,7 @@
-"""Marking modules as leaves for ZeRO stage 3.
+"""Mark modules as leaves for ZeRO stage 3.
 
-The parameters of a leaf and of everything inside it are gathered together when it is called: for modules that
-use only some of their submodules in a forward pass (mixture of experts), or that call them in a varying
-order.
+All parameters inside a leaf are gathered together when it is called: for modules that use only some of their
+submodules in a forward pass (mixture of experts), or call them in a varying order.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All leaves in ``model``."""
+    """Return all leaves in ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks or unmarks this one module."""
+    """Mark or unmark this one module."""
     setattr(model, MARK, flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Marks all modules of these classes and returns them.
+    """Mark all modules of these classes and return them.
 
     Args:
         leaf_module_classes: Classes (subclasses count), or class names, short or with their module's path.
@@ -56,14 +55,14 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmarks all modules of these classes and returns them."""
+    """Unmark all modules of these classes and return them."""
     return _mark_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules by their names in ``model.named_modules()``. Returns them, and the names not found.
+    """Mark modules by their names in ``model.named_modules()``. Return them, and the names not found.
 
     ValueError if ``raise_if_not_found`` and none of them exists.
     """
@@ -76,9 +75,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules whose name ends with one of the suffixes. Returns them, and the suffixes that matched
-    nothing.
-    """
+    """Mark modules whose name ends with one of the suffixes. Return them, and the suffixes without a match."""
     found: list[nn.Module] = []
     matched: set[str] = set()
     for name, module in model.named_modules():
@@ -94,9 +91,8 @@ def set_z3_leaf_modules_by_suffix(
 def apply_zero_leaf_module_config(
     model: nn.Module, leaf_cfg: DeepSpeedZeroLeafModuleConfig | None
 ) -> list[nn.Module]:
-    """Marks what the config section lists. Entries that the model does not have are skipped: the default
-    list holds classes of several model families.
-    """
+    """Mark the modules that the config section lists, and return them. Entries that the model does not have are
+    skipped: the default list holds classes of several model families."""
     if leaf_cfg is None:
         return []
     by_class = set_z3_leaf_modules(model, leaf_cfg.classes, raise_if_not_found=False)
@@ -142,7 +138,7 @@ def _mark(
 
 
 def mark_leaves(module: nn.Module, zero: DeepSpeedZeroConfig) -> None:
-    """Mark the leaf modules that the config asks for, and the parameters of all leaves (``z3_leaf_parameter``)."""
+    """Mark the leaf modules of the config, and the parameters of all leaves (``z3_leaf_parameter``)."""
     apply_zero_leaf_module_config(module, zero.leaf_module)
     if zero.module_granularity_threshold > 0:
         for fine in fine_grained(module, zero.module_granularity_threshold):
@@ -154,10 +150,10 @@ def mark_leaves(module: nn.Module, zero: DeepSpeedZeroConfig) -> None:
 
 
 def fine_grained(module: nn.Module, threshold: int) -> list[nn.Module]:
-    """The outermost modules with fewer than ``threshold`` parameter elements per module in them.
+    """Return the outermost modules with fewer than ``threshold`` parameter elements per module inside them.
 
-    The documented measure is elements / (1 + descendants). Modules that are never called themselves (``ModuleList``)
-    and those without children are skipped: there is nothing to join.
+    The documented measure is elements / (1 + descendants). Modules without a ``forward`` (``ModuleList``) and modules
+    without children are skipped: there is nothing to join.
     """
     descendants = sum(1 for _ in module.modules()) - 1
     elements = sum(full_numel(p) for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Storage of stage 3's shards (``offload_param``): on the device, in host memory, or in a file."""
+"""Store stage 3's shards (``offload_param``): on the device, in host memory, or in a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KEY = "zero_optimization.offload_param.nvme_path"
 
 
 class ParamStorage:
-    """Stores shards as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
-    choice, because a model is traversed cyclically, and a cache of recent shards would keep the wrong end of it.
+    """Stores shards according to the plan. With a folder, the first ``host_numel`` elements stay in host memory: a
+    fixed choice, because a model is traversed cyclically, and an LRU cache would keep the wrong end of it.
 
-    ``swap``: the file, or None. It is also where ``zero.Init`` with ``remote_device="nvme"`` builds a model.
+    ``swap``: the swap file, or None. ``zero.Init`` with ``remote_device="nvme"`` builds models there, too.
     """
 
     def __init__(self, plan: ParamOffload | None) -> None:
@@ -40,7 +40,7 @@ class ParamStorage:
         return self.plan.buffer_numel if self.plan is not None else 0
 
     def keep(self, part: Tensor) -> Tensor:
-        """[n] copy of ``part`` in the place where it is to be stored."""
+        """Return a copy of ``part`` [n] where it will be stored."""
         if self.plan is None:
             return part.clone()
         if self.swap is not None and self.plan.files(part.numel(), self.host_numel):
@@ -53,11 +53,11 @@ class ParamStorage:
         return kept
 
     def keep_persistent(self, part: Tensor) -> Tensor:
-        """The same for parameters that are always gathered: small ones, not worth the trip to storage."""
+        """Return a copy of ``part`` on its device, for persistent parameters: they are too small for offloading."""
         return part.clone()
 
     def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
-        """Start to fill ``full`` [n] with the shard of one bucket; returns a function that waits for it."""
+        """Start to fill ``full`` [n] with the shard of one bucket; return a function that waits for it."""
         shard = buckets[index].shard
         assert shard is not None
         swap = self.swap
@@ -68,7 +68,7 @@ class ParamStorage:
         return lambda: swap.finish(transfer)
 
     def check(self) -> None:
-        """A shard is about to be accessed other than by ``read``. OSError: the file was truncated."""
+        """Check the file before a shard is accessed other than by ``read``. OSError: it was truncated."""
         if self.swap is not None:
             self.swap.check()
 

@@ -1,23 +1,24 @@
-"""Phases of a pass, for which a gather is. Whoever begins a pass says so, once; nothing below asks the grad mode.
+"""Phases of a pass, each the purpose of its gathers. The caller that begins a pass sets it once; nothing below reads
+the grad mode.
 
-| who enters | phase |
+| caller | phase |
 |---|---|
-| ``engine.forward``, in training mode or where eval mode is trained in (below), if a backward can follow it | FORWARD |
+| ``engine.forward``, in training mode or training in eval mode (below), if a backward can follow it | FORWARD |
 | ``engine.forward`` otherwise: an evaluation, generation | EVALUATION |
-| a module of it that is called by itself, in training mode, if a backward can follow it | FORWARD |
-| a module of it that is called by itself otherwise | EVALUATION |
+| a direct call of one of its modules, in training mode, if a backward can follow it | FORWARD |
+| a direct call of one of its modules otherwise | EVALUATION |
 | a call inside another call | that of the outer call |
 | a hook on an output of a call, when autograd reaches it | BACKWARD (EVALUATION inside an evaluation: forces) |
 | a call inside a backward | RECOMPUTATION (EVALUATION or OTHER_THREAD inside those) |
 | ``GatheredParameters`` | MANUAL |
-| a call on another thread than the one that takes the steps | OTHER_THREAD |
+| a call on a thread other than the one that runs the steps | OTHER_THREAD |
 
-``engine.eval()`` announces an evaluation. If a backward then goes through a pass all the same, eval mode is trained in
-(frozen statistics, no dropout): what follows is FORWARD too, until ``engine.train()`` or ``eval()`` announces something
-else or a pass runs in training mode.
+``engine.eval()`` announces an evaluation. If a backward nevertheless runs through such a pass, the script trains in
+eval mode (frozen statistics, no dropout): later passes are FORWARD too, until ``engine.train()`` or ``eval()`` is
+called or a pass runs in training mode.
 
-Nobody can say what a module called by itself without a record is for: reentrant checkpointing of it runs it so, and
-again in backward. EVALUATION is safe for it too: such a pass asks the other ranks first.
+The purpose of a direct call without grad is unknown: reentrant checkpointing runs a module like that, and again in
+backward. EVALUATION is safe for it too, since such a pass asks the other ranks first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """``trains``: the gather belongs to a training step, which repeats and which every rank takes."""
+    """Purpose of a gather. ``trains``: it belongs to a training step, which repeats and which every rank runs."""
 
     trains: bool
 

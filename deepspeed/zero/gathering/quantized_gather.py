@@ -1,9 +1,9 @@
-"""ZeRO++ at stage 3 (G. Wang et al. 2023): gathers of fewer bytes, and of none across slow links.
+"""ZeRO++ at stage 3 (G. Wang et al. 2023): gathers that send fewer bytes, and none across slow links.
 
-Each rank makes a quantized *payload* of its shard of a bucket whenever the weights have changed: 8-bit codes with a
-scale per block (qwZ), or the shard as it is. A *piece* is what one rank contributes to a gather: its payload, or, where
-ranks are in groups (hpZ), the payloads of all ranks with its place in their groups. Those are exchanged once, when the
-weights have changed; from then on each group holds all payloads, and every gather of the step, in forward, backward and
+Each rank makes a *payload* of its shard of a bucket whenever the weights have changed: 8-bit codes with a scale per
+block (qwZ), or the shard unencoded. A *piece* is one rank's contribution to a gather: its payload, or, with groups of
+ranks (hpZ), the payloads of all ranks at its position in their groups. Those are exchanged once per change of the
+weights; from then on each group holds all payloads, and every gather of the step, in forward, backward and
 recomputation, stays within the group.
 
 All ranks decode the same payloads, their own included, so that all compute with the same weights. The shards themselves
@@ -29,9 +29,9 @@ from deepspeed.zero.replica_groups import Levels, ReplicaGroup, ReplicaGroupTabl
 
 
 class GatherPiece:
-    """Contribution of this rank to gathers of one bucket, and how a whole bucket is made of all contributions.
+    """This rank's contribution to gathers of one bucket; also assembles the whole bucket from all contributions.
 
-    ``data`` [groups, payload]: bytes, or numbers of the bucket where there is no ``codec``.
+    ``data`` [groups, payload]: uint8, or the bucket's dtype without a ``codec``.
     """
 
     def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, replica_group: ReplicaGroup) -> None:
@@ -46,18 +46,18 @@ class GatherPiece:
         bucket.lossy = codec is not None
 
     def refresh(self) -> Pending:
-        """The shard was written, on every rank."""
+        """Rebuild the payload after every rank wrote its shard, and exchange it across groups."""
         shard = self.bucket.at_rest()
         own = self.data[self.across.rank]
         own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
         return self.across.all_gather(self.data.view(-1), own)
 
     def room(self) -> Tensor:
-        """Memory for the pieces of all ranks nearby."""
+        """Return memory for the pieces of all ranks of the group."""
         return self.data.new_empty(self.near.size * self.data.numel())
 
     def place(self, pieces: Tensor, full: Tensor) -> None:
-        """Fill ``full`` [padded_numel] with what is in the ``pieces`` of all ranks nearby."""
+        """Fill ``full`` [padded_numel] from the ``pieces`` of all ranks of the group."""
         shards = full.view(self.across.size, self.near.size, -1)
         payloads = pieces.view(self.near.size, self.across.size, -1)
         if self.codec is None:
@@ -69,14 +69,15 @@ class GatherPiece:
 
 
 class PieceChannel:
-    """The collective gather of one bucket, in place of a communicator's."""
+    """Gather channel of one bucket that all-gathers pieces instead of shards."""
 
     def __init__(self, piece: GatherPiece, ranks: Communicator) -> None:
         self.piece = piece
         self.ranks = ranks
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` is the whole bucket; ``input``, this rank's shard, was made a payload when it was written."""
+        """Gather the whole bucket into ``output``. ``input``, this rank's shard, is ignored: its payload was made
+        when it was written."""
         pieces = self.piece.room()
         pending = self.ranks.all_gather(pieces, self.piece.data.view(-1))
 
@@ -88,9 +89,9 @@ class PieceChannel:
 
 
 class PayloadServers(ShardServers):
-    """Serves pieces for gathers of training and evaluation, and plain shards for gathers by hand.
+    """Serves pieces for gathers of training and evaluation, and exact shards for gathers by hand.
 
-    ``pieces``: by the index of their bucket; buckets without one are served plain.
+    ``pieces``: by bucket index; buckets without one are served as exact shards.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class PayloadServers(ShardServers):
         super().__init__(buckets, replica_groups, timeout_s)
         self.pieces = pieces
         served: dict[str, list[Tensor]] = {}
-        self._number: dict[int, int] = {}  # a piece's number among those of its replica group
+        self._number: dict[int, int] = {}  # a piece's index within its replica group
         near: dict[str, Communicator] = {}
         for index, piece in pieces.items():
             mine = served.setdefault(piece.replica_group.name, [])
@@ -128,7 +129,7 @@ class PayloadServers(ShardServers):
         return index not in self.pieces or self.pieces[index].codec is None
 
     def refresh(self) -> None:
-        """The weights have changed. Collective where ranks are in groups."""
+        """Rebuild all pieces after the weights have changed. Collective with groups of ranks."""
         for pending in [piece.refresh() for piece in self.pieces.values()]:
             pending.wait()
 
@@ -147,8 +148,8 @@ class PayloadServers(ShardServers):
 def make_pieces(
     buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, packing: Packing
 ) -> dict[int, GatherPiece]:
-    """By index, for the buckets whose gathers the plan changes. What is always gathered (persistent) is refreshed after
-    each step without loss: it is small."""
+    """Return the pieces, by bucket index, of the buckets that the plan quantizes or groups. Persistent buckets are
+    small and are refreshed after each step without loss."""
     pieces: dict[int, GatherPiece] = {}
     for bucket in buckets:
         layout = bucket.layout

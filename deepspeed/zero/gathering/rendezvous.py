@@ -1,13 +1,13 @@
-"""Agreement between ranks that all of them are about to do the same thing.
+"""Rendezvous of ranks that are about to run the same pass.
 
 All ranks train together; evaluation and generation may run on a single rank, or on all for different lengths of time,
-and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0: what
-it is about to do, and how long it is willing to wait. As soon as every rank waits with the same intent, all of them are
-told to proceed, in the order that rank 0 proposes; a rank whose patience runs out first is told that it is alone.
-The decision is made in one place under one lock, so ranks never get different answers to the same question.
+and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0,
+with its intent and how long it is willing to wait. As soon as every rank waits with the same intent, rank 0 tells all
+of them to proceed, in the order that it proposes; a rank whose patience runs out first proceeds alone. The decision
+is made in one place under one lock, so ranks never get different answers to the same question.
 
-Passes are not numbered: a rank that has generated more tokens than another is not permanently out of step. Whichever
-passes are waiting at the same time proceed together.
+Passes are not numbered, so a rank that has generated more tokens than another is not permanently out of step. Passes
+that wait at the same time proceed together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Arrival:
 
 
 class Rendezvous:
-    """Lives on rank 0; ``join`` is called by one thread per rank."""
+    """Decides on rank 0; one thread per rank calls ``join``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -52,7 +52,7 @@ class Rendezvous:
         self._closed = False
 
     def join(self, rank: int, arrival: Arrival) -> list[int] | None:
-        """The order in which all ranks proceed together, or None if they do not."""
+        """Return the order in which all ranks proceed together, or None if they do not."""
         with self._changed:
             self._waiting[rank] = arrival
             if len(self._waiting) == self.size:
@@ -79,7 +79,7 @@ class Rendezvous:
 
 
 def pack_answer(order: Sequence[int] | None) -> bytes:
-    """Its length first; -1 for "alone"."""
+    """Pack an order after its length, which is -1 for "alone"."""
     if order is None:
         return _COUNT.pack(-1)
     return struct.pack(f"<{len(order) + 1}q", len(order), *order)

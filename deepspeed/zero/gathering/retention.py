@@ -1,4 +1,4 @@
-"""Keeping gathered parameters whole from one use to the next, where the same module runs many times in a row."""
+"""Keep gathered parameters whole between uses, where the same module runs many times in a row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 
 class KeptWhole:
-    """A block at whose beginning, and at each ``take``, what is whole of ``params`` is held until its end.
+    """Context that, on entry and at each ``take``, takes hold of those of ``params`` that are whole, until its exit.
 
-    It gathers nothing and is therefore not collective: whoever uses a parameter gathers it. Without stage 3 it does
+    It gathers nothing and is therefore not collective: the use of a parameter gathers it. Without stage 3 it does
     nothing.
     """
 

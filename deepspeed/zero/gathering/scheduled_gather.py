@@ -1,19 +1,19 @@
-"""Gathering by collectives that all ranks launch in one order, ahead of use: the method on devices.
+"""Gather by collectives that all ranks launch in one order, ahead of use: the default on accelerators.
 
-[Note: which order] All ranks walk through a training step together, so they agree on its order once, at its end, for
-the next step: gathers and sums together (Note: one order in ``launch_order.py``). One broadcast per step carries the
-changes, or says that there are none.
+[Note: which order] All ranks run a training step together, so at its end they agree on one order of gathers and sums
+for the next step (Note: one order in ``launch_order.py``). One broadcast per step carries a changed order, or says
+that there is no change.
 
-An evaluation, a generated token or ``GatheredParameters`` may concern a single rank. Before its first gather, such a
-pass asks whether all ranks are about to make the same pass (``rendezvous.py``): the same module, the same buckets
-already gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0
-made it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one
-position of the training order, the collectives of the pass have one place in it too. Asking costs one small message to
-rank 0 and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others
-up to ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
-evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
-
-Entries of its order that a pass did not use are gathered and resharded at its end, as the other ranks wait for them.
+An evaluation, a generated token or ``GatheredParameters`` may run on a single rank. Before its first gather, such a
+pass asks whether all ranks are about to run the same pass (``rendezvous.py``): the same module, the same buckets
+already gathered, the same weights, the same position in the training order. If so, all follow the order of rank 0's
+previous such pass, and launch the rest of it at the end of the pass; otherwise each rank fetches one-sidedly. Since
+all ranks are at the same position of the training order, the collectives of the pass have one place in it too. Asking
+costs one small message to rank 0 and one back per pass, no collective, and nothing if everything is already gathered.
+A rank waits for the others up to ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again
+after a success: a rank that evaluates alone loses little, and ranks that drifted apart meet again, because the last
+to arrive waits longest. Buckets in the order that a pass does not use are gathered and resharded at its end, as the
+other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _REMEMBERED_PASSES = 64
 
 @dataclass(slots=True)
 class GatherCounts:
-    """``collectives`` launched; of the needed buckets, those already in flight, those launched only when needed,
-    and those fetched one-sidedly from the other ranks."""
+    """Gather counters: ``collectives`` launched, and by needed bucket ``hits`` (already in flight), ``misses``
+    (launched only when needed) and ``fetches`` (one-sided, from the other ranks)."""
 
     collectives: int = 0
     hits: int = 0
@@ -63,7 +63,8 @@ class GatherCounts:
 
 @dataclass(slots=True)
 class Evaluation:
-    """A pass outside the training step: the order that all ranks follow, None until they have been asked."""
+    """A pass outside the training step. ``order``: the one that all ranks follow, empty if there is none, None before
+    the rendezvous."""
 
     root: Hashable
     intent: tuple[Hashable, ...] = ()
@@ -73,15 +74,16 @@ class Evaluation:
 
 
 class GatherChannel(Protocol):
-    """The ranks among whom a bucket is gathered."""
+    """The ranks among which a bucket is gathered."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` [padded_numel] = the shards of all ranks; ``input`` [shard_numel] is this rank's."""
+        """Gather the shards of all ranks into ``output`` [padded_numel]; ``input`` [shard_numel] is this rank's."""
         ...
 
 
 class ScheduledGather(FetchingGather):
-    """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
+    """Gatherer whose collectives follow an agreed order (Note: which order), prefetching up to ``prefetch_numel``
+    elements.
 
     ``all_ranks`` joins all ranks that take a step together; ``channels``, by bucket, those that hold one copy of its
     weights.
@@ -107,7 +109,7 @@ class ScheduledGather(FetchingGather):
         self.longest_patience_s = self.patience_s = PATIENCE_S
         self.in_flight: dict[int, Pending] = {}  # oldest first
         self._ahead = 0  # elements of these buckets
-        self._complete: set[int] = set()  # sums that wait for their turn
+        self._complete: set[int] = set()  # full buckets whose sum waits for its turn
         self._evaluation: Evaluation | None = None
         self._last_orders: dict[Hashable, list[int]] = {}
         self._last_record: list[list[LaunchEntry]] = []
@@ -145,7 +147,7 @@ class ScheduledGather(FetchingGather):
     def finish(self, index: int) -> None:
         if index in self.in_flight:
             older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
-            for i in older:  # what was skipped becomes idle, and is resharded when memory is needed
+            for i in older:  # skipped buckets become idle, and are resharded when memory is needed
                 self._finish(i)
 
     def resharded(self, index: int) -> None:
@@ -155,8 +157,8 @@ class ScheduledGather(FetchingGather):
     # Launching ----------------------------------------------------------------------------------------------
 
     def _launch_up_to(self, count: int) -> None:
-        """Launch the next ``count`` entries, of which the last is needed; those before it were skipped on this rank,
-        and are kept only as far as the window allows."""
+        """Launch the next ``count`` entries, of which the last is needed; this rank skipped the others, and keeps
+        only those that fit in the prefetch window."""
         for left in range(count, 0, -1):
             entry = self.order.coming()
             assert entry is not None
@@ -166,7 +168,7 @@ class ScheduledGather(FetchingGather):
             self._launch(1, keep=left == 1 or fits)
 
     def _launch(self, count: int, *, keep: bool) -> None:
-        """Launch the next ``count`` entries of the training order, whatever this rank itself needs."""
+        """Launch the next ``count`` entries of the training order, whether this rank needs them or not."""
         for _ in range(count):
             entry = self.order.passed()
             if entry.kind is EntryKind.NEED:
@@ -183,12 +185,12 @@ class ScheduledGather(FetchingGather):
             self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_shard())
             self._ahead += bucket.layout.padded_numel
             return
-        # Already whole here, or not needed: the others still need this rank's shard.
+        # Already whole here, or not needed: other ranks still need this rank's shard.
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
         self.channels[index].all_gather(spare, bucket.at_rest().to(bucket.device)).wait()
 
     def _advance(self) -> None:
-        """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
+        """Launch the next entries that are ready: gathers within the prefetch window, sums of full buckets."""
         ahead = self._ahead
         while (entry := self.order.coming()) is not None:
             if entry.kind is EntryKind.NEED:
@@ -284,11 +286,12 @@ class ScheduledGather(FetchingGather):
         return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
 
     def _rendezvous_by_hand(self, index: int) -> bool:
-        """By hand one sees the shards as they are: what a collective rounds is fetched."""
+        """Return whether all ranks gather this bucket by hand now. Gathers by hand are exact, so a bucket whose
+        collective rounds is fetched instead."""
         return self.server.is_exact(index) and bool(self._rendezvous(("by hand", index), [index]))
 
     def _rendezvous(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
-        """The order of a pass that all ranks are making now; empty if they are not."""
+        """Return the order of a pass that all ranks are running now; empty if they are not."""
         what = repr((intent, self.order.position, self.server.version)).encode()
         order = self.server.meet(Arrival(what, proposal, self.patience_s))
         if order is not None:
@@ -303,7 +306,7 @@ class ScheduledGather(FetchingGather):
         with self.lock:
             foreseen = list(self.in_flight)
             self._launch_rest()
-            for index in foreseen:  # predicted but not used: the weights are about to change
+            for index in foreseen:  # prefetched but not used: the weights are about to change
                 self.transitions.evict(index)
             self._agree()
 
@@ -323,7 +326,7 @@ class ScheduledGather(FetchingGather):
             self.order.end_step([])
 
     def settle(self) -> None:
-        """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
+        """Complete everything in flight on any rank, before the buckets are dissolved. Collective."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
         self.all_ranks.all_reduce_max(begun).wait()
         self.start_sum = lambda b: None

@@ -1,16 +1,15 @@
-"""Fetching shards from other ranks without their cooperation: a small server thread per rank.
+"""Fetch shards from other ranks without their cooperation: a small server thread per rank.
 
-Collectives need every rank to reach the same point. With control flow that differs by rank, generation of different
-lengths, or evaluation on a single rank there is no such point. So every rank serves its own shards over a socket, and a
-rank that needs a bucket requests the other ranks' shards. Weights do not change between two steps; a request names the
+Collectives need every rank to reach the same point, which control flow that differs by rank, generation of different
+lengths, or evaluation on a single rank do not have. So every rank serves its own shards over a socket, and a rank
+that needs a bucket requests the other ranks' shards. Weights do not change between two steps; a request names the
 version it wants, and a rank that has not finished that update yet answers once it has.
 
-[Note: the end of a process] A rank that finishes first would take its shards with it while others still read them. When
-the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
-sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
-(Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
-destroys its engine, or drops it, keeps serving in the same way, in the background. Many ranks leave through the store
-(``termination_barrier.py``).
+[Note: the end of a process] A rank that finishes first would take its shards with it while others still read them.
+When the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or
+have sent no request for ``LINGER_S``. A rank that ends with an uncaught exception, or with ``sys.exit(3)`` under the
+`deepspeed` command, does not linger, since its launcher waits for it. A rank that destroys or drops its engine keeps
+serving in the same way, in the background. With many ranks they leave through the store (``TerminationBarrier``).
 """
 
 from __future__ import annotations
@@ -47,21 +46,20 @@ from deepspeed.zero.gathering.rendezvous import (
     unpack_order,
 )
 
-# A barrier for ranks that leave, where so many ranks serve shards that telling each other directly would
-# take too many connections.
+# A barrier for leaving ranks, where too many ranks serve shards for each to tell every other one directly.
 #
-# With N ranks that is N - 1 connections and threads on each of them, all at the end. Here each rank adds
-# one to a number in the process group's store and waits for a key that the last one sets.
+# With N ranks that would take N - 1 connections and threads on each, all at the end. Here each rank increments a
+# counter in the process group's store and waits for a key that the last one sets.
 
 
 DIRECT_RANKS = 64
-"""Up to so many tell each other directly, which also notices a rank that is gone without having left."""
+"""Up to this many ranks tell each other directly, which also detects a rank that died without leaving."""
 
-ASK_S = 1.0  # at a time: two threads may wait, and the store serves one at once
+ASK_S = 1.0  # per wait: the store serves one of several waiting threads at a time
 
 
 class TerminationBarrier:
-    """One for all ``size`` ranks that share ``name``."""
+    """Termination barrier of the ``size`` ranks that share ``name``."""
 
     def __init__(self, store: Any, name: str, size: int) -> None:
         self._store = store
@@ -69,14 +67,14 @@ class TerminationBarrier:
         self._count, self._all = f"deepspeed/leaving/{name}/count", f"deepspeed/leaving/{name}/all"
 
     def arrive(self) -> None:
-        """This rank will send no more requests."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: ``wait`` will notice
+        """Announce that this rank will send no more requests."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which ``wait`` will notice
             if self._store.add(self._count, 1) == self._size:
                 self._store.set(self._all, "left")
 
     def wait(self, limit_s: float, served: Callable[[], int]) -> bool:
-        """Wait until all ranks have arrived, or none of them has sent a request for ``limit_s``, as ``served()`` counts
-        them. False if the store cannot tell."""
+        """Wait until all ranks have arrived, or ``served()``, which counts their requests, has not changed for
+        ``limit_s``. Return False if the store is gone."""
         before, quiet_since = served(), time.monotonic()
         while time.monotonic() - quiet_since < limit_s:
             try:
@@ -91,10 +89,10 @@ class TerminationBarrier:
 
 
 def make_barrier(name: str, size: int) -> TerminationBarrier | None:
-    """None if there are few ranks, or there is no store."""
+    """Return the barrier; None with at most ``DIRECT_RANKS`` ranks, or without a store."""
     if size <= DIRECT_RANKS:
         return None
-    with contextlib.suppress(Exception):  # a group created without one
+    with contextlib.suppress(Exception):  # the group may have been created without a store
         store: Any = dist.distributed_c10d._get_default_store()
         return TerminationBarrier(store.clone() if hasattr(store, "clone") else store, name, size)
     return None
@@ -104,18 +102,18 @@ _REQUEST = struct.Struct("<qq")  # bucket, version
 _COUNT = struct.Struct("<q")
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
-_LEAVING = -1  # in place of a bucket: close the connection when the serving rank leaves
+_LEAVING = -1  # instead of a bucket: close the connection when the serving rank leaves
 _RENDEZVOUS = (
     -2
-)  # in place of a bucket: an arrival at the rendezvous follows, with the version as its length in bytes
+)  # instead of a bucket: a rendezvous arrival follows; the version field is its length in bytes
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
 
 
 def _on_host(shard: Tensor, written: Any) -> Tensor:
-    """Copy a shard once ``written`` has happened, on a stream of its own: what this rank has queued for training may
-    wait for a collective that the asking rank joins only with this answer."""
+    """Copy a shard to the host after the event ``written``, on its own stream: the training stream may be waiting for
+    a collective that the requesting rank joins only after this answer."""
     accelerator: Any = get_accelerator()
     with accelerator.device(shard.device.index):
         stream = accelerator.Stream()
@@ -125,9 +123,9 @@ def _on_host(shard: Tensor, written: Any) -> Tensor:
 
 
 class ShardServer:
-    """Serves ``shards[i]`` [n_i] of this rank and fetches those of the others.
+    """Serves this rank's ``shards[i]`` [n_i] and fetches the other ranks'.
 
-    ``advance()`` is called by every rank after every change of its shards, the same number of times everywhere.
+    Every rank calls ``advance()`` after every change of its shards, all equally often.
     """
 
     def __init__(self, communicator: Communicator, shards: Sequence[Tensor], timeout_s: float) -> None:
@@ -154,7 +152,7 @@ class ShardServer:
         self._barrier = make_barrier(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
-        # Otherwise its threads would keep an engine's shards that nobody destroyed.
+        # Otherwise the threads would keep the shards of an engine that was not destroyed.
         communicator.at_close(self.retire)
 
     def advance(self) -> None:
@@ -165,8 +163,8 @@ class ShardServer:
             self._changed.notify_all()
 
     def _mark(self) -> Any:
-        """Return an event after which the shards have the values that were written so far; None: they have them, on
-        the host."""
+        """Return an event after which all writes to the shards so far are complete; None for shards on the host,
+        where they already are."""
         if all(shard.is_cpu for shard in self.shards):
             return None
         event = get_accelerator().Event()
@@ -174,7 +172,8 @@ class ShardServer:
         return event
 
     def fetch(self, bucket: int, full: Tensor) -> None:
-        """Fill ``full`` [size * n] with the shards of all ranks."""
+        """Fill ``full`` [size * n] with the shards of all ranks. CommunicationError: a rank is gone, or did not
+        answer in time."""
         n = full.numel() // self.communicator.size
         mine = self.communicator.rank
         full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
@@ -204,8 +203,7 @@ class ShardServer:
             target.copy_(host)
 
     def meet(self, arrival: Arrival) -> list[int] | None:
-        """Return the common order if all ranks are about to do what ``arrival`` says, otherwise None
-        (``Rendezvous``)."""
+        """Return the common order if all ranks have the intent of ``arrival``, otherwise None (``Rendezvous``)."""
         if self.communicator.rank == 0:
             return self.rendezvous.join(0, arrival)
         message = arrival.pack()
@@ -223,7 +221,7 @@ class ShardServer:
     def _lost(
         self, rank: int, error: OSError, what: str = "deliver its shard of the parameters"
     ) -> CommunicationError:
-        """The error for an answer that did not come: late, or never because its rank is gone."""
+        """Make the error for an answer that did not come, because of a timeout or a rank that is gone."""
         name = f"rank {self.communicator.ranks[rank]}"
         if isinstance(error, TimeoutError):
             return CommunicationError(
@@ -279,13 +277,13 @@ class ShardServer:
                     if self._closed:
                         return
                     self.served += 1
-                    # A view keeps the memory alive while it is sent, even if offload_states() moves the shard.
+                    # The view keeps the memory alive while it is sent, even if offload_states() moves the shard.
                     shard, written = self.shards[bucket].detach(), self._written
                 connection.sendall(_bytes_of(shard if written is None else _on_host(shard, written)))
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
-        have been told, by this call or another."""
+        """Tell the other ranks that this one will send no more requests (Note: the end of a process). Return once
+        they have been told, by this call or another."""
         with self._notifying:
             if self._leaving:
                 return
@@ -304,8 +302,8 @@ class ShardServer:
                     self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
 
     def retire(self) -> None:
-        """Keep serving in the background until the other ranks have come this far, then close. They may be
-        in the last gather before the end; the shards live until then."""
+        """Keep serving in the background until the other ranks leave too, then close. They may still be in the last
+        gather; the shards live until then."""
         if self.communicator.size == 1 or self._leaving:
             return
         self.leave()
@@ -316,7 +314,7 @@ class ShardServer:
         self.close()
 
     def linger(self, limit_s: float) -> None:
-        """Serve until the other ranks are leaving or gone: then they close the connection."""
+        """Serve until the other ranks leave or are gone, when they close their connections."""
         if self._barrier is not None:
             if self._barrier.wait(limit_s, lambda: self.served):
                 return
@@ -328,7 +326,8 @@ class ShardServer:
                     pass
 
     def _is_asked(self, connection: socket.socket) -> bool:
-        """False once the connection is closed, or if no request has arrived in all this time."""
+        """Wait for the connection to close, at most its timeout. Return whether requests still arrived meanwhile;
+        False once it is closed."""
         served = self.served
         try:
             return bool(connection.recv(1))
@@ -358,19 +357,19 @@ def _leave() -> None:
     for server in list(_open):
         server.linger(LINGER_S)
     for server in list(_open):
-        server.close()  # ends its threads, which must not wake up during interpreter shutdown
+        server.close()  # ends the threads, which must not wake up during interpreter shutdown
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which stays as long as the view. (After ``.numpy()`` its storage could no
-    longer be resized.)"""
+    """Return the memory of a contiguous CPU tensor, which lives as long as the view. (``.numpy()`` would make the
+    storage non-resizable.)"""
     region: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     region.tensor = tensor
     return memoryview(region).cast("B")
 
 
 def _listen(master: str) -> socket.socket:
-    """Listen on the address with which this host reaches the master."""
+    """Listen on the address from which this host reaches the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((master, 9))
@@ -384,7 +383,7 @@ def _listen(master: str) -> socket.socket:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes, or none at the end of the connection."""
+    """Read exactly ``count`` bytes; empty at the end of the connection."""
     data = b""
     while len(data) < count:
         piece = connection.recv(count - len(data))

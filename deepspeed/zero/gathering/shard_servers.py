@@ -1,5 +1,5 @@
-"""One shard server per replica group behind the face of a single one: buckets of different replica groups have
-different peers."""
+"""One shard server per replica group behind a common interface, as buckets of different replica groups have different
+peers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from deepspeed.zero.replica_groups import DENSE, ReplicaGroupTable
 
 
 class ShardServers:
-    """Fetches each bucket from the ranks of its replica group; where a replica group is one rank, its shard is the
-    whole bucket."""
+    """Fetches each bucket from the ranks of its replica group; with one rank in it, the shard is the whole bucket."""
 
     def __init__(
         self, buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, timeout_s: float
     ) -> None:
         self.buckets = list(buckets)
-        self._slot: list[int] = []  # a bucket's number among those of its replica group
+        self._slot: list[int] = []  # a bucket's index within its replica group
         shards: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:
             assert bucket.shard is not None
             mine = shards.setdefault(bucket.layout.replica_group, [])
             self._slot.append(len(mine))
             mine.append(bucket.shard)
-        shards.setdefault(DENSE, [])  # ranks also meet there
+        shards.setdefault(DENSE, [])  # it also hosts the rendezvous
         self.servers = {
             name: ShardServer(replica_groups[name].shard, shards[name], timeout_s)
             for name in sorted(shards)
@@ -39,12 +38,13 @@ class ShardServers:
         self._retire_when_dropped(self.servers)
 
     def _retire_when_dropped(self, servers: dict[str, ShardServer]) -> None:
-        """Threads keep a server alive: without this it would outlive an engine that nobody destroys."""
+        """Retire the servers when ``self`` is garbage-collected: their threads would otherwise keep them alive after
+        an engine that was not destroyed."""
         for server in servers.values():
             call_when_dropped(self, server.retire)
 
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
-        """Fill ``full`` with the shards of bucket ``index``, for a use in this phase."""
+        """Fill ``full`` [padded_numel] with the shards of bucket ``index``, for a use in this phase."""
         bucket = self.buckets[index]
         server = self.servers.get(bucket.layout.replica_group)
         if server is None:
@@ -55,7 +55,7 @@ class ShardServers:
         bucket.communicator.count_fetch(full)
 
     def is_exact(self, index: int) -> bool:
-        """Return whether a gather gives the exact values of the shards, in every phase."""
+        """Return whether gathers in every phase give the exact values of the shards."""
         return True
 
     def advance(self) -> None:

@@ -1,10 +1,10 @@
-"""Stage 3: a bucket whose parameters exist as one shard per rank and are gathered only around their use.
+"""Stage 3's bucket, whose parameters exist as one shard per rank and are gathered only around their use.
 
-[Note: gather and reshard] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
-resharding frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
-documented contract) and the buffer's storage is resized to 0. Gathering resizes it again and fills it in place,
-which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
-inside it could never be trained.
+[Note: gather and reshard] Tensors that autograd saves (``weight.t()``) share the storage of the flat buffer, so
+resharding frees the storage and keeps the tensor objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Gathering resizes it again and fills it in place, which
+makes the saved tensors valid again. The views are created once, outside inference mode, because a view created inside
+it could never be trained.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Status(enum.Enum):
 
 
 class ShardedBucket(ParamBucket):
-    """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
+    """Bucket that owns ``shard`` [shard_numel] permanently, and the memory of ``full`` [padded_numel] while gathered.
 
-    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``reshard``.
+    ``Transitions`` decides when; only it calls ``allocate``, ``arrived`` and ``reshard``.
 
-    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
-    the ranks that hold one copy, ``all_ranks`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
-    shard of the whole bucket: on the device, or where shards are offloaded to; ``check`` is called before a shard is
-    accessed there.
+    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator``
+    joins the ranks that hold one copy, ``all_ranks`` those of all replicas (MiCS). ``keep`` copies this rank's part
+    of the whole bucket to ``shard``: on the device, or where shards are offloaded to; ``check`` is called before an
+    offloaded shard is accessed.
     """
 
     alone = False
@@ -93,7 +93,7 @@ class ShardedBucket(ParamBucket):
     # Transitions --------------------------------------------------------------------------------------------
 
     def allocate(self) -> Tensor:
-        """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
+        """SHARDED -> GATHERING: return memory for the whole bucket, which the caller fills."""
         assert self.full is not None
         self.full.untyped_storage().resize_(self.nbytes)
         self.status = Status.GATHERING
@@ -120,33 +120,34 @@ class ShardedBucket(ParamBucket):
         self.status = Status.SHARDED
 
     def changed(self) -> None:
-        """Shards were written outside a step (by every rank): notify the server of these shards."""
+        """Notify the shard server, after every rank wrote its shard outside a step."""
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 
     # What the step sees -------------------------------------------------------------------------------------
 
     def publish(self) -> Pending | None:
-        """After an update: refresh persistent parameters, drop stale copies of the others."""
+        """Refresh persistent parameters after an update; evict stale copies of the others."""
         if self.persistent:
             return self.refresh()
         self.transitions.evict_stale(self.layout.index)
         return None
 
     def refresh(self) -> Pending:
-        """Overwrite the whole copy with what the shards hold."""
+        """Gather the shards again into the whole bucket."""
         assert self.full is not None
         return self.communicator.all_gather(self.full, self.own_shard())
 
     def at_rest(self) -> Tensor:
-        """Return ``shard``, to be read or written now. OSError: the file that holds it was truncated."""
+        """Return ``shard`` for immediate reading or writing. OSError: the file that holds it was truncated."""
         assert self.shard is not None
         if self.check is not None:
             self.check()
         return self.shard
 
     def own_shard(self) -> Tensor:
-        """[shard_numel] this rank's shard on the device: ``shard`` itself, or a copy in its place in ``full``."""
+        """Return this rank's shard [shard_numel] on the device: ``shard`` itself, or a copy at its
+        place in ``full``."""
         assert self.full is not None
         shard = self.at_rest()
         if shard.device == self.full.device:
@@ -167,7 +168,7 @@ class ShardedBucket(ParamBucket):
             yield from self.params
 
     def destroy(self) -> None:
-        """Give every parameter, whole now, its own memory (``Transitions.dissolve`` comes before it)."""
+        """Give every parameter, gathered by ``Transitions.dissolve`` before, its own memory."""
         if self.full is None or self.shard is None:
             return
         for param in self.params:
@@ -180,8 +181,7 @@ class ShardedBucket(ParamBucket):
 
     @property
     def first_replica(self) -> bool:
-        """Return whether this rank's shard is the first of those that hold the same (runs of neighbours hold one
-        copy)."""
+        """Return whether this rank is in the first replica (neighbouring ranks hold one copy)."""
         return self.all_ranks.rank < self.communicator.size
 
     def cut_of(self, position: int) -> ShardCut:
@@ -189,11 +189,11 @@ class ShardedBucket(ParamBucket):
         return self.layout.cut_of(self.layout.slots[position])
 
     def owning_ranks(self, position: int) -> list[tuple[int, int, int]]:
-        """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
+        """Return ``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
         return self.layout.parts(self.layout.slots[position])
 
     def local_part(self, position: int) -> Tensor:
-        """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
+        """Return this rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
         shard = self.at_rest()
         slot = self.layout.slots[position]
         start, stop = self.layout.shard_range(self.rank)

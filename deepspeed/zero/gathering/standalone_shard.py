@@ -1,6 +1,6 @@
-"""The owner of a parameter between ``zero.Init`` and ``initialize``: sharded by itself, evenly, padded.
+"""Owner of a parameter between ``zero.Init`` and ``initialize``: sharded individually, evenly, with padding.
 
-Blocks, optimizer groups, freezing and tying are not known yet, so there are no buckets.
+There are no buckets yet, because blocks, optimizer groups, freezing and tying are not known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from deepspeed.zero.offload.swap_file import SwapFile
 
 
 class SoloShard:
-    """Owns ``shard`` [ceil(numel / ranks)]: the documented ``ds_tensor`` of a parameter made under ``zero.Init``."""
+    """Owner of ``shard`` [ceil(numel / ranks)], the documented ``ds_tensor`` of a parameter created under
+    ``zero.Init``."""
 
     alone = True
     persistent = False
@@ -42,7 +43,7 @@ class SoloShard:
         return shard if self.swap is None else self.swap.put(shard)
 
     def local_part(self, position: int) -> Tensor:
-        """Return the shard, to be read or written now. OSError: the file that holds it was truncated."""
+        """Return the shard for immediate reading or writing. OSError: the file that holds it was truncated."""
         if self.swap is not None:
             self.swap.check()
         return self.shard
@@ -62,7 +63,7 @@ class SoloShard:
         self.local_part(position)[: part.numel()].copy_(part)
 
     def copy_of(self, param: nn.Parameter) -> nn.Parameter:
-        """A new parameter with its own shard, equal to ``param``'s."""
+        """Return a new parameter whose own shard equals ``param``'s."""
         zero_params.follow_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
         owner = object.__new__(type(self))
@@ -77,7 +78,7 @@ class SoloShard:
         zero_params.adopt(param, self, 0)
 
     def shard_alike(self, param: nn.Parameter) -> None:
-        """Partition another, still whole, parameter over the same ranks."""
+        """Partition another parameter, still whole, over the same ranks."""
         shard_alone(param, self.communicator, self.all_ranks, self.swap)
 
 
@@ -87,8 +88,8 @@ def shard_alone(
     all_ranks: Communicator | None = None,
     swap: SwapFile | None = None,
 ) -> None:
-    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``all_ranks`` (more ranks,
-    if there are replicas). ``swap``: the file that keeps the shard, if not memory. Collective."""
+    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``all_ranks`` (the replicas
+    included). ``swap``: file for the shard; None: memory. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (all_ranks or communicator).broadcast(param.data.view(-1), src=0).wait()

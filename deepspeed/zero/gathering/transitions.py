@@ -1,4 +1,4 @@
-"""When a bucket is whole: the one place that decides it, told by everyone who needs a bucket or is done with one.
+"""Decide when a bucket is whole. This is the only place that does; every holder of a bucket reports here.
 
 [Note: the states of a bucket]
 
@@ -9,32 +9,32 @@
       +------------- reshard (idle), evict -----------+
 ```
 
-GATHERED has three kinds. *Held*: at least one holder needs it. *Idle*: none does; its memory may be taken at any
+GATHERED has three kinds. *Held*: it has at least one holder. *Idle*: it has none; its memory may be freed at any
 time. *Persistent*: a small bucket, whole from the first step to the last; its holders are not counted.
 
 | holder | from | to |
 |---|---|---|
 | a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``release`` |
 | a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``release`` |
-| ``GatheredParameters`` over all of a bucket | ``hold`` | ``release_hold`` |
+| ``GatheredParameters`` over a whole bucket | ``hold`` | ``release_hold`` |
 | a forward under a transform (``torch.func``) | ``keep`` | the update, or ``reshard_all`` |
 
-What is idle is not resharded at once, except after ``release_hold``: the next call often needs the same bucket. It is
+An idle bucket is not resharded at once, except after ``release_hold``: the next call often needs it again. It is
 resharded
 
-- when another bucket is about to be gathered, or the last backward ends: beyond ``max_live`` elements, and what is not
-  used again within ``max_reuse`` elements of the order of the last step;
-- at the end of an evaluation, without regard to that order: it says nothing about what comes next;
+- when another bucket is about to be gathered, or the last backward ends, if more than ``max_live`` elements are live or
+  its next use in the order of the last step is more than ``max_reuse`` elements away;
+- at the end of an evaluation, whatever its next use: the order of training steps does not predict it;
 - when a training step begins after an evaluation or a hold, so that every step begins with the same buckets;
 - by ``reshard_all``.
 
-An update *evicts*: whoever holds the bucket, its copy is stale. It is gathered again when it is needed again.
+An update *evicts* a bucket despite its holders, since its copy is stale. It is gathered again at its next use.
 
-The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather before anybody needs
-it; it never reshards. What does not fit the diagram is a ``TransitionError``.
+The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather ahead of need; it
+never reshards. Any transition outside the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
-forward (``quiet``), so a forward on such a thread never loses a bucket midway.
+forward (``quiet``), so such a forward never loses a bucket midway.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
-# The order in which buckets were used in the last step, from which the next use is predicted. Pure.
+# The order of bucket uses in the last step, which predicts the next use. Pure.
 
 
 NEVER = sys.maxsize
@@ -61,8 +61,8 @@ NEVER = sys.maxsize
 class UseTrace:
     """Records uses of buckets and follows the record of the previous step.
 
-    A changed order is simply followed: the cursor moves to the next place where the used bucket occurs, and the new
-    record replaces the old trace at the end of the step.
+    A changed order is followed: the cursor moves to the next occurrence of the used bucket, and the new record
+    replaces the old trace at the end of the step.
     """
 
     def __init__(self, numels: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class UseTrace:
 
     @property
     def total(self) -> int:
-        """Elements of all buckets together."""
+        """Return the number of elements of all buckets."""
         return sum(self.numels)
 
     @property
@@ -95,7 +95,8 @@ class UseTrace:
                 return
 
     def distance(self, b: int) -> int:
-        """Elements used before bucket ``b`` is used again; NEVER if it is not, or nothing is known."""
+        """Return the number of elements used before the next use of bucket ``b``; NEVER if there is none, or no trace
+        yet."""
         passed = 0
         for other in self._last[self._cursor :]:
             if other == b:
@@ -109,7 +110,7 @@ class UseTrace:
         self._cursor = 0
 
     def restart(self) -> None:
-        """The step starts over; its record so far is discarded."""
+        """Restart the step and discard its record so far."""
         self._now, self._cursor = [], 0
 
     def forget(self) -> None:
@@ -117,19 +118,20 @@ class UseTrace:
 
 
 class TransitionError(ExplainedError, RuntimeError):
-    """A bucket was asked for a transition that its state does not allow: a mistake in this package."""
+    """A transition that the state of a bucket does not allow: a bug in this package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBudget:
-    """Elements: at most ``max_live`` gathered at once beyond what is in use, kept if reused within ``max_reuse``."""
+    """Limits in elements: at most ``max_live`` gathered at once, except buckets in use; idle ones are kept if reused
+    within ``max_reuse``."""
 
     max_live: int
     max_reuse: int
 
 
 class Gatherer(Protocol):
-    """Moves shards, for the ``Transitions`` that it is ``connected`` to: see `zero/gathering/gather.py`."""
+    """Moves shards for the ``Transitions`` that it is connected to: see `zero/gathering/gather.py`."""
 
     def connect(self, transitions: Transitions) -> None: ...
     def gather(self, index: int, phase: Phase) -> None: ...
@@ -140,7 +142,7 @@ class Gatherer(Protocol):
 
 
 class Transitions:
-    """Owns who holds which of ``buckets``, and all changes of their state (Note: the states of a bucket)."""
+    """Owner of the holder counts of ``buckets`` and of all changes of their state (Note: the states of a bucket)."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], gatherer: Gatherer, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
@@ -152,18 +154,18 @@ class Transitions:
         self.evaluating = False  # an evaluation is open on the training thread
         self.fits_budget = self.trace.total <= min(budget.max_live, budget.max_reuse)
         self._kept: set[int] = set()
-        self._gathered_outside_training: set[int] = set()  # gathered outside training since the last step
+        self._gathered_outside_training: set[int] = set()  # since the last step
         self._passes = 0
         self._backwards = 0
-        self._apart: set[int] = set()  # threads other than the trainer that are in a forward
-        self._publishers = 0  # they wait for those
+        self._apart: set[int] = set()  # other threads than the training one that are in a forward
+        self._publishers = 0  # threads that wait for ``_apart`` to be empty
         self._quiet = threading.Condition(self.lock)
         gatherer.connect(self)
 
     # Phases -------------------------------------------------------------------------------------------------
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
-        """An outermost call, of module ``root``, begins on this thread."""
+        """Begin an outermost call, of module ``root``, on this thread."""
         self._passes += 1
         if phase is Phase.OTHER_THREAD:
             self._quiet.wait_for(lambda: not self._publishers)
@@ -176,7 +178,8 @@ class Transitions:
         self.gatherer.begin_pass(phase, root)
 
     def _release_outside_training(self) -> None:
-        """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
+        """Reshard what was gathered outside training, so that every step begins with the same buckets and is
+        predictable."""
         if not self.trace.begun:
             for b in self._gathered_outside_training:
                 self._reshard_if_idle(b)
@@ -196,7 +199,7 @@ class Transitions:
             self._reshard_idle(keep_near=False)
 
     def cancel_pass(self, phase: Phase) -> None:
-        """The pass ended with an exception that its end was not told about."""
+        """Cancel a pass that an exception ended before ``end_pass``."""
         self._passes -= 1
         self._apart.discard(threading.get_ident())
         if phase is Phase.EVALUATION:
@@ -214,12 +217,12 @@ class Transitions:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Wait until no other thread is inside a forward, and let none begin: weights are about to change."""
+        """Wait until no other thread is inside a forward, and let none begin, while weights change."""
         with self.lock:
             self._publishers += 1
             try:
                 while self._apart & {thread.ident for thread in threading.enumerate()}:
-                    self._quiet.wait(timeout=0.5)  # a thread may end without exiting what it entered
+                    self._quiet.wait(timeout=0.5)  # a thread may die inside a forward
             finally:
                 self._publishers -= 1
             try:
@@ -230,14 +233,14 @@ class Transitions:
     # Holders ------------------------------------------------------------------------------------------------
 
     def take(self, needs: Sequence[int], phase: Phase) -> None:
-        """One more holder for each of ``needs``, which are whole on return."""
+        """Add a holder to each of ``needs``, which are whole on return."""
         holders = self.holders
         for b in needs:
             holders[b] += 1
         self.need(needs, phase)
 
     def need(self, needs: Sequence[int], phase: Phase) -> None:
-        """Make ``needs`` whole, for whoever holds them already."""
+        """Make ``needs`` whole for an existing holder."""
         for b in needs:
             if phase.trains:
                 self.trace.use(b)
@@ -251,7 +254,7 @@ class Transitions:
                 self._gathered_outside_training.add(b)
 
     def release(self, held: Iterable[int]) -> None:
-        """One holder less for each of ``held``; they stay whole while there is room."""
+        """Remove a holder from each of ``held``; they stay whole while there is room."""
         holders = self.holders
         for b in held:
             if not holders[b]:
@@ -259,14 +262,14 @@ class Transitions:
             holders[b] -= 1
 
     def discard_lossy_copy(self, b: int) -> None:
-        """Before a gather by hand: one sees the weights, not what another gather made of them."""
+        """Reshard an idle bucket whose gather rounds, before a gather by hand, which must see the exact weights."""
         with self.lock:
             if self.buckets[b].lossy:
                 self.gatherer.finish(b)
                 self._reshard_if_idle(b)
 
     def hold(self, b: int) -> None:
-        """Gathered by hand, until ``release_hold``."""
+        """Gather by hand, and hold until ``release_hold``."""
         with self.lock:
             self.take((b,), Phase.MANUAL)
 
@@ -277,7 +280,7 @@ class Transitions:
                 self._reshard_if_idle(b)
 
     def keep(self, buckets: Iterable[int]) -> None:
-        """Hold these until the weights change, or ``reshard_all``."""
+        """Hold these buckets until the weights change, or ``reshard_all``."""
         with self.lock:
             for b in set(buckets) - self._kept:
                 self.holders[b] += 1
@@ -290,14 +293,14 @@ class Transitions:
     # What the gatherer reports -------------------------------------------------------------------------------
 
     def begin(self, b: int) -> Tensor:
-        """SHARDED -> GATHERING; returns the buffer [padded_numel] to fill."""
+        """SHARDED -> GATHERING; return the buffer [padded_numel] to fill."""
         bucket = self.buckets[b]
         if bucket.status is not Status.SHARDED:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: only a SHARDED one can be gathered")
         return bucket.allocate()
 
     def arrived(self, b: int) -> None:
-        """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is on its way."""
+        """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is being raised."""
         bucket = self.buckets[b]
         if bucket.status is not Status.GATHERING:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
@@ -306,14 +309,14 @@ class Transitions:
     # Resharding ---------------------------------------------------------------------------------------------
 
     def evict(self, b: int) -> None:
-        """GATHERED -> SHARDED, whoever holds it: its weights change, or its memory must be free. Not persistent ones,
-        which are refreshed instead; a gather in flight is the gatherer's to end."""
+        """GATHERED -> SHARDED despite holders, because the weights change or the memory is needed. Persistent buckets
+        are refreshed instead; a gather in flight is ended by the gatherer."""
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.reshard()
 
     def evict_stale(self, b: int) -> None:
-        """The same before weights change: no other thread may be using them."""
+        """Evict a bucket whose weights change, once no other thread is using it."""
         with self.lock:
             if self._apart:
                 with self.quiet():
@@ -322,7 +325,7 @@ class Transitions:
                 self.evict(b)
 
     def reshard_all(self) -> None:
-        """Reshard everything that is not in use."""
+        """Reshard every idle bucket."""
         with self.lock:
             self.release_kept()
             for b in range(len(self.buckets)):
@@ -349,13 +352,13 @@ class Transitions:
             live -= bucket.layout.padded_numel
 
     def live(self) -> int:
-        """Count the elements of gathered buckets that could be resharded."""
+        """Return the number of elements of gathered buckets, persistent ones excluded."""
         return sum(
             b.layout.padded_numel for b in self.buckets if b.status is Status.GATHERED and not b.persistent
         )
 
     def set_persistent(self, b: int, persistent: bool) -> None:
-        """Between two steps: make a bucket whole for good, or one like the others again. Collective."""
+        """Make a bucket persistent, or an ordinary one again, between two steps. Collective."""
         bucket = self.buckets[b]
         with self.lock:
             if persistent and bucket.status is Status.SHARDED:
@@ -371,13 +374,13 @@ class Transitions:
     # The end ------------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
-        """The weights have changed; the copies that were whole have been evicted."""
+        """End the step: the weights have changed and stale copies have been evicted."""
         self.release_kept()
         self._gathered_outside_training.clear()
         self.trace.end_of_step()
 
     def dissolve(self) -> None:
-        """Make every parameter whole for good, with its own memory. Collective."""
+        """Gather every parameter permanently, into its own memory. Collective."""
         for b, bucket in enumerate(self.buckets):
             if bucket.status is Status.SHARDED and bucket.shard is not None:
                 full = self.begin(b)

@@ -1,4 +1,4 @@
-"""Detecting a plain ``loss.backward()``: hooks on the outputs of the engine's forward."""
+"""Detect a plain ``loss.backward()`` by hooks on the outputs of the engine's forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors inside tuples, lists, dicts and dataclasses."""
+    """Yield the tensors inside tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -28,14 +28,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def output_tensors(value: Any) -> Iterable[Tensor]:
-    """Those of ``tensors_in`` that have a graph."""
-    if isinstance(value, Tensor):  # what most modules return: hooks ask after every call
+    """Return the tensors of ``tensors_in`` that have a graph."""
+    if isinstance(value, Tensor):  # fast path for what most modules return: this runs after every call
         return (value,) if value.grad_fn is not None else ()
     return (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
 
 def check_graph(loss: Any) -> None:
-    """TypeError, RuntimeError: ``loss`` is no tensor with a graph."""
+    """Raise TypeError or RuntimeError if ``loss`` is not a tensor with a graph."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
     if not loss.requires_grad:
@@ -45,7 +45,7 @@ def check_graph(loss: Any) -> None:
 
 
 def check_scalar(loss: Any) -> None:
-    """Do what ``check_graph`` does. ValueError: ``loss`` has more than one element."""
+    """Raise as ``check_graph``, and ValueError if ``loss`` has more than one element."""
     check_graph(loss)
     if loss.numel() != 1:
         raise ValueError(
@@ -55,11 +55,11 @@ def check_scalar(loss: Any) -> None:
 
 
 class GraphTask:
-    """One backward of autograd in progress; created inside one of its hooks.
+    """A backward in progress; created inside one of its hooks.
 
     [Note: a backward that fails] Autograd runs the callbacks queued for the end of a graph task only if it succeeds,
-    but drops them in either case: a callback that was dropped without having been called belongs to a backward that
-    failed. This holds whichever thread the backward ran on, and nothing has to wait.
+    but frees them in either case: a callback that was freed without a call belongs to a backward that failed. This
+    holds whichever thread the backward ran on, and needs no waiting.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
@@ -79,14 +79,14 @@ class GraphTask:
 
 
 class _NewestScale:
-    """The loss scale of the newest backward that an engine scaled, and that backward's number in autograd."""
+    """Loss scale of the latest backward that an engine scaled, and the id of its graph task."""
 
     task = -1
     scale = 1.0
 
 
 def scaled_loss(loss: Tensor, scale: float) -> Tensor:
-    """``loss * scale``, whose backward tells the scale to the other engines that it reaches."""
+    """Return ``loss * scale``, whose backward publishes the scale to the other engines that it reaches."""
     scaled = loss * scale
 
     def tell(_: Tensor) -> None:
@@ -100,8 +100,11 @@ def scaled_loss(loss: Tensor, scale: float) -> Tensor:
 
 
 def loss_scale_correction(scale: float, *, active: bool) -> float:
-    """Return ``scale`` of an engine over the scale of the loss whose backward reaches it, which another engine may have
-    multiplied: a discriminator's loss trains the generator, too. ``active``: the engine cannot do without a scale."""
+    """Return the engine's ``scale`` divided by the loss scale of the backward that reaches it.
+
+    Another engine may have scaled that loss: a discriminator's loss trains the generator, too. ``active``: the engine
+    requires a scale.
+    """
     told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
     if told is None and active:
         raise RuntimeError(
@@ -119,18 +122,21 @@ def loss_scale_correction(scale: float, *, active: bool) -> float:
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:
-    """A 16-bit loss in fp32, of which a share can be taken: in its own type the share is rounded, and where the loss
-    scale has to be made smaller by the share, its backward in fp16 meets the whole scale first (65536 is Inf)."""
+    """Return a 16-bit loss in fp32, so that it can be divided.
+
+    In its own dtype the quotient would be rounded, and where the division has to reduce the loss scale, the backward
+    in fp16 would meet the full scale first (65536 is Inf).
+    """
     return loss.float() if loss.element_size() < 4 else loss
 
 
 class PlainBackward:
     """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task finishes.
 
-    Registered on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only
-    the outermost one reaches the outputs. ``paused``: the engine itself runs a backward. After a backward that raised,
-    ``failed`` is True until ``forget`` is called or the next backward begins. ``scaled``: the loss of the next backward
-    was multiplied by the loss scale already.
+    Hooks are on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only the
+    outermost one reaches the outputs. ``paused``: the engine itself runs a backward. After a backward that raised,
+    ``failed`` is True until ``forget`` is called or the next backward begins. ``scaled``: the loss of the next
+    backward is already multiplied by the loss scale.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:

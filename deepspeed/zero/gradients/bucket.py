@@ -1,5 +1,5 @@
-"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's shard of it is kept; and what
-a script finds of it in ``param.grad`` at stage 0."""
+"""Gradient buckets: the local sum, the sum over ranks, this rank's shard of it, and at stage 0 the gradient exposed
+in ``param.grad``."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class GradBucket:
     """Gradients of one bucket on their way from autograd to the shard that the optimizer reads.
 
     A *round* fills ``local`` [padded_numel] over one or more backwards, ``launch`` starts its sum over ranks,
-    ``collect`` waits and adds this rank's shard to what earlier rounds of the same step left in ``reduced``
-    [shard_numel]. Rounds that are not launched (``no_sync``, micro-batches before the boundary) keep filling.
+    ``collect`` waits and adds this rank's shard to ``reduced`` [shard_numel], the result of earlier rounds of the
+    same step. Rounds that are not launched (``no_sync``, micro-batches before the boundary) keep filling.
 
-    ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced shard
-    takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
-    round, and only the shard is kept.
+    ``keep_local`` (stages 0 and 1): the bucket owns the full buffer, in the accumulation dtype, and the reduced shard
+    is a slice of it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one round, and only
+    the shard is kept.
 
-    ``shapes``: of the parameters, whole; one per slot.
-    ``over_ranks``: how the sum over all ranks with its weights is taken, times ``factors`` before and after; ``own``:
-    the one that is taken where ranks, or groups that share a copy, keep gradients of their own (None: they cannot);
-    ``rank``: which shard is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
-    ``host``: set if the shard leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory. ``new_shard(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
-    ``after_sum``: called with what each sum over ranks leaves on this rank, to change in place.
+    ``shapes``: full shapes of the parameters, one per slot. ``over_ranks``: format of the sum over all ranks that
+    hold these weights, times ``factors`` before and after; ``own``: the format while each rank, or each group that
+    shares a copy, keeps its own gradients (None: impossible); ``rank``: index of this rank's shard; ``counts``:
+    whether this rank's shard counts in the norm, which exactly one holder's does. ``host``: set if the shard is
+    copied to host memory (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory.
+    ``new_shard(numel, dtype)`` allocates ``reduced`` where it is not a slice of the full buffer. ``after_sum``:
+    called with this rank's result of each sum over ranks, to change it in place.
     """
 
     after_sum: Callable[[Tensor], None] | None = None
     check: Callable[[], None] | None = None
-    """Of the file that holds ``reduced``, before each round is added to it."""
+    """Checks the file that holds ``reduced``, before each round is added to it."""
 
     def __init__(
         self,
@@ -73,21 +73,22 @@ class GradBucket:
         self.counts = counts
         self.start, self.stop = layout.shard_range(rank)
         self.local: Tensor | None = None
-        self.views: list[Tensor] = []  # shaped like the parameters: the open or last local buffer in parts
+        self.views: list[Tensor] = []  # of the current or last local buffer, shaped like the parameters
         self.written = [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         self.in_flight: InFlight | None = None
         self._owned: Tensor | None = None  # the full buffer of keep_local
-        self._owned_slot: Tensor | None = None  # this rank's part of it
+        self._owned_slot: Tensor | None = None  # this rank's shard of it
         self._shard: Tensor | None = None  # the shard otherwise
 
     # Arrivals -----------------------------------------------------------------------------------------------
 
     def accept(self, position: int, grad: Tensor, *, lasting: bool = False) -> None:
-        """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
+        """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: the sum spans several
+        backwards."""
         if self.local is None:
             self._open(lasting)
-        if grad.requires_grad:  # the client asked for a graph of it (create_graph)
+        if grad.requires_grad:  # backward with create_graph=True
             grad = grad.detach()
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
@@ -98,12 +99,12 @@ class GradBucket:
             self.written[position] = True
 
     def accumulated_in_place(self, position: int, grad: Tensor) -> bool:
-        """Return whether autograd added to the exposed gradient itself: then the local sum already contains it."""
+        """Return whether autograd added to the exposed gradient in place, so that the local sum already contains it."""
         return self.local is not None and grad.data_ptr() == self.views[position].data_ptr()
 
     def _open(self, lasting: bool = False) -> None:
         if self._owned is not None:
-            # A second round in one step: its arrivals must not hit the first result.
+            # A second round in one step must not overwrite the result of the first.
             if self.reduced is not None and self.host is None:
                 self.reduced = self.reduced.clone()
             self.local = self._owned
@@ -117,7 +118,7 @@ class GradBucket:
             dtype = self.dtype if lasting else self.layout.wire_dtype
             self.local = self.pool.take(self.layout.padded_numel, dtype, self.device)
             self.views = self.pool.parts(self.local, self.layout.index, self._parts)
-        for low, high in self._gaps:  # a format may have put something there
+        for low, high in self._gaps:  # a wire format may have written there
             self.local[low:high].zero_()
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
@@ -127,7 +128,7 @@ class GradBucket:
     # The sum over ranks -------------------------------------------------------------------------------------
 
     def check_whole(self) -> None:
-        """ValueError: this rank keeps only a shard of the sum, so that it cannot go without one."""
+        """Raise ValueError if this rank keeps only a shard of the sum, and so needs the sum over ranks."""
         if self._formats[False] is None:
             raise ValueError(
                 "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
@@ -135,19 +136,19 @@ class GradBucket:
 
     @property
     def summed_over_ranks(self) -> GradientSum:
-        """The format of sums over all ranks, whether it is in use or not."""
+        """Return the format of sums over all ranks, in use or not."""
         return self._formats[1]
 
     def sum_over_ranks(self, yes: bool) -> None:
-        """Set whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way
-        is released."""
+        """Set whether later launches sum over ranks or keep this rank's own sum. Frees the scratch memory of the
+        previous format."""
         chosen = self._formats[yes]
         assert chosen is not None, "checked by check_whole"
         self.over_ranks = chosen
         self.pool.clear()
 
     def launch(self) -> None:
-        """Start the sum over ranks of what arrived; missing gradients are zero."""
+        """Start the sum over ranks; missing gradients are zero."""
         if self.check is not None:
             self.check()
         if self.local is None:
@@ -161,7 +162,7 @@ class GradBucket:
         self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
 
     def _can_keep(self) -> bool:
-        """Return whether the sum may be written to its final place at once."""
+        """Return whether the sum may be written directly to its final memory."""
         return (
             not self.keep_local
             and self.reduced is None
@@ -192,7 +193,7 @@ class GradBucket:
         if self.host is not None:
             leaving = self._collect_on_host(self.host, out)
             if leaving is not None and self.keep_local:
-                leaving.wait()  # the owned buffer is rewritten without passing through the pool
+                leaving.wait()  # the pool does not guard the owned buffer
         elif self.keep_local:
             self._collect_in_place(out)
         elif self.reduced is not None:
@@ -204,7 +205,7 @@ class GradBucket:
         self._close(leaving)
 
     def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
-        """Returns an event after which ``out`` may be overwritten, or None."""
+        """Return an event after which ``out`` may be overwritten, or None."""
         if self.reduced is None:
             self.reduced = self._kept_shard()
             return host.copy(self.reduced, out)
@@ -213,7 +214,7 @@ class GradBucket:
         return None
 
     def _collect_in_place(self, out: Tensor) -> None:
-        """The sum replaces the local one: all of it at stage 0, this rank's shard at stage 1."""
+        """Replace the local sum by the sum over ranks: all of it at stage 0, this rank's shard at stage 1."""
         slot = self._owned_slot
         assert slot is not None
         if out.data_ptr() != slot.data_ptr():
@@ -230,14 +231,14 @@ class GradBucket:
         self.written = [False] * len(self.written)
 
     def restore(self, value: Tensor) -> None:
-        """Continue a step whose earlier rounds were reduced before a checkpoint."""
+        """Restore the result of rounds that were reduced before a checkpoint in the middle of a step."""
         if self.keep_local and self.host is None:
             self.reduced = value.to(self.device, self.dtype).clone()
         else:
             self.reduced = self._kept_shard().copy_(value)
 
     def replace(self, position: int, grad: Tensor) -> None:
-        """Take a gradient that the caller has put in place of the sum (stage 0, where ``reduced`` is all of it)."""
+        """Replace the sum by a gradient that the caller assigned (stage 0, where ``reduced`` is the whole sum)."""
         if self.reduced is None:
             self._open()
             assert self.local is not None
@@ -246,14 +247,14 @@ class GradBucket:
         self.views[position].copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
 
     def held(self) -> list[Tensor]:
-        """The tensors whose memory this bucket owns, with the views of them it keeps."""
+        """Return the tensors whose memory this bucket holds, with its views of them."""
         kept = [self._owned, self._owned_slot, self._shard, self.local, self.reduced, *self.views]
         if self.local is not None:
-            kept += self.pool.parts_of(self.local)  # also those of the buckets that have it at other times
+            kept += self.pool.parts_of(self.local)  # also the views of buckets that borrow it at other times
         return [tensor for tensor in kept if tensor is not None]
 
     def abandon(self) -> None:
-        """Wait for a sum whose result is no longer needed: until then its memory is in use."""
+        """Wait for a sum whose result is no longer needed, as its memory is in use until then."""
         flight, self.in_flight = self.in_flight, None
         if flight is None:
             return
@@ -262,7 +263,7 @@ class GradBucket:
             self.pool.give(flight.wire)
 
     def clear(self) -> None:
-        """Forget every gradient of this step; an owned buffer stays for the next one."""
+        """Drop every gradient of this step; an owned buffer stays for the next one."""
         assert self.in_flight is None, "gradients are still being summed"
         if self.local is not None:
             self._close()
@@ -270,7 +271,7 @@ class GradBucket:
 
 
 class GradPlace(NamedTuple):
-    """Place of a parameter's gradient: its bucket, with the bucket's number, and the position in it."""
+    """Place of a parameter's gradient: its bucket, the bucket's number, and the position in it."""
 
     number: int
     bucket: GradBucket
@@ -278,7 +279,7 @@ class GradPlace(NamedTuple):
 
 
 def _own_references() -> int:
-    """Return ``sys.getrefcount`` of an object that nobody else holds, as `ExposedGrads.withdraw` asks it."""
+    """Return ``sys.getrefcount`` of an object without other references, as measured in `ExposedGrads.withdraw`."""
     held = [object()]
     last = held.pop()
     return sys.getrefcount(last)
@@ -292,28 +293,28 @@ class ExposedGrads:
 
     def __init__(self) -> None:
         self.params: list[nn.Parameter] = []
-        """Those whose ``grad`` is a view of the sum, unless the script has set it."""
+        """Parameters whose ``grad`` is a view of the sum, unless the script has set it."""
         self._views: list[Tensor] = []
-        """All that were handed out after the last backward."""
+        """All views exposed after the last backward."""
 
     def show(
         self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradPlace]
     ) -> None:
-        """Set ``grad`` of the ``used`` ones of ``params``."""
+        """Set ``grad`` of the ``used`` parameters."""
         self.params, self._views = [], []
         for index, param in enumerate(params):
             if used[index]:
                 _, bucket, position = places[index]
                 if bucket.dtype == param.dtype:  # autograd refuses a gradient of another dtype
-                    param.grad = bucket.views[position].detach()  # the caller's own object
+                    param.grad = bucket.views[position].detach()  # a new tensor object, the caller's
                     self.params.append(param)
                     self._views.append(param.grad)
 
     def withdraw(self) -> bool:
-        """Set ``grad`` to None, so that autograd hands over new tensors instead of adding in place. Gradients that a
-        script keeps stay what they are, in memory of their own, as the sums are written again.
+        """Set ``grad`` to None, so that autograd leaves new tensors instead of adding in place. Gradients that a
+        script still references are cloned first, since the sums will be overwritten.
 
-        Returns whether the script, or its optimizer, had set all of them to None: it has dropped the sums.
+        Return whether the script, or its optimizer, had set all of them to None, and so dropped the sums.
         """
         dropped = bool(self.params) and all(param.grad is None for param in self.params)
         for param in self.params:
@@ -326,14 +327,14 @@ class ExposedGrads:
         return dropped
 
     def forget(self) -> None:
-        """Expect nothing of any ``grad``: the sums are dropped."""
+        """Stop tracking ``grad``: the sums are dropped."""
         self.params = []
 
     def take_assigned(
         self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradPlace]
     ) -> None:
-        """Take what the script has assigned since the backward, or without one, for the sum over ranks. Parameters
-        whose gradient it has set to None are not updated: ``used`` becomes False."""
+        """Take gradients that the script assigned, after a backward or without one, as the sums over ranks.
+        Parameters whose gradient it set to None are not updated: ``used`` becomes False."""
         exposed = {id(param) for param in self.params}
         for index, param in enumerate(params):
             grad = param.grad
@@ -351,17 +352,18 @@ class ExposedGrads:
             used[index] = True
 
 
-# The order in which gradient buckets are launched, and how full each is in the backward in progress.
+# The launch order of gradient buckets, and how full each is in the backward in progress.
 
 
 class BucketOrder:
-    """One order for all ranks (Note: order of collectives, in `reducer.py`): at first the reverse of registration, then
-    what rank 0 has observed in a backward that sums. A bucket is full when as many gradients have arrived as then.
+    """Launch order common to all ranks (Note: order of collectives, in `reducer.py`): at first the reverse of
+    registration, then the one that rank 0 observed in a backward that sums. A bucket is full when as many gradients
+    have arrived as in that backward.
 
     Args:
         members: by bucket, the indices of its parameters.
         expected: arrivals of each parameter in one backward.
-        alone: there are no other ranks to agree with.
+        alone: whether there are no other ranks to agree with.
     """
 
     def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, alone: bool) -> None:
@@ -379,7 +381,7 @@ class BucketOrder:
         """Begin a backward: nothing has arrived, and nothing is launched."""
         self._arrived = [0] * len(self._expected)
         self._missing = self._to_arrive.copy()
-        self._next = 0  # position up to which buckets had their turn
+        self._next = 0  # position of the first bucket that has not had its turn
         self._filled: list[int] = []
         self.launched = [False] * len(self._members)
 
@@ -395,13 +397,13 @@ class BucketOrder:
         return True
 
     def take_turns(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` with the buckets whose turn it is, up to the first that is not full."""
+        """Call ``launch`` on each bucket whose turn it is, up to the first that is not full."""
         while self._next < len(self._buckets) and not self._missing[self._buckets[self._next]]:
             self._next += 1
             launch(self._buckets[self._next - 1])
 
     def take_rest(self, launch: Callable[[int], None]) -> None:
-        """Call ``launch`` with the buckets that have not had their turn in this backward."""
+        """Call ``launch`` on each bucket that has not had its turn in this backward."""
         while self._next < len(self._buckets):
             self._next += 1
             launch(self._buckets[self._next - 1])
@@ -410,7 +412,7 @@ class BucketOrder:
         return iter(self._buckets)
 
     def agree(self, communicator: Communicator, device: torch.device) -> None:
-        """Adopt the order and the numbers of arrivals that rank 0 has seen in this backward. Collective."""
+        """Adopt the order and the numbers of arrivals that rank 0 observed in this backward. Collective."""
         filled = set(self._filled)
         order = self._filled + [b for b in self._buckets if b not in filled]
         seen = torch.tensor(order + [max(1, n) for n in self._arrived], dtype=torch.int64, device=device)
@@ -421,9 +423,9 @@ class BucketOrder:
         self._count_arrivals()
 
     def observe_again(self) -> None:
-        """Agree anew in the next backward that sums: the graph has changed."""
+        """Agree again in the next backward that sums, as the graph has changed."""
         self.agreed = self._alone
 
     def extended(self, members: Sequence[Sequence[int]], more: int) -> BucketOrder:
-        """Return an order of buckets that hold ``more`` parameters, which is to be observed."""
+        """Return an order, not yet agreed on, of buckets that hold ``more`` additional parameters."""
         return BucketOrder(members, [*self._expected, *[1] * more], alone=self._alone)

@@ -1,11 +1,11 @@
-"""Wire formats of gradients in a few bits (ZeRO++'s qgZ, G. Wang et al. 2023, section 3.3), with feedback of errors.
+"""Quantized wire formats of gradients (ZeRO++'s qgZ, G. Wang et al. 2023, section 3.3), with error feedback.
 
-Every rank encodes the part of its gradient that another rank keeps and sends it there; each decodes what it received
+Every rank encodes the shard of its gradient that another rank keeps and sends it there; each decodes what it received
 and adds in rank order, in fp32. There is one encoding between a gradient and its sum, not one per hop of a ring.
 
 [Note: levels] Where ranks are in groups (``Levels``), the sum is first taken within the group, over the fast link and
-without loss, and only the group's sums are encoded and exchanged with the ranks that have the same place in other
-groups: a slow link between groups then carries as many bytes as with one rank per group.
+without loss, and only the group's sums are encoded and exchanged with the ranks at the same position in other groups:
+a slow link between groups then carries as many bytes as with one rank per group.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from deepspeed.zero.replica_groups import Levels, ReplicaGroup
 
 
 class Encoder(Protocol):
-    """Makes payloads of what this rank sends."""
+    """Encodes what this rank sends."""
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Payloads [rows, bytes] of ``values`` [rows, n]."""
+        """Return payloads [rows, bytes] of ``values`` [rows, n]."""
         ...
 
 
 class ErrorFeedback:
-    """LoCo (X. Xie et al. 2024, LoCo: Low-bit communication adaptor for large-scale model training): what encoding took
-    away is added to what is encoded next.
+    """Error feedback of LoCo (X. Xie et al. 2024, LoCo: Low-bit communication adaptor for large-scale model
+    training): adds what encoding lost to the next message.
 
-    The kept error is a moving average, ``beta`` times the old one plus ``1 - beta`` times the new, and is dropped every
-    ``reset`` sums. ``error`` [rows, n] fp32 is this rank's own.
+    The kept error is a moving average, ``beta`` times the old one plus ``1 - beta`` times the new, and is reset every
+    ``reset`` sums. ``error`` [rows, n] fp32 belongs to this rank.
     """
 
     parts = frozenset({"sums", "error"})
@@ -99,7 +99,8 @@ class QuantizedSum:
         return InFlight(Pending(finish), out, local, kept is None)
 
     def _exchange(self, out: Tensor, parts: Tensor, ranks: Communicator, after: float) -> Callable[[], None]:
-        """``out`` = the sum of this rank's row of ``parts`` [ranks, n] over the ranks, times ``after``."""
+        """Sum this rank's row of ``parts`` [ranks, n] over the ranks into ``out``, times ``after``; return the
+        function that waits."""
         sent = self.encode(parts)
         received = torch.empty_like(sent)
         pending = ranks.all_to_all(received.view(-1), sent.view(-1))
@@ -111,7 +112,7 @@ class QuantizedSum:
         return finish
 
     def _by_levels(self, out: Tensor, local: Tensor, levels: Levels, after: float) -> Callable[[], None]:
-        """Shard r = g * s + i belongs to place i of group g: each place sums the shards of its own place."""
+        """Sum within the group first, then across groups: each position sums the shards r = g * s + i of its own i."""
         near, across = levels
         by_place = local.view(across.size, near.size, self.numel).transpose(0, 1).reshape(-1)
         own = torch.empty(across.size * self.numel, dtype=torch.float32, device=local.device)
@@ -126,8 +127,9 @@ class QuantizedSum:
 
 
 class CompressedSum:
-    """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
-    encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
+    """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each rank serves a part, and both
+    directions are encoded (``compressed_mean``). ``keeps_errors``: whether the errors of either are added to the next
+    sum."""
 
     parts = frozenset({"worker", "server"})
 
@@ -155,7 +157,7 @@ class CompressedSum:
             owed = None if self.worker_error is None else EndToEnd([self.worker_error])
             compressed_mean(EndToEnd([wanted]), owed, self.server_error, part, self.ranks, self.codec)
             for error in (self.worker_error, self.server_error):
-                if error is not None:  # of a step that is going to be skipped
+                if error is not None:  # non-finite in a step that will be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)
             local.copy_(wanted[:numel].mul_(after * ranks))
 
@@ -171,8 +173,8 @@ class CompressedSum:
 
 
 def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:
-    """Return the codec for shards of a bucket in ``bits`` per element; None: they travel as they are. Norms and biases
-    would lose more than they save. ``random``: rounded at random, differently on each ``rank``."""
+    """Return the codec for shards of a bucket in ``bits`` per element; None: they travel unencoded, as norms and
+    biases would lose more than they save. ``random``: stochastic rounding, seeded differently on each ``rank``."""
     worth_it = layout.num_shards > 1 and layout.dtype.is_floating_point and layout.shard_numel >= BLOCK
     if not bits or not worth_it:
         return None
@@ -181,8 +183,7 @@ def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: in
 
 
 def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -> GradientSum | None:
-    """The sum of a bucket whose gradients travel encoded; None: this bucket's do not, as it is too small or its dtype
-    has no such format."""
+    """Return the quantized sum of a bucket; None: it is too small, or its dtype has no such format."""
     packing, chosen = plan.packing, plan.packing.codec
     if chosen is None:
         codec = codec_for(layout, packing.gradients, random=packing.random, rank=replica_group.all_ranks.rank)

@@ -1,25 +1,27 @@
-"""The one path of a gradient: autograd -> ``GradReducer.ready`` -> ``GradBucket.launch`` -> ``GradientSum.start``,
+"""The only path of a gradient: autograd -> ``GradReducer.ready`` -> ``GradBucket.launch`` -> ``GradientSum.start``,
 which reduces over ranks -> ``GradBucket.reduced``, the shard of the sum that the optimizer reads.
 
-[Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
-parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
-until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
-once. A bucket that fills early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
+[Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow,
+unused parameters or checkpointing. Launching them as they fill would pair different buckets. So all ranks share one
+launch order: until the first backward that reduces, the reverse of registration; afterwards the order that rank 0
+observed there, broadcast once. A bucket that fills early waits for its turn; ``flush`` launches the rest, with zeros
+for missing gradients.
 
-[Note: waiting in backward] A bucket that was launched is waited for in the same backward, to reuse its memory. If other
-ranks will not launch it before the end of their backward, as a parameter in it is unused there, and this rank's layers
-exchange data with theirs before that (experts, parts of a sequence), both wait forever. So where layers do that, the
-ranks tell each other at the start of a backward that sums which parameters it will reach
-(``agree_on_reached_params``). If these differ between ranks, all buckets of this backward are launched at its end. Not
-so with collective gathers at stage 3: a gather that comes after a sum in their one order launches it.
+[Note: waiting in backward] The sum of a launched bucket is awaited in the same backward, to reuse its memory. This
+deadlocks if other ranks launch that bucket only at the end of their backward, because one of its parameters is unused
+there, and this rank's layers exchange data with theirs before that (experts, parts of a sequence). So where layers
+exchange data, the ranks tell each other at the start of a backward that sums which parameters it will reach
+(``agree_on_reached_params``). If these differ between ranks, all buckets of this backward are launched at its end.
+Collective gathers at stage 3 need no such exchange: a gather that follows a sum in their common order launches it.
 
-[Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
-How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
-arrives after its bucket was launched is set aside, and the ranks agree at the step (``StepVote``) to sum it late.
+[Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment. The
+number of arrivals of each is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
+arrives after its bucket was launched is kept as a late gradient, and the ranks agree at the step (``StepVote``) to
+sum it then.
 
-[Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are dropped
-next, and on all ranks in the same one (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at the boundary,
-except that the buckets' wire format sends nothing.
+[Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are about
+to be dropped, and on all ranks in the same step (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at
+the boundary, except that the buckets' wire format sends nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ from deepspeed.zero.layout import UNUSED
 
 
 def _will_arrive(param: nn.Parameter) -> bool:
-    """Return whether the backward in progress reaches ``param``. A graph that is built in backward (reentrant
-    checkpointing) is not seen."""
+    """Return whether the backward in progress reaches ``param``; graphs built during backward (reentrant
+    checkpointing) do not count."""
     if not param.requires_grad:
         return False
     try:
@@ -65,30 +67,30 @@ class Progress(Enum):
 
 
 class LaunchTurns(Protocol):
-    """Decides when a sum may start if other collectives (the gathers of stage 3) take turns with the sums."""
+    """Decides when a sum may start if it is ordered with other collectives (the gathers of stage 3)."""
 
     start_sum: Callable[[int], None]
     """``GradReducer.launch``."""
 
     def sum_ready(self, b: int) -> None:
-        """Bucket ``b`` is complete on this rank; calls ``GradReducer.launch(b)``, now or later."""
+        """Note that bucket ``b`` is full on this rank; call ``GradReducer.launch(b)`` now or later."""
 
     def end_segment(self) -> None:
-        """A backward that sums has ended: launch everything placed before its end."""
+        """End a backward that sums: launch everything ordered before its end."""
 
 
 class GradReducer:
-    """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, at first the plan's.
+    """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, initially the plan's.
 
     Args:
         params: the engine's trainable parameters; bucket slots index into it.
         buckets: their gradient buckets, in the order in which the module registers the parameters.
-        communicator: of all ranks that must agree on launch order and unused parameters.
+        communicator: over all ranks that must agree on launch order and unused parameters.
         cadence: how often gradients are summed over ranks.
-        at_boundary: asks the accumulation clock.
+        at_boundary: returns whether this micro-batch is the accumulation boundary.
         overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
-        expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
-        turns: whose turn it is, if other collectives are launched in one order with the sums.
+        expose: stage 0: expose the (reduced) gradients in ``param.grad`` after each backward.
+        turns: decides whose turn it is, if other collectives share one launch order with the sums.
         layers_exchange: whether layers exchange data among the ranks of ``communicator`` in backward.
         device: where messages to other ranks are built; default: where the gradients are.
     """
@@ -115,27 +117,27 @@ class GradReducer:
         self.communicator = communicator
         self.cadence = cadence
         self.usual_cadence = cadence
-        """The one chosen for this run, to which others return."""
+        """The cadence of the plan, to which temporary ones return."""
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary
         self.sums_paused = False
-        """Between ``pause_sums`` and ``resume_sums``."""
+        """True between ``pause_sums`` and ``resume_sums``."""
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.pending_params: list[nn.Parameter] = []
-        """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
+        """Not trained yet: autograd accumulates their gradients, if any, in ``param.grad`` (``PendingParams``)."""
         self._saved_pending_grads: list[tuple[nn.Parameter, Tensor | None]] = []
-        """Their gradients before a backward with a ``grad_factor``, which are added again at its end."""
+        """Their gradients from before a backward with a ``grad_factor``, added back at its end."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed = ExposedGrads()
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
-        self._retired_by = ""  # name of a parameter that another engine trains by now
+        self._retired_by = ""  # name of a parameter that a later engine trains
         self._order = BucketOrder((), (), alone=communicator.size == 1)
         self._index_params(len(self.params))
 
     def _index_params(self, added: int) -> None:
-        """Locate every parameter in the buckets, the last ``added`` of them for the first time."""
+        """Index every parameter's place in the buckets; the last ``added`` of them are new."""
         places: dict[int, GradPlace] = {}
         members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
@@ -152,14 +154,14 @@ class GradReducer:
         for index in range(len(self._handles), len(self.params)):
             param, hook = self.params[index], self._make_hook(index)
             trainable = param.requires_grad
-            param.requires_grad_(True)  # another rank may have unfrozen it
+            param.requires_grad_(True)  # frozen here, but another rank may have unfrozen it
             self._handles.append(param.register_post_accumulate_grad_hook(hook))
             param.requires_grad_(trainable)
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        # A closure, not a bound method: modules and parameters get deep-copied with their hooks. It does not own the
-        # reducer: torch holds hooks where the garbage collector does not look, so that an engine that its user drops
-        # would never go, nor its process groups and their threads.
+        # A closure, not a bound method: modules and parameters get deep-copied with their hooks. It holds the reducer
+        # weakly: the garbage collector does not see hooks that torch holds, so an engine that its user drops would
+        # never be freed, nor its process groups and their threads.
         itself = weakref.ref(self)
 
         def hook(param: Tensor) -> None:
@@ -172,15 +174,14 @@ class GradReducer:
     def _begin(self) -> None:
         """Forget the last backward."""
         self._order.begin()
-        self._last: GradBucket | None = None  # the one that was launched last
+        self._last: GradBucket | None = None  # launched last
         self._at_end = False  # all buckets of this backward are launched at its end
         self._progress = Progress.IDLE
         self._grad_factor = 1.0
 
     def before_backward(self, *, grad_factor: float = 1.0) -> None:
-        """Announce a backward, at whose end the caller will ``flush``. ``grad_factor``: of all its gradients, if the
-        caller has not divided the loss. ``param.grad`` of exposed gradients is set to None first.
-        """
+        """Announce a backward, after which the caller will ``flush``. ``grad_factor`` multiplies all its gradients,
+        for a loss that was not divided. ``param.grad`` of exposed gradients is set to None first."""
         if self._retired_by:
             raise self._retired()
         self._grad_factor = grad_factor
@@ -193,7 +194,7 @@ class GradReducer:
             self.clear()
 
     def watch(self, root: Tensor) -> None:
-        """Agree on reached parameters when the announced backward begins at ``root`` [any shape], where needed."""
+        """Call ``agree_on_reached_params`` when the announced backward begins at ``root`` [any shape], where needed."""
         if self._agrees_on_reached:
 
             def begin(_: Tensor) -> None:
@@ -203,12 +204,12 @@ class GradReducer:
             handle = root.register_hook(begin)
 
     def launch_at_end(self) -> None:
-        """Do without ``agree_on_reached_params``: where the announced backward begins is not known, as in pipeline
-        stages without the loss. Where it would matter, all buckets are launched at the end."""
+        """Launch all buckets at the end where ``agree_on_reached_params`` would be needed: the root of the announced
+        backward is unknown, as in pipeline stages without the loss."""
         self._at_end = self._agrees_on_reached
 
     def agree_on_reached_params(self) -> None:
-        """Agree, at the start of a backward and inside autograd, whether all ranks will have the same gradients (Note:
+        """Agree, inside autograd at the start of a backward, whether all ranks will have the same gradients (Note:
         waiting in backward). Collective over ``communicator`` where layers exchange data."""
         if not self._agrees_on_reached or not self._decide():
             return
@@ -219,7 +220,7 @@ class GradReducer:
         self._at_end = highest != -lowest  # the largest crc is not the smallest one
 
     def _scale_pending_grads(self) -> None:
-        """Multiply what this backward gave to pending parameters, which autograd accumulates, by its factor."""
+        """Apply this backward's factor to the gradients of pending parameters, which autograd accumulates."""
         aside, self._saved_pending_grads = self._saved_pending_grads, []
         for param, before in aside:
             grad = param.grad
@@ -234,12 +235,12 @@ class GradReducer:
         if grad is None:
             return
         b, bucket, position = self._places[index]
-        # A backward that bypassed the engine adds to the exposed view itself.
+        # A backward that bypassed the engine adds to the exposed view directly.
         in_place = bool(self._exposed.params) and self._added_in_place(bucket, position, grad)
         param.grad = None
         self.used[index] = True
         if self._grad_factor != 1.0:
-            grad = grad * self._grad_factor  # not in place: several parameters may have been given one tensor
+            grad = grad * self._grad_factor  # not in place: several parameters may share one tensor
         if self._progress is Progress.IDLE:
             self._schedule_flush()
         sums = self._progress is Progress.SUMMING or self._decide()
@@ -254,19 +255,21 @@ class GradReducer:
             self._order.take_turns(self.launch if self.turns is None else self.turns.sum_ready)
 
     def _decide(self) -> bool:
-        """Return whether this backward sums over ranks; its first gradient, or its end if there is none, decides it."""
+        """Return whether this backward sums over ranks; decided at its first gradient, or at its end if there is
+        none."""
         if self._progress is Progress.IDLE or self._progress is Progress.ANNOUNCED:
             self._progress = Progress.SUMMING if self.will_sync() else Progress.ACCUMULATING
         return self._progress is Progress.SUMMING
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Add a gradient that was computed outside of a backward, while sums are paused."""
+        """Add a gradient computed outside of a backward, while sums are paused."""
         _, bucket, position = self._places[index]
         self.used[index] = True
         bucket.accept(position, grad, lasting=True)
 
     def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
-        """A backward that did not go through the engine may find exposed gradients still in ``param.grad``."""
+        """Return whether a backward that bypassed the engine has added to an exposed gradient that is still in
+        ``param.grad``. RuntimeError: that gradient was already summed over ranks."""
         if bucket.accumulated_in_place(position, grad):
             return True
         if bucket.views and grad.data_ptr() == bucket.views[position].data_ptr():
@@ -277,11 +280,11 @@ class GradReducer:
         return False
 
     def _schedule_flush(self) -> None:
-        """For a backward that was not announced (the module was called directly): flush when its graph task ends."""
+        """Flush at the end of the graph task of an unannounced backward (the module was called directly)."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def pause_sums(self) -> None:
-        """Let backwards only add up on this rank, until ``resume_sums``: the next one after it sums everything."""
+        """Accumulate gradients on this rank only until ``resume_sums``; the next backward after it sums everything."""
         self.sums_paused = True
 
     def resume_sums(self) -> None:
@@ -295,12 +298,12 @@ class GradReducer:
         return cadence is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
 
     def launch(self, b: int) -> None:
-        """Start the sum of bucket ``b``, once per backward, with zeros for what is missing on this rank."""
+        """Start the sum of bucket ``b``, once per backward, with zeros for gradients missing on this rank."""
         if self._order.launched[b]:
             return
         bucket = self.buckets[b]
         if self._last is not None and self._last.borrows:
-            self._last.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
+            self._last.collect()  # return borrowed buffers early: at most one is in flight besides those being filled
         bucket.launch()
         self._order.launched[b] = True
         self._last = bucket
@@ -308,7 +311,8 @@ class GradReducer:
             bucket.collect()
 
     def flush(self) -> None:
-        """End a backward: launch what is left, wait for all, and at stage 0 expose the sums in ``param.grad``."""
+        """End a backward: launch the remaining buckets, wait for all, and at stage 0 expose the sums in
+        ``param.grad``."""
         self._scale_pending_grads()
         if self._decide():
             self._reduce_rest()
@@ -340,7 +344,7 @@ class GradReducer:
 
     def change_cadence(self, cadence: Cadence) -> None:
         """Sum at this cadence from the next backward on. Every rank calls this between the same two steps, or none
-        (Note: cadence). RuntimeError: this rank has gradients that are not summed yet."""
+        does (Note: cadence). RuntimeError: this rank has unsummed gradients."""
         if cadence is self.cadence:
             return
         self.check_cadence(cadence)
@@ -360,7 +364,8 @@ class GradReducer:
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def local_sum(self, index: int) -> Tensor | None:
-        """Return this rank's live sum for a parameter [numel]; None: there is none, or a collective has taken it."""
+        """Return a view of this rank's local sum for a parameter [numel]; None: there is none, or it is in a
+        collective."""
         _, bucket, position = self._places[index]
         if bucket.local is None or not bucket.written[position]:
             return None
@@ -369,7 +374,8 @@ class GradReducer:
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduce, before the optimizer step, what no backward has reduced (``no_sync``, unmanaged accumulation)."""
+        """Reduce, before the optimizer step, the gradients that no backward has reduced (``no_sync``, unmanaged
+        accumulation)."""
         if self._retired_by:
             raise self._retired()
         if self.expose:
@@ -383,11 +389,11 @@ class GradReducer:
 
     @property
     def late(self) -> Mapping[int, Tensor]:
-        """Gradients that arrived after their bucket was launched, by parameter."""
+        """Return the gradients that arrived after their bucket was launched, by parameter."""
         return self._late
 
     def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
-        """Resume from a local sum of an earlier run, which spans several backwards."""
+        """Restore a local sum from a checkpoint taken between micro-batches."""
         self.used[index] = True
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
@@ -399,7 +405,7 @@ class GradReducer:
         return bool(self._late)
 
     def reduce_late(self) -> None:
-        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``StepVote``)."""
+        """Sum the late gradients. Every rank calls this, or none does (``StepVote``)."""
         self.before_backward()
         self._progress = Progress.IDLE
         for index, grad in self._late.items():
@@ -412,8 +418,8 @@ class GradReducer:
         self._order.observe_again()
 
     def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
-        """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with room
-        for them). Every rank calls this, or none."""
+        """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with
+        room for them). Every rank calls this, or none does."""
         self.params += params
         self.used += [False] * len(params)
         self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
@@ -424,15 +430,15 @@ class GradReducer:
         self.install_hooks()
 
     def call_after_sums(self, hook: Callable[[Tensor], None] | None) -> None:
-        """Let ``hook`` change in place what each sum over ranks leaves on this rank. Sums are taken in one order on all
-        ranks, so it may communicate."""
+        """Register ``hook`` to change this rank's result of each sum over ranks in place. Sums finish in one order on
+        all ranks, so it may communicate."""
         self._after_sum = hook
         for bucket in self.buckets:
             bucket.after_sum = hook
 
     def sum_admitted(self, first: int, buckets: Sequence[GradBucket]) -> None:
-        """Sum over ranks what autograd itself has accumulated so far for the parameters from number ``first`` on, which
-        are in ``buckets``. Every rank calls this, or none."""
+        """Sum over ranks what autograd has accumulated in ``param.grad`` for the parameters from index ``first`` on,
+        which are in ``buckets``. Every rank calls this, or none does."""
         for index, param in enumerate(self.params[first:], first):
             if param.grad is not None:
                 _, bucket, position = self._places[index]
@@ -445,16 +451,17 @@ class GradReducer:
         self.finish_copies()
 
     def finish_copies(self) -> None:
-        """Wait for gradients that are on their way to host memory: a pinned copy runs on while the host goes on."""
+        """Wait for gradient copies to host memory: copies to pinned memory run asynchronously."""
         for bucket in self.buckets:
             if bucket.host is not None:
                 bucket.host.synchronize()
 
     def abandon(self) -> None:
-        """Discard every gradient since the last step, and whatever a failed backward left behind.
+        """Discard every gradient since the last step, and the leftovers of a failed backward.
 
         The sums of that backward are completed first and their results dropped. So all ranks have joined the same
-        number, wherever each one failed, and no memory is reused while another rank is still writing to it.
+        number of collectives, wherever each one failed, and no memory is reused while another rank still writes to
+        it.
         """
         if self._progress is not Progress.IDLE and self._decide():
             self._launch_rest()
@@ -484,8 +491,8 @@ class GradReducer:
         self._handles.clear()
 
     def retire(self, name: str) -> None:
-        """Leave the gradients to an engine made later of the parameter ``name``: two that take what autograd leaves in
-        ``param.grad`` would each get some of it."""
+        """Leave the gradients to a later engine that trains parameter ``name``: two engines taking ``param.grad``
+        would each get some of the gradients."""
         if not self._retired_by:
             self.abandon()
             self.destroy()

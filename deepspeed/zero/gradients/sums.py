@@ -1,9 +1,9 @@
 """Wire formats of gradients: how the local sums of a bucket become one sum over ranks.
 
-A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum`` is
-the plain one. The others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
-shard (MiCS), ``RowSum`` sends only the rows of an embedding that were touched; ``QuantizedSum`` (in a file of its own)
-replaces the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
+A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum``
+is the plain one. Others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
+shard (MiCS), ``RowSum`` sends only the touched rows of an embedding. ``QuantizedSum`` (``quantized_sum.py``) replaces
+the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from deepspeed.zero.layout import BucketLayout
 
 
 class InFlight(NamedTuple):
-    """A sum over ranks that was started; ``out`` and ``wire`` must live until ``pending.wait()`` returns."""
+    """A sum over ranks in flight; ``out`` and ``wire`` must live until ``pending.wait()`` returns."""
 
     pending: Pending
     out: Tensor
-    """[shard_numel] what this rank keeps of the total."""
+    """[shard_numel] This rank's shard of the total."""
     wire: Tensor
-    """[padded_numel] the memory that travels: the local sum itself, or a buffer of the pool."""
+    """[padded_numel] The buffer on the wire: the local sum itself, or a buffer of the pool."""
     borrowed: bool
-    """Whether ``out`` is part of memory that is only lent for this sum."""
+    """Whether ``out`` lies in memory that is only borrowed for this sum."""
 
 
 class GradientSum(Protocol):
-    """A wire format."""
+    """Wire format: how the local sums of a bucket become one sum over ranks."""
 
     def start(
         self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
     ) -> InFlight:
         """Start the sum over ranks of ``local`` [padded_numel], times ``before`` on each rank and ``after`` in total.
 
-        ``kept``: returns memory [shard_numel] that has the wire's dtype and outlives the sum; None if there is none
+        ``kept`` returns memory [shard_numel] of the wire dtype that outlives the sum; it is None if there is none
         yet, or the result will be added to an earlier one. ``local`` may be overwritten. Every rank of the bucket's
         replica group starts the same sums in the same order.
         """
@@ -49,20 +49,21 @@ class GradientSum(Protocol):
 
 
 class ErrorFeedback(Protocol):
-    """Error feedback of a wire format: keeps what it has lost of this rank's gradients, and adds it to the next."""
+    """Error feedback of a wire format: keeps what encoding this rank's gradients lost, and adds it to the next
+    message."""
 
     parts: frozenset[str]
-    """The keys of its state: stages keep different things."""
+    """Keys of its state, which differ between stages."""
 
     def kept(self) -> dict[str, Any] | None:
-        """Return what a checkpoint must hold of it; None: nothing yet."""
+        """Return the state for a checkpoint; None: nothing yet."""
         ...
 
     def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
 
 
 def keeper_of(over_ranks: GradientSum) -> ErrorFeedback | None:
-    """The one inside of a format and those that it wraps; formats that may keep errors have ``keeper``."""
+    """Return the error feedback of a format or of one that it wraps; formats that may keep errors have ``keeper``."""
     found: Any = over_ranks
     while found is not None:
         if hasattr(found, "keeper"):
@@ -72,10 +73,10 @@ def keeper_of(over_ranks: GradientSum) -> ErrorFeedback | None:
 
 
 class DenseSum:
-    """Every element travels, in the wire dtype: by reduce-scatter, or by all-reduce where all of it is wanted.
+    """Sends every element in the wire dtype: by reduce-scatter, or by all-reduce where the whole sum is needed.
 
-    The sum is rounded to the wire dtype even if wider memory is available: stage 0 has to forward it in that dtype, and
-    every stage gives the same bits.
+    The sum is rounded to the wire dtype even if wider memory is available: stage 0 has to forward it in that dtype,
+    and every stage must give the same bits.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class DenseSum:
 
 
 class LocalSum:
-    """Nothing travels (``Cadence.NEVER``): each of ``holders`` ranks keeps its own sum, in the accumulation dtype and
-    scaled such that the mean over the holders is what the sum over ranks would have been."""
+    """Sends nothing (``Cadence.NEVER``): each of ``holders`` ranks keeps its own sum, in the accumulation dtype,
+    scaled such that the mean over the holders equals the sum over ranks."""
 
     def __init__(self, holders: int) -> None:
         self.holders = holders
@@ -120,8 +121,8 @@ class LocalSum:
 
 
 class GroupSum:
-    """The sum of ``inner`` over the ranks that share one copy, and no further (``Cadence.NEVER`` where states are in
-    shards): scaled such that the mean over the ``copies`` is what the sum over all ranks would have been."""
+    """Sums only over the ranks that share one copy (``Cadence.NEVER`` with sharded states): ``inner``, scaled such
+    that the mean over the ``copies`` equals the sum over all ranks."""
 
     def __init__(self, inner: GradientSum, copies: int) -> None:
         self.inner = inner
@@ -134,11 +135,11 @@ class GroupSum:
 
 
 class ReplicatedSum:
-    """The sum of ``inner`` over the ranks that share one copy of the states, then one over those with the same shard
-    (MiCS, Z. Zhang et al. 2022).
+    """Sums ``inner`` over the ranks that share one copy of the states, then over the ranks with the same shard (MiCS,
+    Z. Zhang et al. 2022).
 
-    [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a
-    regrouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
+    [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32:
+    a regrouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
     """
 
     def __init__(self, inner: GradientSum, replicas: Communicator) -> None:
@@ -159,11 +160,11 @@ class ReplicatedSum:
 
 
 class RowSum:
-    """``sparse_gradients``: of one embedding's gradient [rows, width], only rows that some rank touched travel.
+    """Sends only rows of an embedding's gradient [rows, width] that some rank touched (``sparse_gradients``).
 
-    The ranks tell each other how many rows they touched; where it is cheaper than ``dense``, they exchange (row number,
-    row) pairs, padded to the largest count, and each rank adds them up in rank order: in fp32, rounded once, as the
-    dense sum is, so that both give the same bits.
+    The ranks exchange their numbers of touched rows. Where it is cheaper than ``dense``, they all-gather (row number,
+    row) pairs, padded to the largest count, and each rank adds them up in rank order: in fp32, rounded once, like the
+    dense sum, so both give the same bits.
     """
 
     def __init__(

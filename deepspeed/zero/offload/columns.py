@@ -1,8 +1,8 @@
-"""Choice of the columns of the weights that are updated at once (ZenFlow): those with the largest gradients.
+"""Choose the columns of the weights that every step updates (ZenFlow): those with the largest gradients.
 
 Columns are those of a weight [rows, columns]; one with more dimensions counts as [first, product of the others], and
-vectors are always updated at once. A column's importance is the sum of its squared gradients, over all ranks that
-have a part of it, so that the choice does not depend on how weights are partitioned.
+vectors are updated whole in every step. A column's importance is the sum of its squared gradients, over all ranks
+that have a part of it, so that the choice does not depend on how weights are partitioned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.zero.update_context import params_by_group
 
 
 def columns_of(shape: Sequence[int]) -> int:
-    """Number of columns to choose from; 0: none, all of it is updated at once."""
+    """Return the number of columns to choose from; 0: none, every step updates the whole weight."""
     if len(shape) < 2:
         return 0
     count = 1
@@ -30,7 +30,7 @@ def columns_of(shape: Sequence[int]) -> int:
 
 
 def number_chosen(num_columns: int, topk_ratio: float) -> int:
-    """Return the number of columns to choose of ``num_columns``: the ratio of them, and at least one."""
+    """Return the number of columns to choose from ``num_columns``: that ratio, and at least one."""
     return min(num_columns, max(1, round(topk_ratio * num_columns)))
 
 
@@ -47,14 +47,14 @@ class ColumnChoice:
         return self.ratio >= 1.0 or columns_of(full_shape(self.store.params[owned.param_index])) == 0
 
     def column_of_each(self, owned: OwnedFragment, device: torch.device) -> Tensor:
-        """[numel] int64: the column of each element of the fragment."""
+        """Return the column of each element of the fragment: [numel] int64."""
         columns = columns_of(full_shape(self.store.params[owned.param_index]))
         start = owned.fragment.param_offset
         return torch.arange(start, start + owned.fragment.numel, device=device).remainder_(columns)
 
     def choose(self, fragments: Sequence[OwnedFragment]) -> tuple[dict[int, Tensor], float]:
-        """By the present gradients of ``fragments``: the positions (int64) of the chosen elements in each, by id of the
-        fragment, and the share of the squared gradient norm that they hold. Collective."""
+        """Choose by the current gradients of ``fragments``. Return the positions (int64) of the chosen elements by
+        fragment id, and their share of the squared gradient norm. Collective."""
         device = self.store.params[0].device
         sums = [
             torch.zeros(columns_of(full_shape(p)), dtype=torch.float64, device=device)
@@ -84,7 +84,7 @@ class ColumnChoice:
         return mask
 
     def _share(self, held: float, whole: float) -> float:
-        """Average a share over all ranks, so that they decide alike."""
+        """Return ``held / whole`` over all ranks, so that they decide alike."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
         for communicator in (self.replica_groups.all_ranks, *self.replica_groups.across.values()):
             if communicator.size > 1:

@@ -1,4 +1,4 @@
-"""Transfers between a device and host memory: pinned buffers, and copies on a separate stream."""
+"""Transfer between a device and host memory: pinned buffers, and copies on a separate stream."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from deepspeed.base.accelerator import get_accelerator
 
 
 def off_host(device: torch.device) -> bool:
-    """Return whether memory of ``device`` is not host memory, so that offloading from it means copying."""
+    """Return whether ``device`` has its own memory, so that offloading from it means copying."""
     return device.type != "cpu"
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
-    """[numel] undefined host memory; page-locked if ``pin`` and there is a device that benefits."""
+    """Return uninitialized host memory [numel], page-locked if ``pin`` and the accelerator is CUDA."""
     return torch.empty(numel, dtype=dtype, pin_memory=pin and get_accelerator().device_name() == "cuda")
 
 
 class HostCopies:
-    """Copies of gradients to host memory while backward runs. On the CPU they are plain copies."""
+    """Copies gradients to host memory while backward runs. On the CPU these are plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         accelerator: Any = get_accelerator()
@@ -31,7 +31,7 @@ class HostCopies:
         self.bytes = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start the copy; returns an event after which ``source`` may be overwritten, or None if that is now."""
+        """Start the copy; return an event after which ``source`` may be overwritten, or None if it may be now."""
         self.bytes += target.numel() * target.element_size()
         if self.stream is None:
             target.copy_(source)
@@ -44,7 +44,7 @@ class HostCopies:
         return self.last
 
     def synchronize(self) -> None:
-        """Wait until all copies can be read on the host."""
+        """Wait until all copies have arrived on the host."""
         if self.last is not None:
             self.last.synchronize()
             self.last = None

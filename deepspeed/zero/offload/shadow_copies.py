@@ -1,9 +1,9 @@
-"""Updates of copies on a worker thread, whose results training takes or forgets.
+"""Update shadow copies on a worker thread; training takes or drops the results.
 
-[Note: shadow copies] The worker never touches what training reads. It updates *shadow copies* of masters and state
-in host memory, and whoever takes the result swaps the memory of the two. So forgetting a result needs no undoing: no
-bit of the state of before has changed, and whoever reads it meanwhile sees it whole. The price is a second copy of
-masters and state in host memory.
+[Note: shadow copies] The worker never touches tensors that training reads. It updates *shadow copies* of masters and
+state in host memory, and taking the result swaps the memory of the two. So dropping a result needs no undo: no bit of
+the live state has changed, and concurrent readers see it consistent. The price is a second copy of masters and state
+in host memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ShadowCopy:
     low: Tensor | None  # [numel] in host memory: receives the rounded weights
 
     def take(self) -> None:
-        """The copies become the live values."""
+        """Make the copies the live values."""
         master, copied = self.live[0], self.copies[0]
-        if self.owned.low is None:  # the master is the model's own weight, whose place is fixed
+        if self.owned.low is None:  # the master is the model's own weight, whose address is fixed
             master.copy_(copied)
         else:
             master.data, copied.data = copied.data, master.data
@@ -46,21 +46,21 @@ class ShadowCopy:
             self.owned.low.copy_(self.low, non_blocking=True)
 
     def versions(self) -> list[int]:
-        """Every write through torch to the live tensors raises one."""
+        """Return the versions of the live tensors, which every write through torch increments."""
         return [tensor._version for tensor in self.live]
 
 
 def live_tensors(owned: OwnedFragment, state: dict[str, Any]) -> list[Tensor]:
-    """The master of a fragment, then its state by name."""
+    """Return the master of a fragment, then its state, sorted by name."""
     return [owned.master, *(state[name] for name in sorted(state))]
 
 
 class ShadowCopies:
-    """The shadow copies of an optimizer's fragments, and their update. ``optimizer``: elementwise, and ours."""
+    """Shadow copies of an optimizer's fragments, and their update. ``optimizer``: elementwise, of this package."""
 
     def __init__(self, optimizer: MultiTensorOptimizer) -> None:
-        # Shadow copies alternate between two sets of memory, and an optimizer keeps a table of addresses for each list:
-        # one optimizer per set leaves both tables valid.
+        # Shadow copies alternate between two sets of memory, and an optimizer caches a table of addresses per list:
+        # one optimizer per set keeps both tables valid.
         first, second = stand_in(optimizer, {}, []), stand_in(optimizer, {}, [])
         second.state = first.state
         self.state = first.state
@@ -69,7 +69,7 @@ class ShadowCopies:
         self._copied: Any = None  # event after the last rounded weights have reached the device
 
     def of(self, owned: OwnedFragment, state: dict[str, Any]) -> ShadowCopy | None:
-        """None: it has no state yet, or none in host memory."""
+        """Return the shadow copy of a fragment; None: it has no state yet, or none in host memory."""
         if not state or owned.master.device.type != "cpu":
             return None
         live = live_tensors(owned, state)
@@ -96,7 +96,8 @@ class ShadowCopies:
         turn: int = 0,
     ) -> None:
         """Copy the live values of ``shadows`` and update the copies; ``grads`` are in host memory when the event
-        ``after`` has happened. ``options[g]``: of group g. ``turn``: alternates where results are always taken."""
+        ``after`` has happened. ``options[g]`` belongs to group g. ``turn`` alternates between 0 and 1 with each taken
+        result."""
         for event in (after, self._copied):
             if event is not None:
                 event.synchronize()
@@ -117,20 +118,20 @@ class ShadowCopies:
                 )
 
     def _positions(self, fragments: Sequence[OwnedFragment]) -> dict[str, list[int]]:
-        """For an update that is told where fragments start in their parameters."""
+        """Return the starts of fragments in their parameters, for an update that needs them."""
         if not self._optimizers[0].update_traits.positions:
             return {}
         return {"starts": [owned.fragment.param_offset for owned in fragments]}
 
     def taken(self) -> None:
-        """Rounded weights are on their way to the device, if it is another one: their memory is in use until then."""
+        """Record an event after the copies of rounded weights to the device, until which their memory is in use."""
         if get_accelerator().device_name() != "cpu":
             self._copied = get_accelerator().Event()
             self._copied.record()
 
 
 def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups as they are now, without parameters, in plain values."""
+    """Return the current options of the groups, without parameters, as plain values."""
     return [
         {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != PARAMS}
         for group in optimizer.param_groups
@@ -146,20 +147,20 @@ def runs_ahead(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class, by which one of torch differs from ours of the same name."""
+    """Return the name of the optimizer's class, qualified for torch's to distinguish it from ours."""
     kind = type(optimizer)
     return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else kind.__name__
 
 
 def _use_threads(threads: int) -> None:
-    torch.get_num_threads()  # the first question of a thread sets it to what the process has
+    torch.get_num_threads()  # the first call in a thread sets it to the process's number
     torch.set_num_threads(threads)
 
 
 def host_worker(name: str, share: float) -> ThreadPoolExecutor:
-    """One thread that uses ``share`` of this rank's threads, at least one."""
+    """Start a one-thread executor whose torch ops use ``share`` of this rank's threads, at least one."""
     threads = max(1, int(share * torch.get_num_threads()))
     worker = ThreadPoolExecutor(1, name, _use_threads, (threads,))
     worker.submit(int).result()
-    torch.set_num_threads(torch.get_num_threads())  # what the worker set is also for threads not yet made
+    torch.set_num_threads(torch.get_num_threads())  # undoes the worker's setting for later threads
     return worker

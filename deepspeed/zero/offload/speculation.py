@@ -1,16 +1,17 @@
-"""SuperOffload: the host updates a bucket's states as soon as its gradients are summed, before the step is validated.
+"""SuperOffload: update a bucket's states on the host as soon as its gradients are summed, before the step is
+validated.
 
 Lian et al., "SuperOffload: Unleashing the Power of Large-Scale LLM Training on Superchips" (2025), speculation then
-validation. The step of a bucket needs the norm of the whole gradient only to clip, and the agreement of all ranks only
-to skip; mostly neither happens. So a worker thread updates each bucket while backward computes the others, as if the
-gradient were finite and not clipped. The step then either takes these results or does the update itself.
+validation. The update of a bucket needs the norm of the whole gradient only to clip, and the agreement of all ranks
+only to skip; mostly neither happens. So a worker thread updates each bucket while backward computes the others, as if
+the gradient were finite and not clipped. The step then either takes these results or runs the update itself.
 
-The worker updates shadow copies (``shadow_copies.py``), so rolling back is to forget: checkpoints and
-``safe_get_*`` between backward and step see the state of before, and an exception leaves it whole.
+The worker updates shadow copies (``shadow_copies.py``), so a rollback just drops them: checkpoints and ``safe_get_*``
+between backward and step see the state before the update, and an exception leaves it intact.
 
-[Note: validation] A result is taken only if everything that it was computed from is as the step finds it: the factor of
-the gradient (loss scale and clipping), the options of the group, and the versions of gradient, master and state, which
-every write through torch raises.
+[Note: validation] A result is taken only if all its inputs are unchanged at the step: the gradient factor (loss scale
+and clipping), the options of the group, and the versions of gradient, master and state, which every write through
+torch increments.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from deepspeed.zero.states.store import OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor
 
 MAX_PAUSE = 8
-"""Steps without speculation after many in a row that clipped."""
+"""Largest number of steps without speculation after repeated clipping."""
 
 
 @dataclass(slots=True)
 class UpdateJob:
-    """One bucket's speculative update, and what it was computed from."""
+    """One bucket's speculative update, with its inputs."""
 
     shadows: list[ShadowCopy]
     grads: list[Tensor]
@@ -61,11 +62,11 @@ class UpdateJob:
 
 
 class Speculation:
-    """Runs the updates of buckets on a worker thread, and keeps their results until the step asks for them.
+    """Runs the updates of buckets on a worker thread, and keeps their results until the step.
 
     Args:
-        optimizer: elementwise, and ours: its update can be run on other tensors.
-        at_boundary: whether the gradients being summed are the last ones before the step.
+        optimizer: elementwise, of this package: its update can run on other tensors.
+        at_boundary: returns whether the gradients being summed are the last ones before the step.
         cores: share of this rank's threads for the worker.
     """
 
@@ -74,13 +75,13 @@ class Speculation:
     ) -> None:
         self.optimizer = optimizer
         self.at_boundary = at_boundary
-        self.taken = self.rolled_back = 0  # buckets since the start; rolled back: also what had not begun yet
+        self.taken = self.rolled_back = 0  # buckets since the start, jobs that had not begun included
         self._store: StateStore | None = None
         self._scaler: LossScaler | None = None
         self._shadow_copies = ShadowCopies(optimizer)
         self._turn: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
-        self._fragments = 0  # of the store, when it was last looked at
+        self._fragments = 0  # number in the store when ``_owned`` was built
         self._jobs: dict[int, UpdateJob] = {}
         self._pause = self._paused = 0
         self._worker = host_worker("super_offload", cores)
@@ -92,7 +93,7 @@ class Speculation:
     # While backward runs ------------------------------------------------------------------------------------
 
     def offer(self, bucket: GradBucket) -> None:
-        """The gradients of ``bucket`` are summed: start its update, unless more of them will come."""
+        """Start the update of ``bucket``, whose gradients are summed, unless more will be added."""
         if self._paused or not self.at_boundary():
             return
         shadows = self._copies_of(bucket)
@@ -112,18 +113,17 @@ class Speculation:
         job.done = self._worker.submit(update)
 
     def withdraw(self, bucket: GradBucket) -> None:
-        """The gradients of ``bucket`` are about to change, or are dropped: forget its update."""
+        """Drop the update of ``bucket``, whose gradients are about to change or be dropped."""
         job = self._jobs.pop(id(bucket), None)
         if job is None:
             return
         if not job.done.cancel():
-            job.done.exception()  # it must not read any more; what it failed at does not matter
+            job.done.exception()  # waits until it reads no more; its error does not matter
         self.rolled_back += 1
 
     def _copies_of(self, bucket: GradBucket) -> list[ShadowCopy]:
-        """Return the shadow copies of the fragments on the host that have state; one without it is left to the step,
-        which creates it.
-        """
+        """Return the shadow copies of the bucket's fragments that have state on the host; the step creates missing
+        state and updates the others."""
         assert self._store is not None
         if self._fragments != len(self._store.fragments):
             self._fragments = len(self._store.fragments)
@@ -139,8 +139,8 @@ class Speculation:
     # At the step --------------------------------------------------------------------------------------------
 
     def commit(self, used: Sequence[bool], grad_scale: float) -> set[int]:
-        """Take the results that are valid; returns the ids of the fragments whose update is thereby done. A parameter
-        that is not in ``used`` keeps its value and state."""
+        """Take the valid results; return the ids of the fragments that this updated. A parameter that is not ``used``
+        keeps its value and state."""
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.done.result()
@@ -166,7 +166,7 @@ class Speculation:
         )
 
     def _adapt(self, *, failed: bool) -> None:
-        """Pause speculation for 1, 2, 4, ... steps where steps clip one after another: it only costs there."""
+        """Pause speculation for 1, 2, 4, ... steps while consecutive steps clip, which makes it useless."""
         if failed:
             self._pause = min(MAX_PAUSE, max(1, 2 * self._pause))
             self._paused = self._pause
@@ -180,7 +180,7 @@ class Speculation:
 
 
 class SpeculativeBucket(GradBucket):
-    """A gradient bucket that offers its sum to a ``Speculation``, and withdraws it before anything changes it."""
+    """Gradient bucket that offers its sum to a ``Speculation``, and withdraws it before the sum changes."""
 
     def __init__(self, *arguments: Any, speculation: Speculation, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -188,7 +188,8 @@ class SpeculativeBucket(GradBucket):
 
     @property
     def borrows(self) -> bool:
-        """Always collected when the next bucket starts, so that the update starts early."""
+        """Return True for any sum in flight, so that it is collected when the next bucket starts and its update
+        starts early."""
         return self.in_flight is not None
 
     def collect(self) -> None:
@@ -211,7 +212,7 @@ class SpeculativeBucket(GradBucket):
 
 
 class SpeculativeStepExecutor(StepExecutor):
-    """A step that takes what was speculated, and updates the rest as ever."""
+    """Step executor that takes speculated results, and updates the rest as usual."""
 
     def __init__(self, *arguments: Any, speculation: Speculation) -> None:
         super().__init__(*arguments)
@@ -238,8 +239,8 @@ class SpeculativeStepExecutor(StepExecutor):
 def make_speculation(
     optimizer: torch.optim.Optimizer, at_boundary: Callable[[], bool], cores: float
 ) -> Speculation | None:
-    """``cores``: share of this rank's threads for the worker. None, with one line in the log: the update of this
-    optimizer cannot run ahead, so that the step does it."""
+    """Return the speculation, or None, with a line in the log, if this optimizer's update cannot run ahead of the
+    step. ``cores``: share of this rank's threads for the worker."""
     if runs_ahead(optimizer):
         return Speculation(cast(MultiTensorOptimizer, optimizer), at_boundary, cores)
     log_dist(

@@ -1,8 +1,9 @@
-"""``engine.offload_states``: lend the device's memory to other work (generation, an evaluation) and reclaim it.
+"""``engine.offload_states``: free device memory for other work (generation, evaluation), and move the states back
+after it.
 
-[Note: moving a storage] Masters, shards and weights are views of a few large buffers, and memory is freed only when the
-last view is gone. So a move works on storages: every tensor object on one that the engine knows gets the same view of
-the copy. The objects stay, and so do the optimizer's state and every reference to them.
+[Note: moving a storage] Masters, shards and weights are views of a few large buffers, and memory is freed only when
+the last view is gone. So a move copies storages: every tensor object of the engine on a storage becomes the same view
+of the copy. The objects stay, so the optimizer's state and every reference to them remain valid.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Kind = OffloadStateTypeEnum
 
 @dataclass(eq=False)
 class StateMover:
-    """Moves kinds of training state between the device and host memory. On a CPU they are already in host memory.
+    """Moves kinds of training state between the device and host memory. A no-op on CPU.
 
-    ``weights``: buckets of the model's weights, trained and frozen. An engine without optimizer has nothing else. Both
-    lists of buckets are those of their owners, and may grow.
+    ``weights``: buckets of the model's weights, trained and frozen, the only state of an engine without optimizer.
+    Both lists of buckets are shared with their owners, and may grow.
     """
 
     weights: Sequence[ParamBucket]
@@ -76,7 +77,7 @@ class StateMover:
 
     @contextlib.contextmanager
     def _links_kept(self) -> Iterator[None]:
-        """No bucket takes a move inside for a parameter that its client has replaced."""
+        """Keep moves inside the block from looking like parameters that the client has replaced."""
         apart = [bucket.detached() for bucket in self.weights]
         yield
         for bucket, positions in zip(self.weights, apart, strict=True):
@@ -100,22 +101,21 @@ class StateMover:
                 yield from grads.held()
 
     def devices(self, kind: Kind) -> set[torch.device]:
-        """Return the devices on which the states of a kind are now."""
+        """Return the current devices of the states of a kind."""
         if kind is Kind.contiguous_grad_buffer:
             return {device for bucket in self.grad_buckets for device in bucket.pool.devices()}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
 
     def refuse_while_away(self, **_: Any) -> None:
-        """Called by the engine before it computes."""
+        """Raise RuntimeError if states are offloaded; the engine calls this before it computes."""
         if self.away:
             kinds = ", ".join(kind.value for kind in self.away)
             raise RuntimeError(f"{kinds} of this engine are offloaded: call engine.reload_states() first")
 
 
 class HasMovableStates:
-    """Owner of states that ``engine.offload_states`` moves: the optimizer, or the sharded model of an engine that has
-    none.
-    """
+    """Owner of states that ``engine.offload_states`` moves: the optimizer, or the sharded model of an engine without
+    one."""
 
     mover: StateMover
 
@@ -135,8 +135,8 @@ class HasMovableStates:
 
 
 def by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors grouped by shared memory; each object once. A view keeps the memory of the tensor from which it was
-    made, whatever becomes its data: so that one belongs to the group, too; and so does a view of no elements."""
+    """Group tensors by storage, each object once. A view keeps its base alive, even if its data is replaced, so bases
+    belong to the group, too; and so do empty views."""
     groups: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
         if tensor.untyped_storage().nbytes():
@@ -148,7 +148,7 @@ def by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def move_storage(tensors: list[Tensor], target: Tensor, non_blocking: bool) -> None:
-    """Copy the storage that ``tensors`` share to ``target`` [nbytes] and make them views of it."""
+    """Copy the storage that ``tensors`` share to ``target`` [nbytes] uint8 and make them views of it."""
     source = tensors[0].untyped_storage()
     raw = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(
         source, 0, (source.nbytes(),), (1,)

@@ -1,14 +1,14 @@
-"""Tensors in a file: stored on disk, and read when they are accessed, or in bulk through buffers.
+"""Store tensors in a file, read when they are accessed, or in bulk through buffers.
 
-[Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
-through the page cache, whose memory the kernel reclaims at will, so code that touches state occasionally
-(checkpoints, ``safe_get_*``) needs no special case, but for a call of ``check`` before. The optimizer step and the
-gathers, which touch everything every time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT
-where available). The kernel keeps both views coherent: direct transfers first write back the cached pages of their
-range, and drop them afterwards.
+[Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reads and writes go through
+the page cache, whose memory the kernel reclaims at will, so code that touches state occasionally (checkpoints,
+``safe_get_*``) needs no special case, except a call of ``check`` before. The optimizer step and the gathers, which
+touch everything, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The
+kernel keeps both views coherent: direct transfers first write back the cached pages of their range, and drop them
+afterwards.
 
-[Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
-and a restart cannot find an old file.
+[Note: nothing is left over] The file is unlinked as soon as it is open. So its space is freed however the process
+dies, and a restart cannot find an old file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deepspeed.base.logging import log_dist
 from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 
 PAGE = 4096
-"""Every tensor starts at a multiple of this many bytes of the file: transfers of whole tensors need no bounce."""
+"""Every tensor starts at a multiple of this many bytes of the file: whole transfers need no bounce copy."""
 
 GROW_BYTES = 64 << 20
 """The file grows in steps of at least this much."""
@@ -43,9 +43,9 @@ _TRIM_BYTES = 1 << 20
 
 
 def _trim() -> None:
-    """Return freed memory to the system. glibc keeps blocks below 32 MB, and between the small objects of a model
-    under construction they would add up to the model's size."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+    """Return freed memory to the system. glibc keeps blocks below 32 MB, which, fragmented by the small objects of a
+    model under construction, would add up to the model's size."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -59,30 +59,28 @@ class SwapTransfer(NamedTuple):
 
 
 class SwapFile:
-    """One file of one rank, in ``folder``, that grows as tensors are created.
+    """Swap file of one rank, in ``folder``, that grows as tensors are created.
 
     Args:
-        folder: ``NVME_PATH/deepspeed/KIND``, which is created if ``NVME_PATH`` exists.
-        options: how ``read`` and ``write`` work (the config's ``aio`` section).
+        folder: ``NVME_PATH/deepspeed/KIND``, which is created if the parent of ``NVME_PATH`` exists.
+        options: settings of ``read`` and ``write`` (the config's ``aio`` section).
         key: the config key that named the folder, for messages.
 
     Raises:
-        FileNotFoundError: ``NVME_PATH`` does not exist.
+        FileNotFoundError: the parent of ``NVME_PATH`` does not exist.
         OSError: the folder cannot be used or the disk is full; names what failed, the folder and the key.
     """
 
     def __init__(self, folder: Path, options: AioOptions, *, key: str) -> None:
         self.folder = folder
         self.key = key
-        self.size = 0  # bytes handed out
+        self.size = 0  # bytes allocated to tensors
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
-        self._mapping: Callable[[], mmap.mmap | None] = lambda: (
-            None
-        )  # the newest one, while a tensor is in it
+        self._mapping: Callable[[], mmap.mmap | None] = lambda: None  # the latest one, while a tensor uses it
         self._mapped_from = 0
-        root = folder.parents[1]  # what the user named; "deepspeed" and the kind below it are ours
+        root = folder.parents[1]  # the user's folder; we add "deepspeed" and the kind
         self._maps: list[
             tuple[int, int, int]
         ] = []  # address, bytes, offset in the file; sorted by address, disjoint
@@ -118,11 +116,9 @@ class SwapFile:
         )
 
     def check(self) -> None:
-        """Call it before tensors at rest are accessed: to read a mapping beyond the end of its file ends the process.
-
-        OSError: the file is shorter than it was made, so that something else has truncated it. It has no name, so only
-        a damaged file system or a process that opens our descriptors (``/proc``) can do that.
-        """
+        """Check the file before tensors at rest are accessed: reading a mapping beyond the end of its file kills the
+        process (SIGBUS). OSError: the file was truncated from outside. It has no name, so only a damaged file system
+        or a process that opens our descriptors (``/proc``) can do that."""
         if not self.close.alive:
             return
         size = os.fstat(self._fd).st_size
@@ -138,14 +134,14 @@ class SwapFile:
     # Tensors at rest ----------------------------------------------------------------------------------------
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] zeros in the file (Note: at rest). The disk space is allocated immediately."""
+        """Return zeros [numel] in the file (Note: at rest). The disk space is allocated immediately."""
         nbytes = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         offset = self.size
         self._reserve(offset + nbytes)
         self.size += nbytes
         mapping = self._mapping()
         if mapping is None or self.size > self._mapped_from + len(mapping):
-            # One for all that is allocated: each holds a descriptor of its own.
+            # One mapping for all allocated space, as each holds a file descriptor.
             mapping = mmap.mmap(self._fd, self._grown - offset, flags=mmap.MAP_SHARED, offset=offset)
             self._mapping, self._mapped_from = weakref.ref(mapping), offset
         raw = torch.frombuffer(  # keeps the mapping alive
@@ -155,7 +151,7 @@ class SwapFile:
         return raw.view(dtype)[:numel]
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` [any shape] in the file, 1-D; the write bypasses the page cache."""
+        """Return a 1-D copy of ``tensor`` [any shape] in the file; the write bypasses the page cache."""
         if not tensor.numel():
             return tensor.detach().reshape(-1).clone()
         resting = self.new(tensor.numel(), tensor.dtype)
@@ -168,14 +164,14 @@ class SwapFile:
     def _reserve(self, end: int) -> None:
         if end <= self._grown:
             return
-        self.check()  # to make it grow would hide that it is too short
+        self.check()  # growing it would hide a truncation
         grow = max(end - self._grown, GROW_BYTES)
         try:
             os.posix_fallocate(self._fd, self._grown, grow)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
-            try:  # the growth increment did not fit: what is needed may
+            try:  # the growth increment did not fit, but the needed size may
                 grow = end - self._grown
                 os.posix_fallocate(self._fd, self._grown, grow)
             except OSError as full:
@@ -186,14 +182,14 @@ class SwapFile:
         self._grown += grow
 
     def _remember(self, start: int, nbytes: int, offset: int) -> None:
-        """Record a mapping. Older entries for these addresses are of tensors that are gone: addresses get reused."""
+        """Record a mapping. Older entries for these addresses belong to freed tensors, as addresses are reused."""
         low, high = bisect_left(self._maps, (start,)), bisect_left(self._maps, (start + nbytes,))
         if low and sum(self._maps[low - 1][:2]) > start:
             low -= 1
         self._maps[low:high] = [(start, nbytes, offset)]
 
     def _find(self, address: int) -> int | None:
-        """Offset in the file of a mapped address, None for any other."""
+        """Return the file offset of a mapped address, None for any other."""
         at = bisect_left(self._maps, (address + 1,)) - 1
         if at < 0:
             return None
@@ -205,7 +201,7 @@ class SwapFile:
         return self._find(tensor.data_ptr()) is not None
 
     def offset_of(self, resting: Tensor) -> int:
-        """Offset in the file, in bytes, of a tensor from ``new`` or a view of one."""
+        """Return the file offset in bytes of a tensor from ``new`` or a view of one."""
         offset = self._find(resting.data_ptr())
         if offset is None:
             raise KeyError("this tensor is not in the swap file")
@@ -254,6 +250,6 @@ class SwapFile:
 
 
 def _close(engine: AioEngine, descriptor: int) -> None:
-    """Ends the transfers and the threads; stored tensors stay readable while they are referenced."""
+    """End the transfers and the threads; stored tensors stay readable while they are referenced."""
     engine.close()
     os.close(descriptor)

@@ -1,12 +1,13 @@
-"""Master weights and optimizer state outside the device, and how they reach the processor for the update.
+"""Keep master weights and optimizer state off the device, and stream them through the host update.
 
-``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory
-or on storage, and the host updates them sub-group by sub-group, while the next one is read and the previous one is
-written. ``states/store.py`` has what keeps them where the update happens.
+``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al. 2021) keeps them in host memory or
+on storage, and the host updates them sub-group by sub-group, while the next one is read and the previous one is
+written. ``states/store.py`` has ``ResidentTier``, which keeps them where the update runs.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
-``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
-its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers cache remain valid.
+``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a view of a staging slot
+while its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers cache remain
+valid.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ ALIGN = 64  # bytes; alignment of every tensor in a slot
 
 @dataclass(slots=True)
 class SwapRecord:
-    """Adjacent tensors in the swap file, at ``offsets`` (bytes) in ``resting`` and in their part of a slot."""
+    """Adjacent tensors in the swap file, at ``offsets`` (bytes) in ``resting`` and in the record's span of a slot."""
 
     resting: Tensor  # [nbytes] uint8
     tensors: list[Tensor]
     offsets: list[int]
     numels: list[int]
     skew: int = 0
-    """Offset in its page of the file: in a slot the record starts at the same one, so that nothing has to be copied on
-    the way (docs/nvme.md)."""
+    """Offset within its page of the file: the record has the same one in a slot, so that direct I/O needs no bounce
+    copy (docs/nvme.md)."""
 
     def bind(self, base: Tensor) -> None:
         """Make the tensors views of ``base`` [nbytes] (Note: resting tensors)."""
@@ -58,13 +59,13 @@ class SubGroup:
     groups: list[list[OwnedFragment]]
     records: list[SwapRecord] = field(default_factory=list)
     known: set[int] = field(default_factory=set)  # ids of the tensors in records
-    staged: list[OwnedFragment] = field(default_factory=list)  # their new weights pass through the slot
-    views: dict[int, Tensor] = field(default_factory=dict)  # id of a staged fragment -> its part of the slot
+    staged: list[OwnedFragment] = field(default_factory=list)  # updated weights pass through the slot
+    views: dict[int, Tensor] = field(default_factory=dict)  # id of a staged fragment -> its view of the slot
     resident: bool = False  # state and masters are kept where they are updated
     base: int = 0  # address of the slot that ``views`` belong to
 
     def spans(self) -> Iterator[tuple[SwapRecord, slice]]:
-        """The records with their byte ranges in a slot."""
+        """Yield the records with their byte ranges in a slot."""
         start = 0
         for record in self.records:
             start = round_up(start, PAGE) + record.skew
@@ -73,7 +74,7 @@ class SubGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a slot that the records take."""
+        """Return the bytes of a slot that the records take."""
         return max((round_up(span.stop, ALIGN) for _, span in self.spans()), default=0)
 
     @property
@@ -85,7 +86,7 @@ class SubGroup:
         return [owned for group in self.groups for owned in group]
 
     def stage(self, buffer: Tensor) -> None:
-        """Lay out the staged weights in ``buffer``, after the records; same buffer, same views."""
+        """Lay out the staged weights in ``buffer``, after the records; views are reused for the same buffer."""
         if self.views and buffer.data_ptr() == self.base:
             return
         self.base, self.views = buffer.data_ptr(), {}
@@ -103,7 +104,7 @@ def _weight_bytes(owned: OwnedFragment) -> int:
 
 
 class StagingSlot:
-    """Host memory that sub-groups pass through, one after another, and what still uses it."""
+    """Host memory that sub-groups pass through one after another, with its transfers in flight."""
 
     def __init__(self, memory: LockedMemory) -> None:
         self._memory = memory
@@ -116,14 +117,14 @@ class StagingSlot:
             self.buffer = self._memory.new(round_up(nbytes, 4096), torch.uint8)
 
     def settle(self) -> None:
-        """Wait for everything that reads from or writes to the buffer."""
+        """Wait for all transfers and copies of the buffer."""
         self.finish_transfers()
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
 
     def finish_transfers(self) -> None:
-        """Wait only for storage; copies to the device may continue into the next forward."""
+        """Wait for storage only; copies to the device may run into the next forward."""
         transfers, self.transfers = self.transfers, []
         failure: OSError | None = None
         for swap, transfer in transfers:
@@ -136,9 +137,9 @@ class StagingSlot:
 
 
 class OffloadedTier(ResidentTier):
-    """Masters and state are kept in host memory, or with ``swap`` in a file; the host updates them.
+    """Tier that keeps masters and state in host memory, or with ``swap`` in a file; the host updates them.
 
-    ``weights_swap``: the file in which the weights themselves are stored (``offload_param``).
+    ``weights_swap``: the file that stores the model's own weights (``offload_param``).
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class OffloadedTier(ResidentTier):
         return off_host(weights.device) or self._rests(weights)
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """At most ``sub_group_numel`` elements each, which makes no difference to elementwise optimizers."""
+        """Split the fragment into pieces of at most ``sub_group_numel`` elements, which elementwise optimizers do not
+        notice."""
         if not self.cuts:
             return [fragment]
         f, size = fragment, self.group_numel
@@ -183,7 +185,7 @@ class OffloadedTier(ResidentTier):
         ]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """In the swap file, piece by piece, or in (pinned) host memory."""
+        """Copy the masters to the swap file, piece by piece, or to (pinned) host memory."""
         if self.swap is None:
             host = host_empty(weights.numel(), dtype, pin=self.plan.pin)
             return host.copy_(weights)
@@ -195,8 +197,9 @@ class OffloadedTier(ResidentTier):
         return resting
 
     def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """From a device: (pinned) host memory, the target of copies while backward runs. From the host: a part of the
-        swap file, used directly as a mapping: while memory is free, the page cache spares the storage."""
+        """Return memory for summed gradients. Of a device: (pinned) host memory, the target of copies while backward
+        runs. Of the host: a mapping of the swap file, for which the page cache spares the storage while memory is
+        free."""
         if off_host(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
         if self.swap is not None:
@@ -208,9 +211,9 @@ class OffloadedTier(ResidentTier):
         here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
         away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
         new = [SubGroup(part) for part in sub_groups(away, self.group_numel)]
-        if any(here):  # first: the device works on it while the host does the others
+        if any(here):  # first: the device updates it while the host updates the others
             new.insert(0, SubGroup(here, resident=True))
-        if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, later ones too
+        if self.sub_groups and self.group_numel == sys.maxsize:  # one sub-group, which later fragments join
             for sub_group in new:
                 self._enter(self.sub_groups[0], sub_group.groups, 0)
         else:
@@ -221,7 +224,7 @@ class OffloadedTier(ResidentTier):
         self.rest()  # state that the client's optimizer already had
 
     def _enter(self, sub_group: SubGroup, groups: list[list[OwnedFragment]], number: int) -> None:
-        """Fragments join sub-group ``number``."""
+        """Add fragments to sub-group ``number``."""
         sub_group.groups += [[] for _ in groups[len(sub_group.groups) :]]
         for own, added in zip(sub_group.groups, groups, strict=True):
             own += added
@@ -238,7 +241,7 @@ class OffloadedTier(ResidentTier):
         sub_group.views = {}  # the staged weights follow the records
 
     def _stages(self, owned: OwnedFragment) -> bool:
-        """Return whether the refreshed weights pass through the slot on their way to their owner."""
+        """Return whether the updated weights pass through the slot on their way to the model."""
         low = owned.low
         return low is not None and (off_host(low.device) or self._rests(low))
 
@@ -264,7 +267,7 @@ class OffloadedTier(ResidentTier):
                 swap.check()
 
     def _store_new(self, sub_group: SubGroup) -> None:
-        """Give state tensors without a place in the file one, together."""
+        """Move state tensors that are not in the file yet into it, as one record."""
         assert self.swap is not None
         new: list[Tensor] = []
         for owned in sub_group.fragments:
@@ -303,7 +306,7 @@ class OffloadedTier(ResidentTier):
                 self.rest()
 
     def describe(self) -> str:
-        """One line for the start of a run."""
+        """Return one line for the log at start-up."""
         where = self.swap.folder if self.swap is not None else "host memory"
         return (
             f"optimizer state is kept in {where} and is updated on the host in {len(self.sub_groups)} "
@@ -315,7 +318,7 @@ class OffloadedTier(ResidentTier):
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
         parts = list(self._parts(groups))
         if not parts:
-            apply(groups)  # other ranks may have something to update, and the optimizer may be collective
+            apply(groups)  # other ranks may have fragments to update, and the optimizer may be collective
         started = 0
         try:
             for i, (number, part) in enumerate(parts):
@@ -335,7 +338,7 @@ class OffloadedTier(ResidentTier):
             raise
 
     def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
-        """``groups`` by sub-group, without sub-groups that have nothing to update."""
+        """Yield ``groups`` by sub-group, without sub-groups that have nothing to update."""
         chosen: dict[int, list[list[int]]] = {}
         for g, group in enumerate(groups):
             for i, owned in enumerate(group.fragments):
@@ -397,7 +400,7 @@ class OffloadedTier(ResidentTier):
             try:
                 slot.finish_transfers()
             except OSError:
-                continue  # the failure that led here is on its way to the user
+                continue  # the first failure is already being raised
 
     def close(self) -> None:
         self._settle_quietly()
@@ -406,7 +409,8 @@ class OffloadedTier(ResidentTier):
 
 
 def _substitute_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Let the update write to ``views`` instead of weights it cannot reach; ``(view, weights)`` pairs."""
+    """Make the update write to ``views`` instead of weights that the host cannot reach; return ``(view, weights)``
+    pairs."""
     substituted: list[tuple[Tensor, Tensor]] = []
     for group in part:
         for i, owned in enumerate(group.fragments):
@@ -418,7 +422,7 @@ def _substitute_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tens
 
 
 def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[SwapRecord]:
-    """The masters of a sub-group, which are already in the file: one record for those of one bucket."""
+    """Yield the records of a sub-group's masters, which are already in the file: one per bucket."""
     by_storage: dict[int, list[Tensor]] = {}
     for owned in fragments:
         if owned.low is not None:  # else the master is the weight itself, stored elsewhere
@@ -447,10 +451,10 @@ def make_tier(
     grain: int = 1,
     open_swap: Callable[[StateOffload, Path], SwapFile] = _open_swap,
 ) -> ResidentTier:
-    """The one place that chooses where the state of weights on ``device`` is kept.
+    """Choose the tier for the state of weights on ``device``.
 
-    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another, cut at multiples
-    of ``grain``. ``open_swap``: opens the file of a plan that has a folder.
+    ``elementwise``: whether the optimizer may get its tensors in pieces, one sub-group after another, cut at
+    multiples of ``grain``. ``open_swap``: opens the swap file of a plan with a folder.
     """
     if plan is None:
         return ResidentTier()
@@ -461,14 +465,14 @@ def make_tier(
         swap = open_swap(plan, plan.folder)
     elif not apart:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
-    # A collective update (LAMB, Muon) takes everything at once, on the host.
+    # A collective update (LAMB, Muon) updates everything at once, on the host.
     resident = device_share(layouts, plan.ratio) if apart and elementwise else frozenset[int]()
     return OffloadedTier(plan, swap, weights_swap, cuts=elementwise, resident=resident)
 
 
 def device_share(layouts: Sequence[BucketLayout], ratio: float) -> frozenset[int]:
-    """Twin-Flow: the buckets whose state stays on the device, about ``1 - ratio`` of the elements. The first ones:
-    backward reaches them last, when the others are already being copied to the host."""
+    """Return the buckets whose state stays on the device (Twin-Flow), about ``1 - ratio`` of the elements. These are
+    the first ones: backward reaches them last, when the others are already being copied to the host."""
     room = (1.0 - ratio) * sum(layout.shard_numel for layout in layouts)
     chosen: set[int] = set()
     for layout in layouts:

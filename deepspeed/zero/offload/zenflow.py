@@ -1,19 +1,18 @@
-"""ZenFlow: the columns that matter are updated on the device in every step, the others on the host, in rounds.
+"""ZenFlow: update the important columns on the device in every step, the others on the host, in rounds.
 
 Lan et al., "ZenFlow: Enabling Stall-Free Offloading Training via Asynchronous Updates" (2025). Masters and state are
-kept in host memory. Those of the chosen columns (``columns.py``) are also packed in device memory and updated at once.
-The gradients of the others add up on the device for a *round* of steps; their mean then goes to the host, which
-updates its copy of everything, with ``overlap_step`` while the next round computes. Its weights come back at the end of
-that one: no gradient waits for more than two rounds.
+kept in host memory. Those of the chosen columns (``columns.py``) are also packed in device memory and updated in
+every step. The gradients of the others are accumulated on the device for a *round* of steps; their mean then goes to
+the host, which updates its copy of everything, with ``overlap_step`` during the next round. The updated weights come
+back at the end of that round: no gradient waits for more than two rounds.
 
-[Note: two truths] Of a chosen element the packed value is the true one, and what the host has is stale; of any other
-the host's. ``settle`` writes the packed values to the host's tensors. Whoever reads masters or state calls it first
-(``StateStore.settle``), and columns are chosen anew only after it. Writes of others are noticed by the versions of
-the tensors.
+[Note: two truths] The packed value of a chosen element is current and the host's is stale; for any other element the
+host's is current. ``settle`` writes the packed values to the host's tensors. Readers of masters or state call it
+first (``StateStore.settle``), and columns are chosen again only after it. External writes are detected by the
+versions of the tensors.
 
-[Note: results] The host updates shadow copies, which are taken at the end of a round. So until then the state that a
-checkpoint saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates
-again with it.
+[Note: results] The host updates shadow copies, which are taken at the end of a round. Until then a checkpoint saves
+the state before that update, and ``saved`` adds the gradient in progress: the resumed run repeats the update with it.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor, StepResult
 
 MIN_INTERVAL, MAX_INTERVAL = 4, 16
-"""Steps of a round with ``update_interval: auto``: the first, and the most."""
+"""Steps per round with ``update_interval: auto``: in the first round, and at most."""
 ROUNDS_OF_A_CHOICE = 4
-"""With ``select_interval: auto``."""
+"""Rounds between choices of columns, with ``select_interval: auto``."""
 
 
 @dataclass(slots=True)
@@ -64,11 +63,11 @@ class ZenFlowPiece:
     live: list[Tensor]  # the master, then the state by name: on the host
     names: list[str]
     chosen: Tensor  # [k] int64: positions of the chosen elements, on the device of the gradient
-    whole: bool  # all of them
+    whole: bool  # all elements are chosen
     packed: list[Tensor] = field(default_factory=list)  # like ``live``, of the chosen elements
     sum: Tensor | None = None  # [numel] fp32: gradients of this round
-    pending: Tensor | None = None  # [numel] the mean gradient that the host works on
-    # Kept between rounds: getting new memory takes longer than filling it, above all if it is page-locked.
+    pending: Tensor | None = None  # [numel] mean gradient of the host's update
+    # Kept between rounds: allocating memory takes longer than filling it, above all page-locked memory.
     sum_memory: Tensor | None = None
     pending_memory: Tensor | None = None
     versions: list[int] = field(default_factory=list)
@@ -79,8 +78,8 @@ class ZenFlowPiece:
         return self.owned.master if self.owned.low is None else self.owned.low
 
     def load(self, device: torch.device) -> None:
-        """Pack the chosen elements of the live tensors. The count of steps goes on, or begins as the host's, which has
-        updated all elements so far."""
+        """Pack the chosen elements of the live tensors. The step count continues, or starts from the host's, which
+        has updated all elements so far."""
         begun = self.packed and self.packed[0].numel()
         count = self.packed[1 + self.names.index("step")].clone() if begun else None
         positions = self.chosen.cpu()
@@ -109,7 +108,7 @@ class ZenFlowPiece:
         self.versions = [tensor._version for tensor in self.live]
 
     def reload(self) -> None:
-        """Pack the live tensors again that somebody has written to; of the others the packed values stay."""
+        """Pack again the live tensors that were written from outside; the other packed values stay."""
         positions = self.chosen.cpu()
         for i, (tensor, version) in enumerate(zip(self.live, self.versions, strict=True)):
             if tensor._version != version:
@@ -119,7 +118,8 @@ class ZenFlowPiece:
 
 @dataclass(eq=False)
 class ZenFlow:
-    """Decides at each step what is updated now, and does it. Every rank calls ``step`` alike."""
+    """Runs the ZenFlow update: chosen elements now, the others at the end of a round. Every rank calls ``step``
+    equally."""
 
     plan: ZenFlowPlan
     optimizer: MultiTensorOptimizer
@@ -132,7 +132,7 @@ class ZenFlow:
         self.steps = 0  # applied so far
         self.in_round = 0
         self.interval = self.plan.update_interval or MIN_INTERVAL
-        self.chosen_at: int | None = None  # the step before which columns were chosen; None: choose
+        self.chosen_at: int | None = None  # value of ``steps`` when columns were chosen; None: choose
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, ZenFlowPiece] = {}
@@ -148,7 +148,7 @@ class ZenFlow:
     # The step -----------------------------------------------------------------------------------------------
 
     def step(self, used: Sequence[bool], grad_scale: float, update_all: Callable[[], None]) -> None:
-        """Update with the gradients that the fragments have now, times ``grad_scale``."""
+        """Update with the fragments' current gradients, times ``grad_scale``."""
         if self.steps < self.plan.warm_up_rounds * (self.plan.update_interval or MIN_INTERVAL):
             update_all()
             self.steps += 1
@@ -172,9 +172,7 @@ class ZenFlow:
         return self.in_round >= self.interval
 
     def _pieces_of(self, used: Sequence[bool]) -> list[ZenFlowPiece]:
-        """Return the pieces of the fragments that are updated; those met for the first time are chosen whole or not at
-        all.
-        """
+        """Return the pieces of the updated fragments; new ones start with all or none of their elements chosen."""
         present = [owned for owned in self.store.fragments if used[owned.param_index]]
         wanted = {id(owned) for owned in present}
         self.store.ensure_state(lambda owned: id(owned) in wanted)
@@ -245,19 +243,20 @@ class ZenFlow:
         self.in_round = 0
 
     def _mean(self, piece: ZenFlowPiece, total: Tensor) -> Tensor:
-        """[numel] of the round's gradients, zero where they have been used, in the dtype of gradients."""
+        """Return the round's mean gradient [numel], zero for chosen elements, which used theirs already, in
+        ``_wire_dtype``."""
         piece.sum = None
         return total.div_(self.in_round).index_fill_(0, piece.chosen, 0.0).to(_wire_dtype(piece.owned))
 
     def _send(self, piece: ZenFlowPiece, mean: Tensor) -> None:
-        """To the host. What that worked on has been taken."""
+        """Copy the mean gradient to the host, whose previous update has been taken."""
         if piece.pending_memory is None:
             piece.pending_memory = host_empty(mean.numel(), mean.dtype, pin=True)
         piece.pending = piece.pending_memory.copy_(mean)
         self.bytes_to_host += mean.numel() * mean.element_size()
 
     def _start(self) -> None:
-        """The host updates with what is pending."""
+        """Start the host's update with the pending gradients."""
         self._working = []
         for piece in self._pieces.values():
             shadow = self._shadow_copies.of(piece.owned, self.store.state_of(piece.owned))
@@ -275,7 +274,7 @@ class ZenFlow:
             self._job = self._worker.submit(update)
 
     def finish(self) -> None:
-        """Take what the host works on."""
+        """Wait for the host's update and take its results."""
         if self._job is None:
             return
         job, self._job = self._job, None
@@ -291,7 +290,7 @@ class ZenFlow:
         self._working, self._dirty = [], True
 
     def _choice_lasts(self) -> int:
-        """Steps after which columns are chosen again."""
+        """Return the number of steps after which columns are chosen again."""
         every = self.plan.select_interval
         if not self.plan.by_epoch:
             return every or ROUNDS_OF_A_CHOICE * self.interval
@@ -319,7 +318,7 @@ class ZenFlow:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Masters and state in the store are those of now (Note: two truths)."""
+        """Bring masters and state in the store up to date (Note: two truths)."""
         if self._dirty:
             self._dirty = False
             for piece in self._pieces.values():
@@ -328,12 +327,12 @@ class ZenFlow:
             self.note()
 
     def note(self) -> None:
-        """Record the store's versions as known; called when the weights have been published, which writes to them."""
+        """Record the versions of the store's tensors; called after publishing the weights, which writes to them."""
         for piece in self._pieces.values():
             piece.note()
 
     def _follow(self) -> None:
-        """Somebody may have written to masters or state, or replaced them: take over what is there now."""
+        """Adopt masters and state that were written or replaced from outside."""
         replaced, written = [], []
         for key, piece in self._pieces.items():
             live = live_tensors(piece.owned, self.store.state_of(piece.owned))
@@ -353,14 +352,14 @@ class ZenFlow:
         self.note()
 
     def _drop(self) -> bool:
-        """Forget what the host works on; the gradients stay pending."""
+        """Drop the host's update; the gradients stay pending. Return whether there was one."""
         job, self._job = self._job, None
         if job is not None and not job.cancel():
             job.exception()
         return job is not None
 
     def _renew(self, key: int) -> None:
-        """Other tensors are the state of this piece now, or none, as before its first update."""
+        """Adopt this piece's new state tensors, or none, as before its first update."""
         piece = self._pieces.pop(key)
         state = self.store.state_of(piece.owned)
         if state:
@@ -402,7 +401,7 @@ class ZenFlow:
         return [(each.global_shape, each.boxes) for each in found]
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Take over what was saved, also over other stages and numbers of ranks; returns notes for the log.
+        """Load saved state, also of other stages and numbers of ranks; return notes for the log.
 
         Where ranks hold different parts of a model each takes what it had itself; with another number of them or other
         parts, and where nothing was saved, all begin anew."""
@@ -459,7 +458,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _wire_dtype(owned: OwnedFragment) -> torch.dtype:
-    """Return the dtype of gradients, unless it cannot hold them without a loss scale."""
+    """Return the dtype of gradients, but fp32 for fp16, which cannot hold unscaled gradients."""
     dtype = owned.grad_bucket.dtype
     return torch.float32 if dtype is torch.float16 else dtype
 
@@ -476,7 +475,7 @@ def _joined(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """The part of the entries' tensors that is ``owned``; None if they have none."""
+    """Return the part of the entries' tensors that covers ``owned``; None if they have none."""
     if all(entry[key] is None for entry in entries):
         return None
     result = torch.zeros(owned.fragment.numel, dtype=dtype, device=device)
@@ -490,7 +489,7 @@ def _joined(
 
 
 class ZenFlowStepExecutor(StepExecutor):
-    """A step that updates the chosen columns, and leaves the others to rounds."""
+    """Step executor that updates the chosen columns, and leaves the others to rounds."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -517,7 +516,7 @@ class ZenFlowStepExecutor(StepExecutor):
         self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
     def _update_lists(self, lists: list[GroupTensors], grad_scale: float, context: UpdateContext) -> None:
-        """All of it, in the rounds at the beginning: the host updates, the gradients are on the device."""
+        """Update everything on the host, in the warm-up rounds; the gradients are on the device."""
         on_host = [
             entry._replace(grads=[g.to(m.device) for g, m in zip(entry.grads, entry.masters, strict=True)])
             for entry in lists
@@ -530,7 +529,7 @@ class ZenFlowStepExecutor(StepExecutor):
 
 
 class ZenFlowState:
-    """``OwnState`` of a run with ZenFlow: each rank saves what it has deferred and chosen."""
+    """``OwnState`` for ZenFlow: each rank saves its chosen columns and deferred gradients."""
 
     takes_part = True
 

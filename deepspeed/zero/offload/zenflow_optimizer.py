@@ -1,4 +1,4 @@
-"""The optimizers that the engine returns at stages 1 and 2 with ``zero_optimization.zenflow``."""
+"""Optimizers that the engine returns at stages 1 and 2 with ``zero_optimization.zenflow``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     @classmethod
     def create(cls, zenflow_config: ZenFlowConfig) -> type[ZenFlowZeroOptimizer]:
-        """The class for this config: does the host work beside the next round, or before it?"""
+        """Return the class for this config: parallel with ``overlap_step``, else sequential."""
         return ZenFlowZeroOptimizerParallel if zenflow_config.overlap_step else ZenFlowZeroOptimizerSequential
 
 

@@ -1,6 +1,6 @@
-"""Reads and writes weights, gradients and optimizer state by parameter, at every stage.
+"""Read and write weights, gradients and optimizer state by parameter, at every stage.
 
-Checkpoints go through ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`` family of ``deepspeed.base``.
+Checkpoints use ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`` family of ``deepspeed.utils``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from deepspeed.zero.states.store import PARAMS, OwnedFragment, StateStore
 
 MASTER = "fp32"
 JOINED = "_ds_joined"
-"""Attribute of a tensor: the fragments whose masters it holds a copy of, one after the other."""
+"""Tensor attribute: the fragments whose master weights this tensor concatenates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One trainable parameter as checkpoints know it; ``shared_names`` are its other names in the module."""
+    """One trainable parameter as checkpoints see it; ``shared_names`` are its other names in the module."""
 
     name: str
     param: nn.Parameter
@@ -44,7 +44,7 @@ class StateEntry:
 
 
 class StateAccess:
-    """A view on the live training state: nothing is copied, and writes go through.
+    """View of the live training state: nothing is copied, and writes take effect.
 
     ``names[i]`` and ``shared[i]`` belong to ``params[i]`` of the store. Methods marked *collective* must be called
     by all ranks that hold the parameter.
@@ -72,7 +72,7 @@ class StateAccess:
         self.admit(names, shared)
 
     def admit(self, names: Sequence[str], shared: Sequence[tuple[str, ...]]) -> None:
-        """The store now also has the parameters with these names, at its end."""
+        """Follow the store, which now holds the parameters with these names at its end."""
         first = len(self.names)
         self.names += names
         self.shared += shared
@@ -87,7 +87,7 @@ class StateAccess:
                 self._owned.setdefault(owned.param_index, []).append(owned)
 
     def __reduce__(self) -> Any:
-        """In a pickle of a parameter, as ``torch.save(module)`` makes: nothing."""
+        """Pickle as None, for parameters inside ``torch.save(module)``."""
         return type(None), ()
 
     # For checkpoints ----------------------------------------------------------------------------------------
@@ -101,19 +101,20 @@ class StateAccess:
         ]
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
-        each rank's own (``rank_state.py``)."""
+        """Yield this rank's fragments with their live master weights (key "fp32", 1-D) and optimizer state, except
+        state that differs between ranks (``rank_state.py``)."""
         self.store.settle()
         return self._each(self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Yield the ``shards`` that this rank is the first to hold: of MiCS's replicas and, at stage 0, of all ranks
-        with the same weights."""
+        """Yield the ``shards`` of which this rank is the first holder: among MiCS replicas and, at stage 0, among all
+        ranks with the same weights."""
         self.store.settle()
         return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts)
 
     def _each(self, fragments: Iterable[OwnedFragment]) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Coded state is shown as numbers; what the caller writes to them is kept when it asks for the next."""
+        """Yield the fragments with quantized state decoded; values the caller writes are encoded again when it asks
+        for the next fragment."""
         for owned in fragments:
             index, tensors = self._shard(owned)
             shown = {key: tensors[key]._version for key in self.store.traits.coded if key in tensors}
@@ -145,7 +146,7 @@ class StateAccess:
         return tensors
 
     def local_states(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """The same by parameter, even if stored in several pieces; live if it is one piece."""
+        """Yield the ``shards`` by parameter, joined if stored in several pieces; live if in one piece."""
         self.store.settle()
         for pieces in self._owned.values():
             states = [self._tensors(owned) for owned in pieces]
@@ -159,8 +160,8 @@ class StateAccess:
             yield replace(self.index_of(pieces[0]), stop=self.index_of(pieces[-1]).stop), tensors
 
     def write_local_states(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Inverse of ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
-        Masters not in ``saved`` are kept."""
+        """Invert ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
+        Master weights not in ``saved`` are kept."""
         self.store.settle()
         self.keep_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
         for index, pieces in self._owned.items():
@@ -187,7 +188,7 @@ class StateAccess:
                     _write(self.store.state_of(owned), key, saved[key])
 
     def states_by_param(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """This rank's optimizer state by parameter, as the optimizer keeps it; per-element state in one piece."""
+        """Yield this rank's optimizer state by parameter, in the optimizer's format; per-element state in one piece."""
         self.store.settle()
         for index, pieces in self._owned.items():
             state = _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
@@ -195,8 +196,9 @@ class StateAccess:
                 yield self.store.params[index], state
 
     def state_of(self, key: Tensor) -> dict[str, Any] | None:
-        """This rank's optimizer state of a parameter, or of the fragments whose masters were joined in ``key``;
-        per-element state in one piece, 1-D unless the master has the parameter's shape. None: there is none."""
+        """Return this rank's optimizer state of a parameter, or of the fragments whose masters were joined in
+        ``key``; per-element state in one piece, 1-D unless the master has the parameter's shape. None: there is none.
+        """
         pieces = getattr(key, JOINED, None)
         if pieces is None:
             pieces = self._owned.get(self._index.get(id(key), -1), [])
@@ -204,12 +206,12 @@ class StateAccess:
         return _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
 
     def name_of(self, param: Tensor) -> str | None:
-        """The name of a parameter that the engine trains, None for any other."""
+        """Return the name of a parameter that the engine trains, None for any other."""
         index = self._index.get(id(param))
         return None if index is None else self.names[index]
 
     def interval(self, param: nn.Parameter) -> tuple[int, int]:
-        """Elements of the flat parameter that this rank holds."""
+        """Return the interval of the flat parameter that this rank holds; (0, 0) if it holds nothing."""
         pieces = [owned.fragment for owned in self._fragments(param)]
         return (pieces[0].param_offset, pieces[-1].param_offset + pieces[-1].numel) if pieces else (0, 0)
 
@@ -219,43 +221,42 @@ class StateAccess:
         return placement.index(self.names[owned.param_index], start, start + owned.fragment.numel)
 
     def ensure_state(self) -> None:
-        """Create the state of all parameters that have none, as it is before their first update."""
+        """Create initial state for all parameters that have none."""
         self.store.ensure_state()
 
     def keep_state(self, names: Container[str]) -> None:
-        """Give the parameters in ``names`` optimizer state, whose values are to be written; reset the others to before
-        their first update."""
+        """Create optimizer state, to be overwritten, for the parameters in ``names``; drop that of the others."""
         self.store.keep_state(lambda owned: self.names[owned.param_index] in names)
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
-        """Write a value such as ``step`` of each parameter that ``values`` names."""
+        """Write a scalar state such as ``step`` for each parameter in ``values``."""
         for owned in self.store.fragments:
             value = values.get(self.names[owned.param_index])
             if value is not None:
                 _write(self.store.state_of(owned), key, value)
 
     def publish(self) -> None:
-        """After writing masters: refresh the model's weights on all ranks. Collective."""
+        """Refresh the model's weights on all ranks after master weights were written. Collective."""
         with torch.no_grad():
             self.store.refresh_low(self.store.fragments)
         self.publisher.publish()
 
     def weights_loaded(self) -> None:
-        """After writing the model's own weights (whole, on every rank): set the masters from them."""
+        """Set the master weights after the model's own weights were written (whole, on every rank)."""
         with torch.no_grad():
             for bucket in self.store.param_buckets:
                 bucket.relink(bucket.detached())
                 self.store.rebind(bucket)
 
     def weights_written(self, param: nn.Parameter) -> None:
-        """After writing one parameter's own weights: set its masters from them."""
+        """Set the master weights of one parameter after its own weights were written."""
         with torch.no_grad():
             for owned in self._fragments(param):
                 if owned.low is not None:
                     owned.master.view(-1).copy_(owned.low)
 
     def elements_written(self, param: nn.Parameter, value: Tensor) -> None:
-        """One parameter's own weights will become ``value`` [shape]: copy the elements that change to the masters."""
+        """Copy elements of ``value`` [shape] that differ from the parameter's own weights to the master weights."""
         flat = value.reshape(-1)
         for owned in self._fragments(param):
             if owned.low is not None:
@@ -267,7 +268,7 @@ class StateAccess:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The client's groups without their parameters."""
+        """Return the optimizer's groups without their parameters."""
         left_out = (PARAMS, *self.store.traits.script_keys)
         return [{k: v for k, v in g.items() if k not in left_out} for g in self.store.optimizer.param_groups]
 
@@ -284,14 +285,14 @@ class StateAccess:
         return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """A dynamic loss scale continues from its saved value; a static one is the configuration's."""
+        """Restore a dynamic loss scale from its saved value; a static one stays the config's."""
         saved = scalars.get("loss_scaler")
         if saved and scalars.get("dynamic") and self.scaler.dynamic:
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
 
     def pending_gradients(self) -> dict[str, Any] | None:
-        """This rank's gradients since the last boundary: local sums, gradients that arrived too late for their sum,
-        reduced shards with the layout of their bucket, and which parameters had a gradient."""
+        """Return this rank's gradients since the last boundary: local sums, late gradients, reduced shards with the
+        layout of their bucket, and the names of parameters that had a gradient. None: there are none."""
         self.reducer.finish_copies()
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
@@ -311,13 +312,14 @@ class StateAccess:
         return {"local": local, "late": late, "reduced": reduced, "layouts": layouts, "used": used}
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
-        """Return the elements that the shard of a bucket holds."""
+        """Return the contents of a bucket's shard: its interval, and (name, offset, numel) of the bucket's slots."""
         trained = [slot for slot in bucket.layout.slots if slot.param != UNUSED]
         slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:
-        """KeyError or ValueError: they belong to other parameters, or their buckets were partitioned differently."""
+        """Restore ``pending_gradients``. KeyError or ValueError: they belong to other parameters, or their buckets
+        were partitioned differently."""
         self.reducer.clear()
         if pending is None:
             return
@@ -338,20 +340,22 @@ class StateAccess:
     # By parameter (deepspeed.utils.safe_get_*, safe_set_*) --------------------------------------------------
 
     def full_master(self, param: nn.Parameter) -> Tensor | None:
-        """[shape] in the master dtype. Collective."""
+        """Return the whole master weight [shape] in the master dtype. Collective."""
         return self._assemble(param, [(o, o.master) for o in self._fragments(param)])
 
     def set_full_master(self, param: nn.Parameter, value: Tensor) -> None:
-        """Every rank writes its part; the model's weights are refreshed. Collective."""
+        """Write ``value`` [shape] to the master weights, each rank its fragment, and refresh the model's weights.
+        Collective."""
         self._scatter(value, [(o, o.master) for o in self._fragments(param)])
         self._publish_one(param)
 
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
-        """A per-element optimizer state such as ``exp_avg``. KeyError, on every rank: there is none. Collective."""
+        """Return a per-element optimizer state [shape] such as ``exp_avg``. KeyError, on every rank: there is none.
+        Collective."""
         parts = [(o, self.store.first_values(o).get(key)) for o in self._fragments(param)]
         found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
         lacking = torch.tensor([float(len(found) < len(parts))], device=param.device)
-        if self._cut(param):  # only those with a part of it know
+        if self._cut(param):  # only ranks that hold a fragment know
             self.replica_groups.of(param).shard.all_reduce_max(lacking).wait()
         if lacking.item():
             raise KeyError(
@@ -365,9 +369,9 @@ class StateAccess:
             self._scatter(value, parts)
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The reduced gradient in fp32, or None before the backward of a boundary. Collective.
+        """Return the reduced gradient in fp32, or None before the backward of a boundary. Collective.
 
-        Inside ``no_sync`` nothing is reduced: it is this rank's local sum, if any.
+        Inside ``no_sync`` nothing is reduced: this rank's local sum is returned, if any.
         """
         owned = self._fragments(param)
         if self.reducer.sums_paused:
@@ -385,14 +389,15 @@ class StateAccess:
         self._scatter(value, [(o, o.gradient()) for o in self._fragments(param)])
 
     def local_master(self, param: nn.Parameter) -> Tensor:
-        """This rank's part, 1-D; empty if it owns none. Live, unless stored in pieces (storage)."""
+        """Return this rank's fragment of the master weight, 1-D; empty if it owns none. Live, unless stored in
+        several pieces (NVMe)."""
         return self._local(param, [o.master for o in self._fragments(param)])
 
     def set_local_master(self, param: nn.Parameter, value: Tensor) -> None:
         write_pieces([o.master for o in self._fragments(param)], value, "part of the master weight")
 
     def local_weight(self, param: nn.Parameter) -> Tensor:
-        """This rank's part of the model's own weights, as it sends them to others; 1-D."""
+        """Return this rank's fragment of the model's own weights, as other ranks gather them; 1-D."""
         return self._local(param, [o.master if o.low is None else o.low for o in self._fragments(param)])
 
     def local_state(self, param: nn.Parameter, key: str) -> Tensor:
@@ -411,13 +416,13 @@ class StateAccess:
         write_pieces(pieces, value, "part of the gradient")
 
     def _reduced(self) -> bool:
-        """Return whether the gradients of every bucket are reduced; they can be read and written then."""
+        """Return whether every bucket's gradients are reduced, and so can be read and written."""
         self.reducer.finish_copies()
         return all(bucket.reduced is not None for bucket in self.reducer.buckets)
 
     @contextmanager
     def _writable_state(self, param: nn.Parameter, key: str) -> Iterator[list[tuple[OwnedFragment, Tensor]]]:
-        """The state ``key`` of this rank's fragments, to be written to inside the block."""
+        """Yield the state ``key`` of this rank's fragments, which the block may write."""
         parts = [(owned, self._own_state(owned, key)) for owned in self._fragments(param)]
         yield parts
         if key in self.store.traits.coded:
@@ -446,7 +451,7 @@ class StateAccess:
         return torch.cat([part.view(-1) for part in parts]) if parts else torch.empty(0, device=param.device)
 
     def _assemble(self, param: nn.Parameter, parts: list[tuple[OwnedFragment, Tensor]]) -> Tensor | None:
-        """The whole tensor from its parts on all ranks: each element has one owner, so the sum is exact."""
+        """Assemble the whole tensor from all ranks' fragments: each element has one owner, so the sum is exact."""
         numel, shape = full_numel(param), full_shape(param)
         if len(parts) == 1 and parts[0][0].fragment.numel == numel and not self._cut(param):
             return parts[0][1].detach().reshape(shape).clone()
@@ -490,7 +495,7 @@ def _joined_state(pieces: Sequence[OwnedFragment], states: Sequence[dict[str, An
 
 
 def _write(state: dict[str, Any], key: str, value: Tensor) -> None:
-    """Set a value of one fragment's state, in the dtype that the optimizer keeps."""
+    """Set an entry of one fragment's state, in the dtype that the optimizer keeps."""
     if isinstance(state.get(key), Tensor):
         state[key].copy_(value)
     elif key in state:

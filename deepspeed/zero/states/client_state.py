@@ -1,8 +1,8 @@
-"""``state_dict`` and ``load_state_dict`` of the client's own optimizer while the engine holds its state.
+"""Make ``state_dict`` and ``load_state_dict`` of the client's optimizer work while the engine holds its state.
 
-In ``optimizer.state`` the engine's masters stand in for the parameters, and torch's methods do not know them. Hooks
-present this rank's state under the client's parameters instead, in torch's format: whole tensors have the parameter's
-shape, parts are 1-D. Loading accepts both, so state saved without the engine can be loaded too.
+``optimizer.state`` is keyed by the engine's masters, which torch's methods do not know. Hooks present this rank's
+state under the client's parameters instead, in torch's format: whole tensors have the parameter's shape, parts are
+1-D. Loading accepts both, so state saved without the engine can be loaded too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from deepspeed.zero.states.access import StateAccess
 
 
 class StateByParam(defaultdict[Any, dict[str, Any]]):
-    """An optimizer's state by master, which also answers for the client's own parameters and for joined masters
-    (``StateAccess.state_of``): ``optimizer.state[param]`` is what this rank has of it."""
+    """An optimizer's state by master, which can also be looked up by the client's parameters and by joined masters
+    (``StateAccess.state_of``): ``optimizer.state[param]`` is this rank's part."""
 
     def __init__(self, access: StateAccess, state: dict[Any, dict[str, Any]]) -> None:
         super().__init__(dict, state)
@@ -35,7 +35,7 @@ class StateByParam(defaultdict[Any, dict[str, Any]]):
 
 
 class ClientState:
-    """Hooks on ``optimizer`` that translate between its parameters and what ``access`` holds."""
+    """Hooks on ``optimizer`` that translate between its parameters and the state behind ``access``."""
 
     def __init__(self, optimizer: Optimizer, access: StateAccess) -> None:
         self.access = access
@@ -50,7 +50,7 @@ class ClientState:
         ]
 
     def release(self, optimizer: Optimizer) -> None:
-        """At the engine's end, give the optimizer back the state of parameters that this rank holds completely."""
+        """Return the state of parameters that this rank holds completely to the optimizer, at the engine's end."""
         for handle in self._handles:
             handle.remove()
         optimizer.state = self._by_param(optimizer, parts=False)
@@ -79,7 +79,7 @@ class ClientState:
     # Loading ------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hold back what belongs to the engine's parameters; torch checks and loads the rest."""
+        """Set aside the state of the engine's parameters; torch checks and loads the rest."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         rest = dict(state_dict["state"])
@@ -92,7 +92,7 @@ class ClientState:
         return {**state_dict, "state": rest}
 
     def _local(self, name: str, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
-        """This rank's part of the state of one parameter."""
+        """Return this rank's part of the state of one parameter."""
         start, stop = self.access.interval(param)
         found: dict[str, Tensor] = {}
         for key, value in state.items():
@@ -121,11 +121,11 @@ class ClientState:
 
 
 def _whole(value: Any, shape: torch.Size) -> Any:
-    """Flat state of all elements in the parameter's shape; anything else as it is."""
+    """Return flat state of all elements in the parameter's shape, anything else unchanged."""
     flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == shape.numel()
     return value.view(shape) if flat else value
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Return whether it is a torch-style optimizer, not merely an object with parameter groups."""
+    """Return whether ``optimizer`` is torch-style, not merely an object with parameter groups."""
     return hasattr(optimizer, "register_load_state_dict_post_hook")

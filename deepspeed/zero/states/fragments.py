@@ -1,4 +1,4 @@
-"""Fragments that a rank owns of parameters, and the lists and sub-groups in which the step takes them."""
+"""Fragments of parameters that a rank owns, and the lists and sub-groups in which the step processes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from deepspeed.zero.layout import Fragment
 class OwnedFragment:
     """One fragment with the tensors that the optimizer step touches.
 
-    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself if nothing is
-    partitioned and there is no separate master. ``low`` is the fragment of the model's own weights that is refreshed
-    from it, or None if they are the same memory.
+    The optimizer updates ``master``: [numel] in the master dtype, or the parameter itself if nothing is partitioned
+    and there is no separate master. ``low`` is the fragment of the model's own weights that is refreshed from it, or
+    None if they are the same memory.
     """
 
     param_index: int
@@ -30,7 +30,7 @@ class OwnedFragment:
     low: Tensor | None
 
     def gradient(self) -> Tensor:
-        """[numel] view of the reduced gradient, shaped like ``master``."""
+        """Return a view of the reduced gradient, shaped like ``master``."""
         reduced = self.grad_bucket.reduced
         assert reduced is not None, "the gradient has not been reduced"
         start = self.fragment.shard_offset
@@ -65,7 +65,7 @@ class GroupTensors(NamedTuple):
 
 
 class Placed(Protocol):
-    """A part of a parameter."""
+    """A fragment with the index of its parameter."""
 
     @property
     def param_index(self) -> int: ...
@@ -78,7 +78,8 @@ PlacedT = TypeVar("PlacedT", bound=Placed)
 
 
 def sub_groups(groups: Sequence[Sequence[PlacedT]], size: int) -> Iterator[list[list[PlacedT]]]:
-    """Consecutive fragments by group, up to ``size`` elements together; ordered like the model, not like the groups."""
+    """Yield sub-groups of consecutive fragments, by group, up to ``size`` elements each; ordered like the model, not
+    like the groups."""
     number_of = {id(owned): g for g, group in enumerate(groups) for owned in group}
     everything = sorted(
         (o for group in groups for o in group), key=lambda o: (o.param_index, o.fragment.param_offset)
@@ -96,7 +97,8 @@ def sub_groups(groups: Sequence[Sequence[PlacedT]], size: int) -> Iterator[list[
 
 
 def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
-    """Write ``value`` over tensors that together are this rank's part; None: they do not exist at present."""
+    """Write ``value`` over the pieces that make up this rank's part. ValueError: ``pieces`` is None (they do not
+    exist now), or the sizes differ."""
     if pieces is None:
         raise ValueError(
             f"There is no {what} to write on this rank now; gradients exist from backward() to step()."

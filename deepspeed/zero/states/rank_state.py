@@ -1,6 +1,6 @@
-"""State of a communicating optimizer that differs between ranks: saved by each rank, and restored.
+"""Save and restore the state of a communicating optimizer that differs between ranks.
 
-Everything else in its state is the same on all ranks that hold the same weights, and is saved once (``StateAccess``).
+All other state is equal on the ranks that hold the same weights, and is saved once (``StateAccess``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from deepspeed.zero.states.fragments import OwnedFragment
 BY_PARAMETER, OPTIMIZER, START, PLACE, DEBTS = "by_parameter", "optimizer", "start", "place", "debts"
 WIRE = "wire"
 ROUNDING = 8
-"""Elements that a part may be longer than its share of a bucket."""
+"""Elements by which padding may lengthen a rank's part of a bucket."""
 
 
 class OwnState:
-    """``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer that ``access`` serves.
+    """Per-rank state: ``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer behind
+    ``access``.
 
     Of each parameter a rank saves the pieces that it updates: where they begin (``START``) in which boxes of the whole
     tensor (``PLACE``), their entries of the state, and what it owes them as the one that averages (``DEBTS``). So they
@@ -43,8 +44,7 @@ class OwnState:
         return self.store.traits.own_communication or bool(self._keepers())
 
     def saved(self) -> dict[str, Any] | None:
-        """This rank's part, live; None for an optimizer without communication of its own, where formats of gradients
-        keep no errors either."""
+        """Return this rank's state, live; None if neither the optimizer communicates nor a wire format keeps errors."""
         if not self.takes_part:
             return None
         wire = {index: kept for index, keeper in self._keepers().items() if (kept := keeper.kept())}
@@ -63,10 +63,10 @@ class OwnState:
         return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Take what ``saved[r]`` says that rank r had; returns notes for the log. Local.
+        """Load from ``saved[r]``, the state of rank r; return notes for the log. Local.
 
-        With another number of ranks or other shards, each element gets the mean of all ranks that had it, so that the
-        mean over ranks, which is what an exchange of momenta and errors computes, is what it was. ValueError: a size
+        With another number of ranks or other shards, each element gets the mean over the ranks that had it. This
+        keeps the mean over ranks, which is all that an exchange of momenta and errors computes. ValueError: a size
         differs.
         """
         notes = self._restore_wire(saved, rank, ranks)
@@ -75,7 +75,7 @@ class OwnState:
         )
 
     def _load_optimizer(self, parts: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        # Another optimizer may have saved errors of gradients alone.
+        # Another optimizer may have saved only the error feedback of gradients.
         saved = parts if len(parts) and BY_PARAMETER in parts[0] else list[Mapping[str, Any]]()
         optimizer: Any = self.store.optimizer
         alike = len(saved) == ranks and self._same_pieces(saved[rank])
@@ -86,19 +86,20 @@ class OwnState:
             if isinstance(optimizer, ServerErrorOwner):
                 optimizer.forget_server_errors()
             self._owe(saved)
-        # It may have restored weights that differ from rank to rank.
+        # The optimizer may have restored weights that differ between ranks.
         self.store.refresh_low(self.store.fragments)
         if alike:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]
 
     def _keepers(self) -> dict[int, ErrorFeedback]:
-        """By the index of their bucket."""
+        """Return the error feedback of the wire formats, by bucket index."""
         found = {b.layout.index: keeper_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
         return {index: keeper for index, keeper in found.items() if keeper is not None}
 
     def _restore_wire(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Errors of formats belong to buckets as they were cut, and to the format: for others they start anew."""
+        """Restore the error feedback of wire formats. It belongs to one layout and format of buckets, and is reset
+        for any other."""
         keepers = self._keepers()
         if not keepers:
             return []
@@ -153,7 +154,7 @@ class OwnState:
             own.copy_(mean)
 
     def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Make every sender owe what averaging ranks owed: the mean is the same."""
+        """Add the server errors of averaging ranks to every sender's error: the mean is the same."""
         kind = self.store.traits.rank_state[0]
         for own, mean in self._means(saved, lambda piece: [(kind, *debt) for debt in piece.get(DEBTS, ())]):
             own.add_(mean)
@@ -214,7 +215,7 @@ def _add(total: Tensor, own: ShardIndex, source: ShardIndex, values: Tensor) -> 
 
 
 class _Parts(Sequence[Mapping[str, Any]]):
-    """The optimizer's own part of what each rank saved."""
+    """The optimizer's ``own_state`` as each rank saved it."""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
         self.saved = saved

@@ -1,6 +1,7 @@
-"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored.
+"""Master weights and optimizer state of this rank, by fragment, and the tier where they rest.
 
-``ResidentTier`` keeps them where the update happens; ``offload/tiers.py`` in host memory or on storage."""
+``ResidentTier`` keeps them where the update runs; ``offload/tiers.py`` in host memory or on storage.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ PARAMS = "params"
 
 
 class StateStore:
-    """Owns the master weights and knows the optimizer's state by fragment.
+    """Owner of the master weights, with the optimizer's state by fragment.
 
-    The client's optimizer keeps its group dicts, with the client's parameters in them; ``swap_groups`` puts the
-    fragments in their place while the optimizer works.
+    The client's optimizer keeps its group dicts, with the client's parameters in them; ``swap_groups`` replaces these
+    by the fragments while the optimizer runs.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StateStore:
         self.fragments: list[OwnedFragment] = []
         self._constructs = False  # whether the optimizer's step relies on state created by its constructor
         self.settle: Callable[[], None] = self.tier.check
-        """Called before masters or state are read outside the step: some of what they are may be kept elsewhere."""
+        """Called before masters or state are read outside the step, to complete values that are kept elsewhere."""
         self.admit(params, param_buckets, grad_buckets)
 
     def admit(
@@ -75,7 +76,7 @@ class StateStore:
         self.tier.adopt(by_group, self.state_of)
 
     def follow_groups(self) -> None:
-        """Update to groups that the optimizer may have gained."""
+        """Follow groups added to the optimizer."""
         self.by_group += [[] for _ in self.optimizer.param_groups[len(self.by_group) :]]
 
     def _own(self, weights: ParamBucket, grads: GradBucket, fragments: Sequence[Fragment]) -> None:
@@ -114,7 +115,7 @@ class StateStore:
     def _adopt_existing_state(
         self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
     ) -> None:
-        """Partition state that the client's optimizer already had for ``params`` like the weights."""
+        """Partition the state that the client's optimizer already has for ``params`` like the weights."""
         old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
         example = next((p for p in params if old.get(id(p))), None)
         if example is not None:
@@ -127,16 +128,17 @@ class StateStore:
                 self.optimizer.state[owned.master] = self._cut_state(state, owned)
 
     def _cut_state(self, state: dict[str, Any], owned: OwnedFragment) -> dict[str, Any]:
-        """The part of a whole parameter's ``state`` that belongs to ``owned``, on the device and in the dtype of its
-        master."""
+        """Return the part of a whole parameter's ``state`` that belongs to ``owned``, on the device and in the dtype
+        of its master."""
         param, master = self.params[owned.param_index], owned.master
         shape = full_shape(param)
         values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
-            # Created by its constructor for a parameter that was already sharded.
+            # Created by the optimizer's constructor for a parameter that was already sharded.
             return self._first_state(owned)
         per_element = {key for key, value in values.items() if value.shape == shape}
-        # Of a scalar, values such as "step" have the shape as well: the state of a vector tells them apart.
+        # For a scalar parameter, "step" and the like have its shape too: the state of a vector tells them from
+        # per-element state.
         if not shape and master.dim():
             first = self._first_state(owned)
             per_element = {
@@ -153,19 +155,19 @@ class StateStore:
         return cut
 
     def swap_groups(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _GroupSwap:
-        """``with store.swap_groups(...)``: the optimizer's groups hold the masters of the given fragments."""
+        """Return a context in which the optimizer's groups hold the masters of the given fragments."""
         return _GroupSwap(self.optimizer, [[owned.master for owned in group] for group in fragments_by_group])
 
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
         return self.optimizer.state.get(owned.master, {})
 
     def values_of(self, owned: OwnedFragment) -> dict[str, Any]:
-        """The state of a fragment as numbers: live, but for what the optimizer keeps as codes."""
+        """Return the state of a fragment: live, but entries that the optimizer keeps quantized are decoded."""
         state = self.state_of(owned)
         return self._decoded(state) if self.traits.coded else state
 
     def set_value(self, owned: OwnedFragment, key: str, values: Tensor) -> None:
-        """Write one coded entry; see ``values_of``."""
+        """Encode and write one quantized entry; see ``values_of``."""
         optimizer: Any = self.optimizer
         with torch.no_grad():
             optimizer.set_decoded_state(self.state_of(owned), key, values)
@@ -175,7 +177,7 @@ class StateStore:
         return optimizer.decoded_state(state)
 
     def rebind(self, bucket: ParamBucket) -> None:
-        """The weights of ``bucket`` have moved: find their fragments again and set the masters from them."""
+        """Find the fragments of a ``bucket`` whose weights have moved, and set the masters from them."""
         for owned in self.fragments:
             if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
                 owned.low = bucket.local_weights(owned.fragment)
@@ -190,21 +192,20 @@ class StateStore:
             torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
 
     def refresh_masters(self) -> None:
-        """Set the masters from the model's own weights (which were loaded or edited)."""
+        """Set the masters from the model's own weights, after these were loaded or edited."""
         pairs = [(owned.master.reshape(-1), owned.low) for owned in self.fragments if owned.low is not None]
         if pairs:
             torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
 
     def ensure_state(self, wanted: Callable[[OwnedFragment], bool] = lambda owned: True) -> None:
-        """Create the state of fragments that have none, as it is before their first update. Local."""
+        """Create initial state for fragments that have none. Local."""
         missing = [[o for o in group if wanted(o) and not self.state_of(o)] for group in self.by_group]
         for batch in self.tier.batches(missing):
             for owned in (owned for group in batch for owned in group):
                 self.optimizer.state[owned.master] = self._first_state(owned)
 
     def keep_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
-        """Give the ``wanted`` fragments state, whose values are to be written; reset the others to before their first
-        update."""
+        """Create state, to be overwritten, for the ``wanted`` fragments; if others have state, drop all of it first."""
         if any(self.state_of(owned) and not wanted(owned) for owned in self.fragments):
             self.clear_state()
         self.ensure_state(wanted)
@@ -218,11 +219,11 @@ class StateStore:
             self.ensure_state()
 
     def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
-        """The state of a fragment, or what it would start with; nothing is stored."""
+        """Return the state of a fragment, or its initial state, which is not stored."""
         return self.state_of(owned) or self._first_state(owned)
 
     def first_values(self, owned: OwnedFragment) -> dict[str, Any]:
-        """``first_state`` as numbers."""
+        """Return ``first_state`` with quantized entries decoded."""
         state = self.first_state(owned)
         return self._decoded(state) if self.traits.coded else state
 
@@ -231,7 +232,7 @@ class StateStore:
 
 
 class _GroupSwap:
-    """Swaps ``group["params"]`` of every group and puts the client's own lists back, whatever happens."""
+    """Context that swaps ``group["params"]`` of every group, and restores the client's lists on exit."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, lists: list[list[Tensor]]) -> None:
         self.groups = optimizer.param_groups
@@ -248,7 +249,7 @@ class _GroupSwap:
 
 
 def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
-    """Optimizer group of each parameter, -1 for one not in the optimizer."""
+    """Return the optimizer group of each parameter, -1 for one not in the optimizer."""
     groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group[PARAMS]}
     return [groups.get(id(param), -1) for param in params]
 
@@ -258,20 +259,20 @@ StateOf = Callable[[OwnedFragment], dict[str, Any]]
 
 
 class ResidentTier:
-    """State and masters are kept where they are updated: nothing moves."""
+    """Tier that keeps state and masters where they are updated: nothing moves."""
 
     cuts = False
-    """Whether fragments may be owned in ``pieces``."""
+    """Whether fragments may be split into ``pieces``."""
 
     on_file = False
-    """Whether any of what it keeps, gradients too, is mapped from a file."""
+    """Whether any of its tensors, gradients included, are mapped from a file."""
 
     def takes(self, layout: BucketLayout) -> bool:
-        """Return whether the state of this bucket is kept elsewhere."""
+        """Return whether this tier offloads the state of this bucket."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
-        """The tier that places the masters of this bucket."""
+        """Return the tier that places the masters of this bucket."""
         return self if self.takes(layout) else ResidentTier()
 
     def own_master(self, weights: Tensor) -> bool:
@@ -279,40 +280,40 @@ class ResidentTier:
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """The fragment in the pieces to be owned; an offloading tier splits large ones."""
+        """Return the pieces in which the fragment is owned; an offloading tier splits large ones."""
         return [fragment]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """[n] copy of ``weights`` in the master dtype, where the tier keeps masters."""
+        """Return a copy of ``weights`` [n] in the master dtype, where the tier keeps masters."""
         return weights.to(dtype, copy=True)
 
     def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] undefined memory for the summed gradients of a bucket on ``device``."""
+        """Return uninitialized memory [numel] for the summed gradients of a bucket on ``device``."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
         """Take over these fragments, by optimizer group. Called when their masters exist."""
 
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
-        """``apply`` the optimizer to ``groups``, in as many parts as fit."""
+        """Update ``groups`` with ``apply``, in parts that fit in memory."""
         apply(groups)
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
-        """``groups`` in parts whose state may be in memory at the same time."""
+        """Yield ``groups`` in parts whose state fits in memory together."""
         yield groups
 
     def rest(self) -> None:
-        """State was created or replaced outside ``update``: move it to where it is stored."""
+        """Move state that was created or replaced outside ``update`` to where it rests."""
 
     def forget_state(self) -> None:
-        """All optimizer state has been dropped."""
+        """Forget all optimizer state, which has been dropped."""
 
     def describe(self) -> str:
-        """One line for the start of a run; empty if there is nothing to say."""
+        """Return one line for the log at start-up; empty if there is nothing to say."""
         return ""
 
     def check(self) -> None:
-        """State is about to be accessed outside ``update``. OSError: the file that holds it is damaged."""
+        """Check the storage before state is accessed outside ``update``. OSError: the file that holds it is damaged."""
 
     def close(self) -> None:
-        """The engine is done with the state."""
+        """Free what the tier holds, at the engine's end."""
