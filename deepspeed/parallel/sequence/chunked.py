@@ -40,7 +40,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
-    """Return, for each chunk of ``length`` tokens, the number of tokens per rank ([Note: which tokens])."""
+    """Return, for each chunk of ``length`` tokens, the number of tokens per rank (Note: which tokens)."""
     sizes = [length // chunks + (at < length % chunks) for at in range(chunks)]
     return [tuple(size // ranks + (rank < size % ranks) for rank in range(ranks)) for size in sizes]
 
@@ -184,7 +184,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 class _ChunkBackward:
-    """Accumulates the gradients of input and weights from the last chunk to the first ([Note: order of backward])."""
+    """Accumulates the gradients of input and weights from the last chunk to the first (Note: order of backward)."""
 
     def __init__(
         self,

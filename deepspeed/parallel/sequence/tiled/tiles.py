@@ -91,7 +91,7 @@ class TiledCall:
 def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
     """Run ``call`` over ``inputs``, as one autograd node if grad mode is enabled.
 
-    RuntimeError: it uses a tensor with a graph that is not an input ([Note: finding the weights]).
+    RuntimeError: it uses a tensor with a graph that is not an input (Note: finding the weights).
     """
     if not call.order:
         return _nothing_counts(inputs)
@@ -121,7 +121,7 @@ class _Run:
         self.first: list[Tensor] = []
 
     def start(self) -> None:
-        """Compute the first tile and discover the leaves that the function uses ([Note: finding the weights])."""
+        """Compute the first tile and discover the leaves that the function uses (Note: finding the weights)."""
         device = next(each.device for each in self.inputs if isinstance(each, Tensor))
         self.context = RecomputeContext(device)
         tiles = self.call.tiles(self.inputs, self.call.order[0], self.needed)

@@ -45,7 +45,7 @@ def through_sublayers(
 ) -> tuple[Tensor, ...]:
     """Run both halves through the sublayers and return ``last`` of each. ``weights``: all weights used."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in (*halves, *weights)):
-        anchor = torch.empty((), requires_grad=True)  # weights are no inputs of the node, but need its backward
+        anchor = torch.empty((), requires_grad=True)  # the node needs an input: it gets no weights
         return _Halves.apply(sublayers, group, last, anchor, *halves)
     runs = [_Half(sublayers, group, number, half, False) for number, half in enumerate(halves)]
     return _forward(runs, len(sublayers), last)
