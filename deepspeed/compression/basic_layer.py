@@ -34,7 +34,7 @@ else:
     _Split = nn.Module
 
 
-# Compressed layers of which each tensor-parallel rank holds a part.
+# Compressed tensor-parallel layers.
 #
 # Quantization ranges, thresholds and masks are those of the whole weight: while a technique is on, forward
 # all-gathers the weight, compresses it and keeps this rank's part. The ranks thus compute what one process

@@ -194,7 +194,7 @@ def _related(
 
 def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = None, mpu: Any = None) -> M:
     """Prepare ``model`` for the techniques in the section ``compression_training``. Call it before
-    ``deepspeed.initialize`` and before the optimizer is made, as learned masks are parameters.
+    ``deepspeed.initialize`` and before creating the optimizer, as learned masks are parameters.
 
     The modules that the groups match become compressible in place (``LinearLayer_Compress`` and its siblings); names
     and parameters stay, and the engine's schedule switches the techniques on. With ``layer_reduction`` the model is

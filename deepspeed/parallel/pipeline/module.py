@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, of which each rank holds its stage's."""
+"""A model as a sequence of layers, split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
 
 class PipelineModule(Partitioned, nn.Module):
-    """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
+    """The layers of one pipeline stage; the pipeline engine moves activations between stages.
 
     Args:
         layers: modules, functions of one argument, and specs, in forward order. Each takes the output of the previous
@@ -276,7 +276,7 @@ class PipelineModule(Partitioned, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.compile`` every layer of this stage in place."""
+        """Apply ``torch.compile`` to every layer of this stage in place."""
         for layer in self.forward_funcs:
             if isinstance(layer, nn.Module):
                 layer.compile(*args, **kwargs)

@@ -93,7 +93,7 @@ class WholeModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Send this stage's tensors; on rank 0, drain those not received, which are left after an error."""
+        """Send this stage's tensors; on rank 0, receive and drop any that are left after an error."""
         try:
             for wanted, tensor in self._to_send:
                 for part in tensor.parts():

@@ -183,12 +183,12 @@ def _known_linear(layer: nn.Module) -> nn.Module:
 
 
 def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:
-    """Return the input unchanged: its gradient is summed by whoever produces it."""
+    """Return the input unchanged: its gradient is summed where the input is produced."""
     return inputs
 
 
 class SummedGradient:
-    """Forward hook on a module with a replicated output that ranks use for different parts: sums its gradient."""
+    """Forward hook that sums the partial gradients of a module's replicated output over ranks."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -201,7 +201,7 @@ class SummedGradient:
 
 
 class ParameterSum:
-    """Gradient hook on a replicated parameter of which each rank computes a part of the gradient: sums it."""
+    """Gradient hook that sums the partial gradients of a replicated parameter over ranks."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group

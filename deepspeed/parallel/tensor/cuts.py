@@ -82,7 +82,7 @@ class Cut:
 
     @classmethod
     def whole(cls, dim: int, size: int, ranks: int) -> Cut:
-        """Return a cut of which every rank holds all."""
+        """Return the cut under which every rank holds everything."""
         return cls(dim, size, (((0, size),),) * ranks)
 
     @property

@@ -15,7 +15,7 @@ from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """Each rank looks up the tokens whose rows it holds, others give zeros; the sum over ranks is exact.
+    """Each rank looks up the tokens whose rows it holds, with zeros for others; the sum over ranks is exact.
 
     Replaces an ``nn.Embedding``, or a subclass whose forward treats every token alike (a scale).
 

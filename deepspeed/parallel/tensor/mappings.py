@@ -35,7 +35,7 @@ Map: TypeAlias = Callable[[Tensor], Tensor]
 
 @untraced
 def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
-    """Pass ``inputs``, equal on all ranks, into a region where each rank does a part of the work: their gradient is
+    """Pass ``inputs``, equal on all ranks, into a region whose work is partitioned over the ranks: their gradient is
     summed."""
     if group.size == 1:
         return inputs
@@ -76,7 +76,7 @@ def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 @untraced
 def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
-    """Concatenate all ranks' ``inputs`` [.., n, ..] along ``dim``, for work of which each rank does a part.
+    """Concatenate all ranks' ``inputs`` [.., n, ..] along ``dim``, for work partitioned over the ranks.
 
     ``length``: of the result, if less than ``n x ranks`` because the last ranks' inputs end in padding.
     """

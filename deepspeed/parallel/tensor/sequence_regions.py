@@ -38,7 +38,7 @@ class SequenceRegion:
         return split_sequence(inputs, self.group, self.dim)
 
     def gather(self, inputs: Tensor) -> Tensor:
-        """All-gather the sequence, for work of which each rank does a part."""
+        """All-gather the sequence, for work partitioned over the ranks."""
         return gather_sequence(inputs, self.group, self.dim, self._length(inputs))
 
     def scatter(self, inputs: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters beside frozen weights. E. J. Hu et al.: LoRA: Low-rank adaptation of large language models,
+    """Low-rank adapters for frozen weights. E. J. Hu et al.: LoRA: Low-rank adaptation of large language models,
     2021.
 
     Args:

@@ -23,8 +23,8 @@ class Init:
     ``target_mods`` and quantizes these layers.
 
     Transformers models created in the context by ``from_pretrained`` or ``from_config`` (of ``AutoModelForCausalLM`` or
-    their own class) are complete when that returns: weights are quantized one by one as they are loaded, adapters
-    created, and everything else frozen.
+    their own class) are complete when that returns: weights are quantized one by one during loading, adapters created,
+    and everything else frozen.
 
     Args:
         lora_config: None: no adapters.
@@ -108,7 +108,7 @@ def _is_target(path: str, module: LoRAOptimizedLinear) -> bool:
 
 
 def _note_name(parent: nn.Module, name: str, layer: nn.Module | None) -> None:
-    """Let a layer registered under a target's name quantize its weight as soon as it is loaded."""
+    """Let a layer registered under a target's name quantize its weight on loading."""
     if isinstance(layer, LoRAOptimizedLinear) and _is_target(name, layer):
         layer.quantizes_loaded = layer.quantization_config is not None
 

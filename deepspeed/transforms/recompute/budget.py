@@ -286,7 +286,7 @@ def refuse_own_checkpoints(module: nn.Module) -> None:
 
 
 def report(choice: RecomputeChoice) -> str:
-    """Describe in a few lines what is kept and what is recomputed."""
+    """Format a report of what is kept and what is recomputed, a few lines."""
     counted = choice.counted
     lines = [
         f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} that everything takes; "

@@ -95,7 +95,7 @@ class CommitP2P(PipeInstruction):
 class PipeSchedule(ABC):
     """The instructions of stage ``stage_id`` of ``stages`` for a batch of ``micro_batches``.
 
-    Iterating gives one list of instructions per step; all stages have the same number of steps.
+    Iterating yields one list of instructions per step; all stages have the same number of steps.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
