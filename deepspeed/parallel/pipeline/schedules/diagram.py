@@ -16,7 +16,7 @@ LEGIBLE = 13
 
 def picture(simulations: Sequence[Simulation], width: int = 960) -> str:
     """Draw timelines one below the other as SVG, on a common time scale: a row per stage, a box per action, labelled
-    with its micro-batch; gray is idle time. Boxes of later chunks have a thick border."""
+    with its micro-batch; grey is idle time. Boxes of later chunks have a thick border."""
     scale = (width - LEFT - GAP) / max(each.makespan for each in simulations)
     parts: list[str] = []
     top = GAP
