@@ -36,7 +36,7 @@ def cut_causal_lm(
     chunks: int = 1,
     zigzag: bool = False,
 ) -> PipelineModule:
-    """Split ``model`` (a causal language model of Transformers, with its weights) into a PipelineModule.
+    """Turn ``model`` (a causal language model of Transformers, with weights) into a PipelineModule for ``initialize``.
 
     Weights keep their names. Stages are runs of blocks; this rank keeps its stage's weights and drops all others from
     ``model``, which is unusable on its own afterwards. A micro-batch is what collators return: a mapping of input_ids,

@@ -90,7 +90,7 @@ class StageRun:
     timed: bool = False
     on_backward: Callable[[], None] = lambda: None
     results: list[Any] = field(default_factory=list)
-    """On the stage with the last chunk: its outputs by micro-batch."""
+    """On the stage with the last chunk: results of its ``forward_stage``, by micro-batch."""
     peak_held: int = 0
     seconds: dict[Kind, list[float]] = field(default_factory=dict)
     _held: dict[tuple[int, int], _HeldActivations] = field(default_factory=dict)
