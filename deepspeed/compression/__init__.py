@@ -1,4 +1,4 @@
 """Quantization-aware training, pruning, layer reduction and MoQ (docs/compression.md).
 
-Knows parallel layers, of which each rank compresses its part. Start reading: `compress.py`, `techniques.py`.
+In tensor-parallel layers each rank compresses its own part. Start reading: `compress.py`, `techniques.py`.
 """

@@ -29,21 +29,20 @@ if TYPE_CHECKING:
     from deepspeed.parallel.tensor.layers import TensorParallelLayer
 
     class _Split(TensorParallelLayer, Compressible):
-        """Bases of an object of these classes: a split layer, and the compressed layer that it was."""
+        """For type checkers: a tensor-parallel layer that is also compressible."""
 else:
     _Split = nn.Module
 
 
-# Compressed layers of which each tensor-parallel rank holds a part.
+# Compressed tensor-parallel layers.
 #
-# Ranges of groups, thresholds and masks are those of the whole weight: while a technique is on, forward
-# gathers it, compresses it and goes on with this rank's part. So the ranks compute what one process
-# computes, for an all-gather of the weights that are compressed. Masks and learned scores are whole on
-# every rank.
+# Quantization ranges, thresholds and masks are those of the whole weight: while a technique is on, forward
+# all-gathers the weight, compresses it and keeps this rank's part. The ranks thus compute what one process
+# computes, at the price of that all-gather. Masks and learned scores are replicated on every rank.
 
 
 class _InParts(_Split):
-    """Common part of all of them; first among the bases."""
+    """Base of the split layers below; comes first in their MRO."""
 
     def _adopt(self, module: nn.Module) -> None:
         super()._adopt(module)
@@ -74,7 +73,7 @@ class _InParts(_Split):
 
 
 class CompressedColumns(_InParts, LinearLayer):
-    """Column-parallel."""
+    """A compressed column-parallel linear layer."""
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().operands()
@@ -88,25 +87,25 @@ class CompressedColumns(_InParts, LinearLayer):
 
 
 class CompressedRows(_InParts, LinearAllreduce):
-    """Row-parallel."""
+    """A compressed row-parallel linear layer."""
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().operands()
         if bias is not None and self._prunes("row"):
-            # All ranks add the same bias after the sum: its mask has the whole gradient on each of them.
+            # All ranks add the same bias after the all-reduce, so each already has the whole gradient of its mask.
             bias = bias * super(_InParts, self).get_mask("row").view(-1)
         return self._compressed_part(weight), bias
 
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         if self.activation_quantization_enabled and self.activation_quantizer is not None:
-            cut = self.cut.along(-1)  # a token's range is that of all its features
+            cut = self.cut.along(-1)  # a token's range spans all its features, so they are gathered
             whole = whole_of_part(inputs, self.group, cut)
             inputs = cut.take(self._quantized_input(whole, tokens(whole)), self.group.rank)
         return super()._product(inputs, weight, bias)
 
 
 class CompressedVocabulary(_InParts, VocabParallelEmbedding):
-    """An embedding of which each rank has a part of the vocabulary."""
+    """A compressed vocabulary-parallel embedding."""
 
 
 class Embedding_Compress(Compressible, nn.Embedding):
@@ -169,7 +168,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
         self.head_pruning_scores = self._scores(1, num_heads)
 
     def head_pruning_reshape(self, w: Tensor, mask: Tensor) -> Tensor:
-        """``w`` [outputs, inputs] with each head's input features multiplied by its entry of ``mask``."""
+        """Return ``w`` [outputs, inputs] with each head's input features multiplied by the head's entry of ``mask``."""
         heads = mask.numel()
         return (w.view(w.shape[0], heads, -1) * mask.view(1, heads, 1)).view(w.shape)
 
@@ -187,7 +186,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
         return self.bias * self.get_mask("row").view(-1)
 
     def forward(self, input: Tensor, skip_bias_add: bool = False) -> Any:
-        """With ``skip_bias_add``: (output without the bias, bias)."""
+        """Return the output, or (output without bias, bias) with ``skip_bias_add``."""
         inputs = self._quantized_input(input, tokens(input))
         if skip_bias_add:
             return F.linear(inputs, self.compressed_weight()), self.compressed_bias()
@@ -197,8 +196,8 @@ class LinearLayer_Compress(Compressible, nn.Linear):
     def fix_row_col_pruning_helper(
         self, mask: Tensor | None = None, dim_reduction: bool = False
     ) -> Tensor | None:
-        """Make row pruning permanent and return which rows are kept; with the ``mask`` of the layer before, remove
-        this layer's input features. ``dim_reduction``: remove what is pruned instead of setting it to zero."""
+        """Make row pruning permanent and return the boolean mask of kept rows. Given the ``mask`` of the preceding
+        layer, prune this layer's input features instead. ``dim_reduction``: remove what is pruned, don't zero it."""
         if mask is not None:
             kept = mask.view(-1).bool()
             if dim_reduction:
@@ -224,8 +223,8 @@ class LinearLayer_Compress(Compressible, nn.Linear):
     def fix_head_pruning_helper(
         self, mask: Tensor | None = None, num_heads: int | None = None, dim_reduction: bool = False
     ) -> Tensor | None:
-        """The same for heads: of the layer with the scores its input features; with its ``mask`` of the layers before
-        the attention (query, key, value) the output features of its ``num_heads`` heads."""
+        """Make head pruning permanent: in the layer that has the scores prune the input features and return the mask
+        of kept heads; given that ``mask``, in query, key and value prune the output features of ``num_heads`` heads."""
         if mask is not None:
             heads = mask.view(-1).bool()
             per_head = self.weight.shape[0] // (num_heads or heads.numel())
@@ -269,7 +268,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
         weight, bias = self.compressed_weight(), self.bias
         if self.channel_pruning_enabled:
             mask = self.get_mask("channel")
-            vars(self)["applied_mask"] = mask.detach()  # for the batch norm behind it
+            vars(self)["applied_mask"] = mask.detach()  # for the batch norm that follows
             weight = weight * mask
             bias = bias * mask.view(-1) if bias is not None else None
         if self.padding_mode == "zeros":
@@ -278,7 +277,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
         return F.conv2d(inputs, weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def _pads(self) -> list[int]:
-        """Return the padding, of the last dimension first, as ``F.pad`` takes it."""
+        """Return the padding in ``F.pad`` order: last dimension first."""
         pads: list[int] = []
         for dim in (1, 0):
             if self.padding == "same":
@@ -292,8 +291,8 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
     def fix_channel_pruning_helper(
         self, mask: Tensor | None = None, dim_reduction: bool = False
     ) -> Tensor | None:
-        """Make channel pruning permanent and return which channels are kept; with the ``mask`` of the layer before,
-        remove this layer's input channels. ``dim_reduction``: remove what is pruned instead of setting it to zero."""
+        """Make channel pruning permanent and return the boolean mask of kept channels. Given the ``mask`` of the
+        preceding layer, prune this layer's input channels. ``dim_reduction``: remove what is pruned, don't zero it."""
         if mask is not None:
             kept = mask.view(-1).bool()
             if self.groups != 1:
@@ -316,7 +315,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
 
 
 class BNLayer_Compress(Compressible, nn.BatchNorm2d):
-    """A batch norm behind a convolution whose channels are pruned: those stay zero behind it as well."""
+    """A batch norm after a convolution with pruned channels: it keeps those channels at zero."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         nn.BatchNorm2d.__init__(self, *args, **kwargs)
@@ -331,7 +330,7 @@ class BNLayer_Compress(Compressible, nn.BatchNorm2d):
 
     @torch.no_grad()
     def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
-        """Remove the channels that ``mask`` does not keep, or set their scale and shift to zero."""
+        """Remove the channels that ``mask`` drops, or without ``dim_reduction`` zero their scale and shift."""
         kept = mask.view(-1).bool()
         if dim_reduction:
             for name in ("weight", "bias", "running_mean", "running_var"):
@@ -356,7 +355,7 @@ def _described(layer: Compressible) -> str:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts of the last dimension. ValueError: it has another number of elements."""
+    """Split ``tensor`` into equal parts along its last dimension. ValueError: the size is not divisible."""
     if tensor.shape[-1] % num_partitions:
         raise ValueError(f"{tensor.shape[-1]} features are not {num_partitions} equal parts")
     parts = tensor.split(tensor.shape[-1] // num_partitions, dim=-1)
@@ -364,7 +363,7 @@ def split_tensor_along_last_dim(
 
 
 def _ranks(mpu: Any = None) -> Communicator:
-    """Those that share a layer: of ``mpu``, else of the newest engine."""
+    """Return the tensor-parallel ranks of ``mpu``, or else of the newest engine's mesh."""
     if mpu is not None:
         group = getattr(mpu, "get_tensor_model_parallel_group", None) or mpu.get_model_parallel_group
         return Communicator(group())
@@ -373,8 +372,8 @@ def _ranks(mpu: Any = None) -> Communicator:
 
 
 class ColumnParallelLinear_Compress(LinearLayer_Compress):
-    """Megatron's linear layer of which each rank of ``mpu`` has some output features. Returns (output, bias or
-    None)."""
+    """Megatron's column-parallel linear layer: each rank of ``mpu`` has a part of the output features. Returns
+    (output, bias or None)."""
 
     def __init__(
         self,
@@ -403,7 +402,8 @@ class ColumnParallelLinear_Compress(LinearLayer_Compress):
 
 
 class RowParallelLinear_Compress(LinearLayer_Compress):
-    """Megatron's linear layer of which each rank of ``mpu`` has some input features. Returns (output, bias or None)."""
+    """Megatron's row-parallel linear layer: each rank of ``mpu`` has a part of the input features. Returns (output,
+    bias or None)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The documented functions of compression: prepare a model, start a student from its teacher, make the result plain."""
+"""Entry points of compression: prepare a model, initialize a student from its teacher, make the result permanent."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _FITS: dict[str, tuple[type[nn.Module], ...]] = {
     keys.HEAD_PRUNING: _LINEAR,
     keys.CHANNEL_PRUNING: _CONV,
 }
-"""Which modules a technique is for."""
+"""Module classes that a technique applies to."""
 
 
 def check_deepspeed_config(config: Config) -> dict[str, Any]:
-    """A config as a dict, from a dict, a path or base64 text."""
+    """Load a config from a dict, a path or base64 text and return it as a dict."""
     return dict(load_source(config).data)
 
 
@@ -60,10 +60,10 @@ def get_module_name(
     mpu: Any = None,
     verbose: bool = True,
 ) -> tuple[list[str], MutableSet[str]]:
-    """Names of the compressible modules in which the regular expression ``key_word`` is found, and these added to
-    ``exist_module_name``. ``"*"`` finds all linear layers and convolutions.
+    """Return the names of the compressible modules that match the regular expression ``key_word``, and
+    ``exist_module_name`` with these added. ``"*"`` matches all linear layers and convolutions.
 
-    ValueError: one of them is in ``exist_module_name``, as another group has it.
+    ValueError: a name is already in ``exist_module_name``, i.e. in another group.
     """
     found = []
     for name, module in model.named_modules():
@@ -98,11 +98,11 @@ def _log_matches(group: str, pattern: str, names: Sequence[str]) -> None:
 def get_compress_methods(
     model: nn.Module, compress_methods: Mapping[str, Any], mpu: Any = None
 ) -> list[list[Any]]:
-    """Return the methods and their modules: rows of [names by pattern, names of related modules by pattern, {technique:
-    parameters of the group and shared ones}].
+    """Return one row per group: [names by pattern, related names by pattern, {technique: the group's parameters merged
+    with the shared ones}].
 
     ``compress_methods``: the section ``compression_training``.
-    ValueError: two groups of a technique find the same module, or related modules do not pair with theirs.
+    ValueError: two groups of a technique match the same module, or related modules do not pair up one to one.
     """
     methods: Methods = []
     section = get_compression_config({keys.COMPRESSION_TRAINING: dict(compress_methods)})
@@ -146,7 +146,7 @@ def _matching(
     taken: set[str],
     mpu: Any,
 ) -> list[str]:
-    """Names found by ``pattern`` that suit the technique and that it does not exclude."""
+    """Return the names that match ``pattern``, suit the technique and are not in its ``excluded_modules``."""
     found, _ = get_module_name(group, model, pattern, set(), mpu, verbose=False)
     excluded = shared.get("excluded_modules", [])
     names = [
@@ -170,7 +170,7 @@ def _fits(technique: str, mpu: Any) -> tuple[type[nn.Module], ...]:
 def _related(
     model: nn.Module, group: str, names: list[list[str]], description: Mapping[str, Any], mpu: Any
 ) -> list[list[list[str]]]:
-    """For each pattern: for each related pattern: the names that belong to those of the pattern, in the same order."""
+    """Return, per pattern and per related pattern, the related names, in the order of the names they belong to."""
     wanted = description[keys.DIFFERENT_GROUPS_RELATED_MODULE_SCOPE]
     if not wanted:
         return []
@@ -194,11 +194,11 @@ def _related(
 
 def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = None, mpu: Any = None) -> M:
     """Prepare ``model`` for the techniques in the section ``compression_training``. Call it before
-    ``deepspeed.initialize`` and before the optimizer is made, as learned masks are parameters.
+    ``deepspeed.initialize`` and before creating the optimizer, as learned masks are parameters.
 
-    The modules that the groups find become compressible in place (``LinearLayer_Compress`` and its siblings); names
-    and parameters stay, and the engine's schedule switches the techniques on. With ``layer_reduction`` the model starts
-    with layers of ``teacher_model``.
+    The modules that the groups match become compressible in place (``LinearLayer_Compress`` and its siblings); names
+    and parameters stay, and the engine's schedule switches the techniques on. With ``layer_reduction`` the model is
+    initialized with layers of ``teacher_model``.
 
     Args:
         model: a module, or a wrapper that has one as ``.module``.
@@ -206,7 +206,7 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
         mpu: a Megatron-style model-parallel unit, whose parallel linears are compressed as well.
 
     Raises:
-        ValueError: a module cannot be compressed as asked, a teacher is missing, or an engine has the module already.
+        ValueError: a module cannot be compressed as asked, a teacher is missing, or an engine already trains it.
     """
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
@@ -253,7 +253,7 @@ _TOGETHER = "choose a partition_method that keeps them together"
 
 
 def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Methods, Parted]:
-    """``get_compress_methods`` of the model, or of the stage of one that is here."""
+    """Return the rows of ``get_compress_methods`` for the model, or for this rank's pipeline stage of it."""
     return methods_here(
         model,
         lambda whole: get_compress_methods(whole, section, mpu=mpu),
@@ -262,14 +262,14 @@ def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Me
 
 
 def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, packed: bool = False) -> M:
-    """Make what the schedule did permanent: weights are rounded, pruned weights are zero, pruned rows, heads and
-    channels that have related modules are removed from both, and all modules are ordinary ones again.
+    """Make compression permanent: weights are rounded, pruned weights are zero, pruned rows, heads and channels that
+    have related modules are removed from both, and all modules are ordinary ones again.
 
-    ``packed``: quantized weights become packed integers (`packed.py`) of the bits that they were trained for, and
-    layers whose inputs were quantized too go on quantizing them. The state dict is as small; it loads into a model
-    that was prepared and cleaned in the same way.
+    ``packed``: quantized weights become packed integers (`packed.py`) of the bit width they were trained for, and
+    layers with quantized inputs keep quantizing them. The state dict shrinks accordingly; it loads into a model that
+    was prepared and cleaned in the same way.
 
-    Of an engine, ``engine.destroy()`` is called first: its module is whole then, and no longer trained by it.
+    For an engine, ``engine.destroy()`` is called first, which makes its module whole and ends its training.
     Returns ``model``. ValueError: a module that the config names was not prepared by ``init_compression``.
     """
     section = _section(deepspeed_config)
@@ -309,7 +309,7 @@ WIDTHS = ("all_head_size",)
 
 
 def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
-    """Let the module around query, key and value know how many heads it has now."""
+    """Update the head count and width attributes of the module around query, key and value."""
     before, after = mask.numel(), int(mask.sum())
     for owner_name in {name.rpartition(".")[0] for name in followers}:
         owner = recursive_getattr(model, owner_name) if owner_name else model
@@ -326,11 +326,11 @@ def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Ten
 
 
 def student_initialization(student_model: M, teacher_model: nn.Module, deepspeed_config: Config) -> M:
-    """Copy layers of the teacher to the student: layer ``teacher_layer[i]`` to the student's i-th below
+    """Copy layers of the teacher to the student: layer ``teacher_layer[i]`` to the student's i-th under
     ``module_name_prefix``, and the modules in ``other_module_name``. A student with more layers than
-    ``keep_number_layer`` loses those behind. Returns the student.
+    ``keep_number_layer`` is truncated. Returns the student.
 
-    ValueError: a list has another length, a layer does not exist, or shapes differ.
+    ValueError: list lengths or shapes differ, or a layer does not exist.
     """
     section = _section(deepspeed_config)[keys.LAYER_REDUCTION]
     student: Any = getattr(student_model, "module", student_model)

@@ -21,12 +21,12 @@ class Eigenvalue:
 
     Args:
         verbose: log each eigenvalue.
-        max_iter: most iterations per block.
-        tol: relative change of the eigenvalue at which they end.
+        max_iter: maximum iterations per block.
+        tol: relative change of the eigenvalue at which iteration stops.
         stability: added to the norm by which vectors are divided.
-        gas_boundary_resolution: optimizer steps between two measurements of an engine.
+        gas_boundary_resolution: optimizer steps between two measurements by an engine.
         layer_name: dotted name of the list of blocks, such as ``bert.encoder.layer``.
-        layer_num: how many of them.
+        layer_num: number of blocks.
 
     ValueError: no ``layer_name``, or ``layer_num`` below 1.
     """
@@ -47,11 +47,11 @@ class Eigenvalue:
             )
 
     def nan_to_num(self, x: Tensor) -> Tensor:
-        """``x`` with zeros where it is not finite."""
+        """Replace non-finite elements of ``x`` with zeros."""
         return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
     def normalize(self, v: Sequence[Tensor]) -> list[Tensor]:
-        """The vector, given in parts, divided by its norm (plus ``stability``)."""
+        """Divide the vector, given in parts, by its norm (plus ``stability``)."""
         norm = self.inner_product(v, v).sqrt() + self.stability
         return [self.nan_to_num(each / norm) for each in v]
 
@@ -60,16 +60,16 @@ class Eigenvalue:
         return torch.stack([(x.float() * y.float()).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def get_layers(self, module: nn.Module) -> Any:
-        """The list of blocks. AttributeError: there is none of this name."""
+        """Return the list of blocks. AttributeError: ``layer_name`` does not exist."""
         return recursive_getattr(module, self.layer_name)
 
     def compute_eigenvalue(
         self, module: nn.Module, device: Any = None, scale: float = 1.0
     ) -> dict[int, tuple[float, int]]:
-        """``{id(parameter): (eigenvalue of its block divided by the largest, number of the block)}``.
+        """Return ``{id(parameter): (eigenvalue of its block divided by the largest, index of the block)}``.
 
-        Call it after ``loss.backward(create_graph=True)``: it differentiates ``param.grad`` once more. ``scale``: what
-        the loss was multiplied by. A block whose gradients cannot be differentiated counts as the largest.
+        Call it after ``loss.backward(create_graph=True)``: it differentiates ``param.grad`` again. ``scale``: the
+        loss scale. A block whose gradients cannot be differentiated counts as the largest.
         """
         blocks = [
             [
@@ -90,8 +90,8 @@ class Eigenvalue:
         scale: float = 1.0,
         summed: Sum | None = None,
     ) -> dict[int, tuple[float, int]]:
-        """The same for parameters and their gradients (with a graph) by block. ``summed``: the mean over ranks of a
-        vector given in parts."""
+        """Like ``compute_eigenvalue``, for parameters and their gradients (with a graph) by block. ``summed``: takes
+        the mean over ranks of a vector given in parts."""
         values = []
         for number, (params, slopes) in enumerate(zip(blocks, gradients, strict=True)):
             value = self._largest(params, slopes, number, summed) / scale if params else 0.0
@@ -108,7 +108,7 @@ class Eigenvalue:
     def _largest(
         self, params: Sequence[Tensor], gradients: Sequence[Tensor], number: int, summed: Sum | None
     ) -> float:
-        """Power iteration: v <- Hv / |Hv|, value <- (v, Hv)."""
+        """Run power iteration: v <- Hv / |Hv|, value <- (v, Hv)."""
         generator = torch.Generator().manual_seed(number)  # the same start on every rank
         vector = self.normalize([torch.randn(param.shape, generator=generator).to(param) for param in params])
         value, before = 1.0, 0.0
@@ -129,6 +129,6 @@ class Eigenvalue:
         return value
 
     def post_process(self, value_list: Sequence[float]) -> list[float]:
-        """Absolute values divided by the largest; 1 for a block without a value."""
+        """Divide absolute values by the largest; 1 for a block without a value."""
         largest = max(map(abs, value_list), default=0.0)
         return [abs(value) / largest if value != 0.0 else 1.0 for value in value_list]

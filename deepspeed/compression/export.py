@@ -1,4 +1,4 @@
-"""A clean model of Transformers as a folder that `from_pretrained` loads: its config says the sizes that are left."""
+"""Export of a cleaned Transformers model as a folder for `from_pretrained`, whose config has the remaining sizes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WIDTHS = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
 )  # fmt: skip
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""A config can say fewer heads only where it says their size apart (`head_dim`)."""
+"""A config can have fewer heads only if the head size is a separate key (`head_dim`)."""
 
 Shape = tuple[int, ...]
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with every packed weight in floating point, under the names of ordinary layers."""
+    """Return the state dict with every packed weight in floating point, under the names of ordinary layers."""
     packed = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -43,12 +43,12 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` of a model of Transformers that `redundancy_clean` made plain.
+    """Write ``config.json`` and ``model.safetensors`` of a Transformers model that `redundancy_clean` has cleaned.
 
-    The config that is written has the sizes of this model: fewer layers, narrower layers between, fewer heads where the
-    architecture has `head_dim`. Packed weights are written in floating point, rounded as they are.
+    The written config has the sizes of this model: fewer layers, narrower MLPs, fewer heads where the architecture has
+    `head_dim`. Packed weights are written as the rounded values, in floating point.
 
-    ValueError: the model is not one of Transformers, not clean, or has shapes that its config cannot express.
+    ValueError: not a Transformers model, not cleaned, or of shapes that its config cannot express.
     """
     inner: Any = getattr(model, "module", model)
     _check(inner)
@@ -72,13 +72,13 @@ def _check(model: Any) -> None:
 
 
 def _made(model: Any, config: Any) -> Any:
-    """A new model of the same class, without memory."""
+    """Construct a model of the same class from ``config`` on the meta device."""
     with torch.device("meta"):
         return type(model)(copy.deepcopy(config))
 
 
 def _as_theirs(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state with the weights of linear layers that replaced GPT-2's ``Conv1D`` transposed back."""
+    """Return ``state`` with the weights of linear layers that replaced GPT-2's ``Conv1D`` transposed back."""
     result, ours = dict(state), dict(model.named_modules())
     for name, module in fresh.named_modules():
         if type(module).__name__ == "Conv1D" and isinstance(ours.get(name), nn.Linear):
@@ -90,7 +90,7 @@ def _as_theirs(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) 
 
 
 def _expressed(model: Any, state: Mapping[str, Tensor]) -> Any:
-    """The model's config with the sizes that give its shapes. ValueError: there are none."""
+    """Search for the config sizes that reproduce the model's shapes. ValueError: there are none."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     differing = _differences(model, config, state)
@@ -101,7 +101,7 @@ def _expressed(model: Any, state: Mapping[str, Tensor]) -> Any:
         trial(changed)
         try:
             left = _differences(model, changed, state)
-        except Exception as error:  # whatever a config or a constructor says to sizes that do not suit it
+        except Exception as error:  # configs and constructors raise anything for sizes they do not accept
             logger.debug(f"compression: {type(config).__name__} refuses a size: {error}")
             continue
         if _distance(left) < _distance(differing):
@@ -121,7 +121,7 @@ Differences = dict[str, tuple[Shape | None, Shape | None]]
 
 
 def _differences(model: Any, config: Any, state: Mapping[str, Tensor]) -> Differences:
-    """Name -> our shape and that of a new model of ``config``, where they are not the same."""
+    """Map names to (our shape, shape in a new model of ``config``) where the two differ."""
     fresh = _made(model, config)
     ours = {name: tuple(tensor.shape) for name, tensor in _as_theirs(fresh, model, state).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in fresh.state_dict().items()}
@@ -133,7 +133,7 @@ def _differences(model: Any, config: Any, state: Mapping[str, Tensor]) -> Differ
 
 
 def _distance(differing: Differences) -> int:
-    """Dimensions that differ; a tensor that is not there counts as four."""
+    """Count the differing dimensions; a missing tensor counts as four."""
     return sum(
         4 if ours is None or theirs is None else sum(a != b for a, b in zip(ours, theirs, strict=False))
         for ours, theirs in differing.values()
@@ -155,7 +155,7 @@ class _Set:
 
 
 class _SetHeads(_Set):
-    """The same for heads, whose size stays what it was."""
+    """Sets the number of heads, keeping the head size."""
 
     def __init__(self, *keys: str, size: int, head_dim: int) -> None:
         super().__init__(*keys, size=size)
@@ -167,7 +167,7 @@ class _SetHeads(_Set):
 
 
 def _trials(model: Any, state: Mapping[str, Tensor]) -> Iterator[_Set]:
-    """Sizes that the model may have, for every key of its config that says one."""
+    """Yield candidate sizes, found in the model, for every size key of its config."""
     config = model.config
     lists = sorted({len(module) for module in model.modules() if isinstance(module, nn.ModuleList)})
     for key in LAYERS:

@@ -1,5 +1,5 @@
-"""Documented helpers of compression: submodules by dotted name, `Conv1D` of GPT-2 as `nn.Linear`, single modules made
-compressible and ordinary again, and pruners in a training loop without an engine."""
+"""Documented helpers of compression: submodules by dotted name, conversion of GPT-2's `Conv1D` to `nn.Linear`,
+compression of single modules, and pruners in a training loop without an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[type[nn.Module], type[Compressible]], ...] = (
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The attribute at a dotted path, `"layers.0.attention.query"`: numbers index containers."""
+    """Return the attribute at a dotted path, `"layers.0.attention.query"`: numbers index containers."""
     found = model
     for name in module_name.split("."):
         found = _child(found, name)
@@ -66,7 +66,7 @@ def _child(owner: Any, name: str) -> Any:
 def convert_conv1d_to_linear(model: M, convert_type: type[nn.Module]) -> M:
     """Replace every submodule of class `convert_type` by an `nn.Linear` that computes the same.
 
-    `convert_type` is `transformers.pytorch_utils.Conv1D` or a class like it: its weight has the shape (in, out), so
+    `convert_type` is `transformers.pytorch_utils.Conv1D` or similar: its weight has the shape (in, out), so
     the Linear gets the transpose. Works in place; a wrapper's `.module` is converted too. Returns `model`.
     """
     for name, module in list(model.named_modules()):
@@ -77,7 +77,7 @@ def convert_conv1d_to_linear(model: M, convert_type: type[nn.Module]) -> M:
 
 def _linear_from(conv: Any) -> nn.Linear:
     inputs, outputs = conv.weight.shape
-    # made on `meta`: nothing is initialized, the random state stays as it is
+    # on `meta`, nothing is initialized and the RNG state does not advance
     linear = nn.Linear(inputs, outputs, bias=conv.bias is not None, device="meta")
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous(), conv.weight.requires_grad)
     if isinstance(conv.bias, torch.Tensor):
@@ -90,7 +90,7 @@ def _linear_from(conv: Any) -> nn.Linear:
 
 
 def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] | None:
-    """The class that makes `module` compressible; None if there is none, or it computes in a way of its own."""
+    """Return the class that makes `module` compressible; None if there is none or `module` overrides forward."""
     if mpu is not None:
         for name, compressed in (
             ("ColumnParallelLinear", ColumnParallelLinear_Compress),
@@ -100,7 +100,7 @@ def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] 
             if parallel is not None and isinstance(module, parallel):
                 return compressed
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return None  # nn.MultiheadAttention reads its weight, and does not call it
+        return None  # nn.MultiheadAttention reads its weight instead of calling it
     for plain, compressed in LAYERS:
         if isinstance(module, plain) and type(module).forward is plain.forward:
             embedding = module if isinstance(module, nn.Embedding) else None
@@ -121,10 +121,10 @@ def module_replacement(
     compression_technique: Mapping[str, Params] | None = None,
     mpu: Any = None,
 ) -> None:
-    """Make a module compressible and prepare it for techniques: name -> its parameters, those of the group and the
-    shared ones together. The module stays the same object, and its parameters as well.
+    """Make a module compressible and prepare it for techniques (name -> the group's and the shared parameters,
+    merged). The module and its parameters remain the same objects.
 
-    ValueError: the module cannot be compressed, or not in this way.
+    ValueError: the module cannot be compressed, or not by this technique.
     """
     module = recursive_getattr(model, module_name)
     if not isinstance(module, Compressible):
@@ -169,7 +169,7 @@ def _prepare(module: Any, technique: str, params: Params) -> None:
 def compression_preparation(
     model: M, compression_technique_list: Sequence[Sequence[Any]], mpu: Any = None
 ) -> M:
-    """Prepare the modules named in the result of `get_compress_methods`, and those related to them."""
+    """Prepare the modules named in the result of `get_compress_methods`, and their related modules."""
     for names, related, techniques in compression_technique_list:
         for name in (name for group in names for name in group):
             module_replacement(model, name, techniques, mpu=mpu)
@@ -180,7 +180,7 @@ def compression_preparation(
                     module_replacement(model, name, mpu=mpu)
                     follower = recursive_getattr(model, name)
                     if isinstance(follower, BNLayer_Compress):
-                        # in a tuple: it is no submodule of the batch norm
+                        # in a tuple, so that it is not registered as a submodule of the batch norm
                         vars(follower)["mask_from"] = (recursive_getattr(model, main),)
     for layer in model.modules():
         encoder = isinstance(layer, nn.TransformerEncoderLayer)
@@ -190,7 +190,8 @@ def compression_preparation(
 
 
 def _called_by_parts(module: nn.Module, inputs: Any) -> None:
-    """With a hook, torch's encoder layer calls its parts in evaluation too, instead of reading their weights."""
+    """Do nothing: any hook disables the fast path of torch's encoder layer, which reads weights of submodules in
+    evaluation instead of calling them."""
 
 
 def fix_compression(
@@ -200,8 +201,8 @@ def fix_compression(
     mask: Tensor | None = None,
     dim_reduction: bool = False,
 ) -> Tensor | None:
-    """Make one technique of a module permanent. Of row, head and channel pruning: returns what is kept, which is the
-    `mask` for related modules."""
+    """Make one technique of a module permanent. For row, head and channel pruning, return the boolean mask of what is
+    kept, to be passed as `mask` for related modules."""
     module = recursive_getattr(model, module_name)
     if not isinstance(module, Compressible):
         raise ValueError(f"{module_name} was not prepared: call init_compression before training")
@@ -224,7 +225,7 @@ def fix_compression(
 
 
 def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
-    """Pruners for the modules that are prepared for "snip_momentum"; they are `model.pruners` from then on.
+    """Create the pruners for the modules prepared for "snip_momentum", and set `model.pruners` to them.
 
     `config`: a whole config, its section `compression_training`, or the shared parameters of `sparse_pruning`.
     """
@@ -236,7 +237,7 @@ def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
 
 
 def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
-    """The pruner of a model, also of one in which it has nothing to do."""
+    """Create the pruner of a model, even if it has no module to prune."""
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -262,7 +263,7 @@ def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
 
 
 def register_on_step_begin(model: nn.Module) -> Any:
-    """Have `model.pruners` told of each forward. Returns the handle of the hook."""
+    """Notify `model.pruners` before each forward. Returns the hook handle."""
 
     def tell(module: nn.Module, inputs: Any) -> None:
         for pruner in vars(module).get("pruners", ()):
@@ -272,7 +273,7 @@ def register_on_step_begin(model: nn.Module) -> Any:
 
 
 def rewrite_optimizer_step(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Have `opt.pruners`, a list that you set, told before and after each `opt.step()`. Returns `opt`."""
+    """Notify `opt.pruners`, a list that you set, before and after each `opt.step()`. Returns `opt`."""
     plain: Callable[..., Any] = opt.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

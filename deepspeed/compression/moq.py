@@ -1,4 +1,4 @@
-"""Mixture of quantization (MoQ): 16-bit weights in fewer and fewer bits, after each update."""
+"""Mixture of quantization (MoQ): quantizes the 16-bit weights after each update, to fewer and fewer bits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Eigenvalues = Mapping[int, tuple[float, int]]
 
 @dataclass(eq=False)
 class MoQQuantizer:
-    """Quantizes parameters in place, and lowers their bits step by step.
+    """Quantizes parameters in place, lowering their bit width over time.
 
-    A parameter says how far it is in its attributes ``start_bits`` (bits now), ``target_bits`` and ``q_period``: when
-    as many calls were made, it loses a bit and its period doubles. With eigenvalues the period also becomes
-    1 + floor(4 x eigenvalue) times as long: blocks with more curvature wait longer.
+    A parameter's schedule is in its attributes ``start_bits`` (current bits), ``target_bits`` and ``q_period``: after
+    that many calls it loses a bit and the period doubles. With eigenvalues the period is also multiplied by
+    1 + floor(4 x eigenvalue): blocks with more curvature keep their bits longer.
 
     Args:
-        q_groups: groups of values with a scale of their own.
-        q_mixed_fp16: mix the quantized value with the value itself, of which less and less remains.
-        q_change_ratio: how much less at each call.
+        q_groups: number of groups of values, each with its own scale.
+        q_mixed_fp16: mix the quantized value with the unquantized one, whose share decays.
+        q_change_ratio: decay of that share per call.
         q_type: 0 symmetric, 1 asymmetric.
         q_rounding: 0 nearest, 1 stochastic.
-        q_verbose: log each change of bits.
-        q_eigenvalue: eigenvalues will be given.
+        q_verbose: log each change of bit width.
+        q_eigenvalue: whether eigenvalues will be given.
         use_quantizer_kernel: accepted; the arithmetic is the same.
         layer_num: number of blocks with eigenvalues, 0 if there are none.
     """
@@ -57,13 +57,13 @@ class MoQQuantizer:
     def __post_init__(self) -> None:
         self.qsteps = 0
         self.quantize_real_ratio = 1.0
-        """Share of the value itself in the mixture."""
+        """Share of the unquantized value in the mixture."""
         self._seen: dict[int, Any] = {}
         self.whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        """Of a parameter: a block in which all of it is there, and after which what it was set to stays."""
+        """Context manager for a parameter, inside which it is whole; writes to it persist."""
 
     def any_precision_switch(self) -> bool:
-        """Return whether a parameter may lose a bit in the next call, so that eigenvalues are of use."""
+        """Return whether a parameter may lose a bit in the next call, i.e. whether eigenvalues are needed."""
         if self.layer_num == 0:
             return True
         return any(self._switches(param, self.qsteps + 1) for param in self._seen.values()) or not self._seen
@@ -78,8 +78,8 @@ class MoQQuantizer:
         eigenvalue_enabled: bool,
         block_eigenvalue: Eigenvalues = {},  # noqa: B006 - the documented default, never written to
     ) -> None:
-        """Quantize the matrices of all groups of parameters that have ``start_bits``. After an ``overflow``, of which
-        the weights are as they were, nothing happens."""
+        """Quantize the matrices in all parameter groups that have ``start_bits``. No-op after an ``overflow`` (the
+        weights did not change), unless ``eigenvalue_enabled``."""
         if overflow and not eigenvalue_enabled:
             return
         self.step()
@@ -99,7 +99,7 @@ class MoQQuantizer:
         self.qsteps += 1
 
     def advance(self, param: Any, index: int = 0, factor: int = 1) -> None:
-        """Let a parameter lose a bit if its period is over."""
+        """Lower a parameter's bits by one if its period is over."""
         if not self._switches(param, self.qsteps):
             return
         self.quantize_real_ratio = 1.0
@@ -113,7 +113,8 @@ class MoQQuantizer:
             )
 
     def compute_quantization(self, input: Any, index: int = 0, factor: int = 1) -> Tensor:
-        """The quantized values of a parameter, which loses a bit if its period is over. ``index``: its block.
+        """Return the quantized values of a parameter, after lowering its bits if its period is over. ``index``: its
+        block.
 
         ValueError: it has fewer bits than its target.
         """
@@ -123,7 +124,7 @@ class MoQQuantizer:
         return self.quantized(input, index)
 
     def quantized(self, input: Any, index: int = 0) -> Tensor:
-        """The quantized values of a parameter as it is at this step."""
+        """Return the values of a parameter quantized to its current bits."""
         values = input.data
         if input.start_bits >= 3:
             quantized = self.quantize_highbit(values, input.start_bits)
@@ -134,10 +135,10 @@ class MoQQuantizer:
         return self.mixed_fp16_quantize(values, quantized, index)
 
     def quantize_highbit(self, inputs: Tensor, num_bits: int) -> Tensor:
-        """``inputs`` in at least three bits."""
+        """Quantize ``inputs`` to three or more bits."""
         rounding = STOCHASTIC if self.q_rounding else NEAREST
         kind = ASYMMETRIC if self.q_type else SYMMETRIC
-        # the same noise on every rank, which has the same weights
+        # seeded by the step: replicas of the weights get the same noise on every rank
         return quantizer_for(num_bits, kind).apply(
             inputs, num_bits, None, None, self.q_groups, rounding, self.qsteps
         )
@@ -149,13 +150,13 @@ class MoQQuantizer:
         return BinaryQuantizer.apply(inputs, 1, None, None, self.q_groups)
 
     def mixed_fp16_quantize(self, input: Tensor, input_q: Tensor, index: int) -> Tensor:
-        """The mixture of a value and its quantized form, if asked for."""
+        """Mix values with their quantized form if ``q_mixed_fp16`` is set; else return the quantized form."""
         if not self.q_mixed_fp16 or self.quantize_real_ratio <= 0:
             return input_q
         return input_q + (input - input_q) * self.quantize_real_ratio
 
     def update_fp16_ratio(self) -> None:
-        """Less of the value itself."""
+        """Decay the share of the unquantized value."""
         if self.q_mixed_fp16:
             self.quantize_real_ratio = max(self.quantize_real_ratio - self.q_change_ratio, 0.0)
 

@@ -1,6 +1,6 @@
-"""Layers of clean models whose weights are packed integers: `bits` x elements and the scales, and nothing else.
+"""Layers of cleaned models that store weights as packed integers: `bits` per element, plus scales.
 
-They are made of ordinary layers in place, as compressed ones are. `weight` is still there, made anew each time.
+They are made from ordinary layers in place, as compressed ones are. `weight` is dequantized on every access.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from deepspeed.ops.small_product import RUNS, QuantizedMatrix, quantized_product
 
 @cache
 def sums_integers_exactly() -> bool:
-    """Return whether torch's product of 8-bit integers on the host is right. Without VNNI (AVX2 only), the sum of two
-    neighbouring products is cut off at 16 bits."""
+    """Return whether torch's int8 GEMM on the host is exact. Without VNNI (AVX2 only), the sum of two adjacent
+    products saturates at 16 bits."""
     most = torch.full((32, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(most, most.t()) == 64 * 127**2).all())
 
 
 @dataclass(frozen=True, slots=True)
 class PackingFormat:
-    """Byte layout of a weight. ``in_runs``: as the kernels of small products read it; else code behind code."""
+    """Byte layout of a weight. ``in_runs``: as the small-product kernels read it; else codes are contiguous."""
 
     codes: Codes
     shape: tuple[int, ...]
@@ -58,11 +58,11 @@ class Inputs:
 
 
 class PackedWeight(nn.Module):
-    """Common part of packed layers.
+    """Base of packed layers.
 
-    Buffers: ``weight_packed`` (uint8, or int32 for the kernels), ``weight_scales`` (fp32 [groups]); asymmetric ones
-    have ``weight_zeros`` [groups]; where columns were taken out of groups, ``weight_groups`` (int16) has the group of
-    each column within its row.
+    Buffers: ``weight_packed`` (uint8, or int32 for the kernels), ``weight_scales`` (fp32 [groups]); if asymmetric,
+    ``weight_zeros`` [groups]; if columns were removed from groups, ``weight_groups`` (int16), the group of each column
+    within its row.
     """
 
     weight_packed: Tensor
@@ -77,7 +77,7 @@ class PackedWeight(nn.Module):
     def take(
         cls, module: nn.Module, grid: Grid, groups: Tensor | None, inputs: Inputs | None
     ) -> PackedWeight:
-        """Make ``module``, whose class is a base of this one, hold its weight as the settled ``grid`` says."""
+        """Convert ``module``, whose class is a base of this one, to hold its weight packed as the settled ``grid``."""
         weight = cast(Tensor, module._parameters.pop("weight"))
         module.__class__ = cls
         made = cast(PackedWeight, module)
@@ -102,7 +102,7 @@ class PackedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """In floating point, of its documented shape."""
+        """The weight, dequantized to ``weight_dtype``, in the ordinary layer's shape."""
         packing = self.packing
         if packing.in_runs:
             return self._matrix().values(self.weight_dtype)
@@ -129,7 +129,7 @@ class PackedWeight(nn.Module):
         return QuantizedMatrix(self.packing.codes.bits, self.packing.columns, self.weight_packed, scales)
 
     def _quantized_input(self, input: Tensor, groups: int) -> Tensor:
-        """In floating point, as in training."""
+        """Fake-quantize the input, as in training."""
         if self.inputs is None:
             return input
         low = high = None
@@ -144,7 +144,7 @@ class PackedWeight(nn.Module):
         return low, high
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Scales and zero points keep their dtype; the weight, as others see it, gets the new one."""
+        """Apply ``fn``, but keep the dtype of scales and zero points; a new dtype applies to the dequantized weight."""
         exact = {name: getattr(self, name) for name in ("weight_scales", "weight_zeros")}
         self.weight_dtype = fn(
             torch.empty(0, dtype=self.weight_dtype, device=self.weight_packed.device)
@@ -163,10 +163,10 @@ class PackedWeight(nn.Module):
 class PackedLinear(PackedWeight, nn.Linear):
     """A linear layer with packed weights.
 
-    - Inputs that were quantized in training to at most 8 bits: on the host, products of integers.
-    - Otherwise, symmetric weights of 8 and 4 bits whose columns suit the kernels: up to 64 rows of bfloat16 by the
-      kernel that reads integers.
-    - Else the weight is made for the product and forgotten.
+    - Inputs quantized in training to at most 8 bits: integer GEMM on the host.
+    - Unquantized inputs and symmetric 8- or 4-bit weights whose columns suit the kernels: up to 64 rows of bfloat16 by
+      the kernel that reads integers.
+    - Otherwise the weight is dequantized for the product and dropped.
     """
 
     def _suits_kernel(self, grid: Grid) -> bool:
@@ -186,7 +186,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         return functional.linear(self._quantized_input(input, rows), self.weight, self.bias)
 
     def _multiplies_integers(self, input: Tensor) -> bool:
-        """Return whether inputs and weights are integers, on the host, and each output has one scale."""
+        """Return whether inputs and weights are integers on the host, with one scale per output."""
         if (
             self.inputs is None
             or self.inputs.bits > 8
@@ -198,8 +198,8 @@ class PackedLinear(PackedWeight, nn.Linear):
         return host and self.packing.rows % self.weight_scales.numel() == 0 and sums_integers_exactly()
 
     def _integer_product(self, input: Tensor) -> Tensor:
-        """The sum over columns of (a s + u) (b t + v), where a and b are integers of 8 bits, a token has s and u, and
-        an output has t and v."""
+        """Compute the sum over columns of (a s + u) (b t + v), with int8 a and b, s and u per token, t and v per
+        output."""
         a, s, u = self._integer_inputs(input.reshape(-1, input.shape[-1]).float())
         b, (t, v) = self._integer_weight(), self._of_outputs()
         output = torch._int_mm(a, b.t()).float().mul_(s).mul_(t)
@@ -215,7 +215,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         return output.to(input.dtype).view(*input.shape[:-1], -1)
 
     def _integer_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """int8 [tokens, columns], scale, zero point."""
+        """Return int8 [tokens, columns], scale, and zero point if asymmetric."""
         assert self.inputs is not None
         low, high = self._range() if self.inputs.fixed else (None, None)
         if self.inputs.symmetric:
@@ -227,14 +227,14 @@ class PackedLinear(PackedWeight, nn.Linear):
         return levels.sub_(middle).to(torch.int8), scale, zero + middle * scale
 
     def _integer_weight(self) -> Tensor:
-        """int8 [outputs, columns]; of asymmetric ones, less half of the range."""
+        """Return int8 [outputs, columns]; asymmetric codes are shifted down by half their range."""
         packing = self.packing
         codes = unpack_bits(self.weight_packed, packing.codes.bits, packing.rows * packing.columns)
         if packing.codes.step != 1:
             levels = packing.codes.levels(codes).to(torch.int8)
         elif self.weight_zeros is None and packing.codes.bits <= 2:
             levels = codes.to(torch.int8) + packing.codes.first
-        else:  # as unsigned and as signed numbers of 8 bits
+        else:  # uint8 arithmetic wraps around; its bits are read as int8
             levels = codes.sub(2 ** (packing.codes.bits - 1)).view(torch.int8)
         return levels.view(packing.rows, packing.columns)
 
@@ -250,7 +250,7 @@ class PackedLinear(PackedWeight, nn.Linear):
 
 
 class PackedConv2d(PackedWeight, nn.Conv2d):
-    """A convolution with packed weights, which are made for the product and forgotten."""
+    """A convolution with packed weights, dequantized for each forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         images = input.shape[0] if input.dim() == 4 else 1
@@ -261,7 +261,7 @@ class PackedConv2d(PackedWeight, nn.Conv2d):
 
 
 class PackedEmbedding(PackedWeight, nn.Embedding):
-    """An embedding with a packed table, of which only the rows that are asked for are unpacked."""
+    """An embedding with a packed table; only the rows looked up are unpacked."""
 
     def forward(self, input: Tensor) -> Tensor:
         packing, groups = self.packing, self.weight_scales.numel()
@@ -287,8 +287,8 @@ PACKED: dict[type[nn.Module], type[PackedWeight]] = {
 
 
 def pack_weights(model: nn.Module) -> str:
-    """Make the compressed modules of ``model``, whose techniques are permanent, ordinary ones, in place: packed where
-    their weights were quantized. Returns a line that says how much that was, and what stays in floating point."""
+    """Turn the compressed modules of ``model``, whose techniques are permanent, into ordinary ones in place, packed if
+    their weights were quantized. Returns a line with the sizes and what stays in floating point."""
     owners = Counter(id(param) for layer in model.modules() for param in layer._parameters.values())
     before = after = count = 0
     left = []

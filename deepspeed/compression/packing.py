@@ -1,6 +1,6 @@
-"""Weights as small integers: how they are cut down with their rows and columns, and how they lie in bytes.
+"""Integer weights: removal of rows and columns, and byte layout.
 
-A weight of shape [rows, ...] is looked at as a matrix [rows, columns]. Its value is `level * scale`, or `level * scale
+A weight of shape [rows, ...] is viewed as a matrix [rows, columns]. Its value is `level * scale`, or `level * scale
 + zero point`, where the levels are integers and each group of consecutive elements has a scale
 (`ops/formats/integers.py`).
 """
@@ -16,12 +16,12 @@ from deepspeed.compression.utils import SYMMETRIC, quantizer_for
 from deepspeed.ops.formats.integers import asymmetric_levels, binary_levels, symmetric_levels, ternary_levels
 
 MAX_BITS = 8
-"""Levels of more bits are not packed."""
+"""Wider levels are not packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Codes, from 0 on, and the levels they stand for: level = ``first`` + ``step`` * code."""
+    """Mapping from codes (from 0 upward) to levels: level = ``first`` + ``step`` * code."""
 
     bits: int
     first: int
@@ -31,7 +31,7 @@ class Codes:
         return ((levels - self.first) // self.step).to(torch.uint8)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """int16."""
+        """Return the levels of ``codes``, int16."""
         return codes.to(torch.int16).mul_(self.step).add_(self.first)
 
     @property
@@ -40,7 +40,7 @@ class Codes:
 
     @classmethod
     def made_by(cls, bits: int, kind: str) -> Codes:
-        """Those of the quantizer of weights for ``bits``: one bit is -1 and 1, two are -1, 0 and 1."""
+        """Return the codes of the weight quantizer for ``bits``: one bit encodes -1 and 1, two encode -1, 0 and 1."""
         if bits <= 2:
             return cls(1, -1, 2) if bits == 1 else cls(2, -1)
         return cls(bits, -(2 ** (bits - 1)) if kind == SYMMETRIC else 0)
@@ -48,10 +48,10 @@ class Codes:
 
 @dataclass(slots=True)
 class Grid:
-    """The integers that a weight was rounded to, which follow what happens to the weight.
+    """The integers that a weight was rounded to; pruning of the weight is applied to them too.
 
-    ``levels``: int16, of the weight's shape. ``scales`` and ``zeros``: fp32 [groups]; without zero points None.
-    ``rows`` and ``columns``: which of the ``shape`` (rows, columns) that was rounded are left; None: all.
+    ``levels``: int16, of the weight's shape. ``scales`` and ``zeros`` (None if symmetric): fp32 [groups].
+    ``rows`` and ``columns``: indices left of the rounded ``shape`` (rows, columns); None: all.
     """
 
     codes: Codes
@@ -62,12 +62,12 @@ class Grid:
     rows: Tensor | None = None
     columns: Tensor | None = None
     exact: bool = True
-    """Whether masked weights are zero in the codes too."""
+    """Whether the codes represent masked weights as exactly zero."""
 
     @classmethod
     def of(cls, weight: Tensor, bits: int, kind: str, groups: int) -> Grid:
-        """``weight`` rounded to nearest, as the quantizer for ``bits`` does it. ValueError: ``groups`` do not divide
-        it."""
+        """Round ``weight`` to nearest, as the quantizer for ``bits`` does. ValueError: ``groups`` does not divide its
+        size."""
         quantizer_for(bits, kind)
         if weight.numel() % groups:
             raise ValueError(f"{weight.numel()} values do not consist of {groups} groups of equal size")
@@ -88,12 +88,12 @@ class Grid:
 
     @property
     def aligned(self) -> bool:
-        """Return whether groups are whole rows, or rows whole groups."""
+        """Return whether each group is whole rows, or each row whole groups."""
         groups = self.scales.numel()
         return self.shape[0] % groups == 0 or groups % self.shape[0] == 0
 
     def keep(self, kept: Tensor, dim: int) -> None:
-        """Only the entries ``kept`` (boolean) along a dimension of the weight are left."""
+        """Keep only the entries ``kept`` (boolean) along a dimension of the weight."""
         index = kept.nonzero().view(-1)
         size = self.levels.shape[dim]
         self.levels = self.levels.index_select(dim, index)
@@ -106,7 +106,7 @@ class Grid:
         self.columns = columns.view(size, -1)[index].flatten()  # a channel has several
 
     def mask(self, mask: Tensor) -> None:
-        """Weights where ``mask``, which broadcasts over them, is zero become zero."""
+        """Zero the weights where ``mask``, which broadcasts over them, is zero."""
         gone = ~mask.bool().expand_as(self.levels)
         if self.zeros is None:
             if not self.codes.has_zero:
@@ -129,18 +129,17 @@ class Grid:
         return of_groups[(rows[:, None] * self.shape[1] + columns) // size].view(self.levels.shape)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The rounded weight, before rows and columns are removed."""
+        """Return the rounded weight in ``dtype``, before rows and columns are removed."""
         grouped = self.levels.reshape(self.scales.numel(), -1).float().mul_(self.scales[:, None])
         if self.zeros is not None:
             grouped.add_(self.zeros[:, None])
         return grouped.to(dtype).view(self.levels.shape)
 
     def settled(self) -> tuple[Grid, Tensor | None] | None:
-        """The grid of the smaller weight, whose groups are again consecutive elements of equal number, and None; where
-        columns were taken out of groups: with scales [rows * groups of a row], and the group of each column.
+        """Return the grid of the smaller weight, whose groups are again consecutive elements of equal number, and None;
+        if columns were removed from groups, the grid with scales [rows * groups per row] and the group of each column.
 
-        None if there is no such grid: groups that begin within one row and end within another lost elements; or zeros
-        are not exact.
+        None if there is no such grid: groups that span parts of several rows lost elements, or zeros are not exact.
         """
         if not self.exact:
             return None

@@ -1,4 +1,4 @@
-"""When each technique begins, and with how many bits: as the config says, step by step."""
+"""Schedule of compression: at which step each technique starts, and the bit width at each step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from deepspeed.config import compression_constants as keys
 
 
 def bits_at(step: int, start: int, target: int, period: int) -> int:
-    """Bits after ``step`` steps of quantization: one less every ``period``, at least ``target``; 0 falls at once."""
+    """Return the bits after ``step`` steps of quantization: ``start``, less one every ``period`` steps, down to
+    ``target``; ``target`` at once if ``period`` is 0."""
     return max(start - step // period, target) if period > 0 else target
 
 
 def quantized_share(step: int, change_ratio: float) -> float:
-    """Share of the quantized value in the mixture after ``step`` steps: first ``change_ratio``, then as much more each
-    step, at most 1."""
+    """Return the share of the quantized value in the mixture after ``step`` steps: it grows by ``change_ratio`` per
+    step, from ``change_ratio`` up to 1."""
     return min((step + 1) * change_ratio, 1.0)
 
 
 class compression_scheduler:
-    """Switches the prepared modules of ``model`` on, when their technique's ``schedule_offset`` is reached.
+    """Enables techniques in the prepared modules of ``model`` once their ``schedule_offset`` is reached.
 
     ``compression_config``: the section ``compression_training`` with its defaults (``get_compression_config``).
-    ``training_steps``: optimizer steps done. An engine sets it and calls ``check_all_modules``; in a training loop of
-    your own, call ``step`` after each update.
+    ``training_steps``: optimizer steps done. An engine sets it and calls ``check_all_modules``; in your own training
+    loop, call ``step`` after each update.
     """
 
     def __init__(self, model: nn.Module, compression_config: Mapping[str, Any]) -> None:
@@ -41,7 +42,7 @@ class compression_scheduler:
         self.check_all_modules()
 
     def make_init(self) -> None:
-        """Find the modules that are prepared."""
+        """Collect the prepared modules."""
         found = {name: each for name, each in self.model.named_modules() if isinstance(each, Compressible)}
         self.modules = list(found.values())
         self._seeds = [seed_of(name) for name in found]
@@ -49,7 +50,7 @@ class compression_scheduler:
         self._bits: tuple[int, ...] = ()
 
     def _begins(self, technique: str) -> Mapping[str, Any] | None:
-        """The shared parameters of a technique that is on at this step."""
+        """Return the shared parameters of a technique if it is on at this step, else None."""
         shared = self.compression_config[technique][keys.SHARED_PARAMETERS]
         if not shared[keys.TECHNIQUE_ENABLED]:
             return None
@@ -108,7 +109,7 @@ class compression_scheduler:
                 setattr(module, f"{name}_enabled", on(module))
 
     def check_all_modules(self) -> None:
-        """Switch every technique on or off as this step demands."""
+        """Switch every technique on or off for the current step."""
         self.check_weight_quantization()
         self.check_activation_quantization()
         self.check_sparse_pruning()
@@ -117,7 +118,7 @@ class compression_scheduler:
         self.check_channel_pruning()
 
     def step(self, step_zero_check: bool = False) -> None:
-        """Count one more step, unless ``step_zero_check``, and switch."""
+        """Count a step (unless ``step_zero_check``), then switch the techniques."""
         if not step_zero_check:
             self.training_steps += 1
         self.check_all_modules()

@@ -1,8 +1,8 @@
-"""Pruning while training by scores of weight and gradient, in blocks or N of M: ``snip_momentum``.
+"""``snip_momentum``: pruning during training by weight-times-gradient scores, in blocks or N:M.
 
 The score of a weight is S <- 0.9 S + |w dL/dw| (SNIP, Lee et al. 2019, with momentum). At step t of a schedule from a
-to b the share 1 - (1 - (t - a) / (b - a))**3 of the final sparsity is pruned (Zhu and Gupta 2017). What is pruned stays
-pruned.
+to b the share 1 - (1 - (t - a) / (b - a))**3 of the final sparsity is pruned (Zhu and Gupta 2017). Pruned weights never
+come back.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MOMENTUM = 0.9
 MASK = "sparse_pruning_mask"
 Reader = Callable[[nn.Parameter], Tensor | None]
 Choice = Callable[[Mapping[str, Tensor], float], Sequence[Tensor]]
-"""(flat scores by module, share that stays) -> a mask for each."""
+"""(flat scores by module, share to keep) -> a mask for each module."""
 
 
 def largest(parts: Mapping[str, Tensor], share: float) -> Sequence[Tensor]:
-    """Return the largest ``share`` of all scores together."""
+    """Return masks of the largest ``share`` of the scores of all modules together."""
     return top_mask(torch.cat(list(parts.values())), share).split([part.numel() for part in parts.values()])
 
 
 def parse_pattern(text: str) -> tuple[int, int, bool]:
-    """(N, M, whether it is N:M) of "4x1" (blocks of 4 output and 1 input features) or "2:4" (2 of 4 consecutive input
-    features are kept). ValueError: anything else."""
+    """Parse "4x1" (blocks of 4 output by 1 input features) or "2:4" (keep 2 of 4 consecutive input features) into (N,
+    M, whether it is N:M). ValueError: anything else."""
     found = re.fullmatch(r"(\d+)([x:])(\d+)", text.strip().lower())
     if found is None or int(found[1]) < 1 or int(found[3]) < 1:
         raise ValueError(f"sparse_pruning.block_pattern={text!r} is neither NxM (4x1) nor N:M (2:4)")
@@ -42,15 +42,15 @@ def parse_pattern(text: str) -> tuple[int, int, bool]:
 
 
 def share_at(step: int, begin: int, end: int) -> float:
-    """Share of the final sparsity at a step."""
+    """Return the share of the final sparsity at a step."""
     if step >= end:
         return 1.0
     return 1.0 - (1.0 - max(step - begin, 0) / (end - begin)) ** 3
 
 
 class SnipMomentum:
-    """Prunes ``modules`` (by name, prepared with ``enable_sparse_pruning(..., "snip_momentum")``) together: to the
-    share ``dense_ratio`` of all their weights. ``step``: optimizer steps done."""
+    """Prunes ``modules`` (by name, prepared with ``enable_sparse_pruning(..., "snip_momentum")``) jointly, until
+    ``dense_ratio`` of all their weights is left. ``step``: optimizer steps done."""
 
     def __init__(
         self,
@@ -68,26 +68,26 @@ class SnipMomentum:
         self.dense_ratio = dense_ratio
         self.step = 0
         self.choose: Choice = largest
-        """Which of all scores stay; another one where the modules are not all on this rank."""
+        """Selects the scores to keep; replaced if the modules are spread over pipeline stages."""
 
     def fits(self, weight: Tensor) -> bool:
-        """Return whether a weight consists of whole blocks."""
+        """Return whether a weight divides into whole blocks."""
         rows, columns = weight.shape[0], weight[0].numel()
         return columns % self.m == 0 and (self.keeps_n_of_m or rows % self.n == 0)
 
     @property
     def active(self) -> bool:
-        """Return whether this step scores weights."""
+        """Return whether weights are scored in this step."""
         return self.begin <= self.step <= self.end
 
     def on_step_begin(self, local_step: int) -> None:
-        """Documented moment; nothing happens in it."""
+        """Do nothing; part of the documented interface."""
 
     @torch.no_grad()
     def on_before_optimizer_step(
         self, weight: Reader = lambda param: param, gradient: Reader = lambda param: param.grad
     ) -> None:
-        """Score the weights with the gradients of this step. The readers may be collective."""
+        """Update the scores with the gradients of this step. ``weight`` and ``gradient`` may be collective."""
         if not self.active:
             return
         for module in self.modules.values():
@@ -96,12 +96,12 @@ class SnipMomentum:
                 continue
             product = module.whole(value.detach().float().mul(slope.float()).abs_())
             if not bool(product.isfinite().all()):
-                continue  # an overflow, whose step is skipped
+                continue  # overflow: the step is skipped
             scores_of(module).mul_(MOMENTUM).add_(product.view(scores_of(module).shape))
 
     @torch.no_grad()
     def on_after_optimizer_step(self) -> None:
-        """Prune, if it is time."""
+        """Prune if the schedule says so, and count the step."""
         if self.active and ((self.step - self.begin) % self.stride == 0 or self.step == self.end):
             self._prune((1.0 - self.dense_ratio) * share_at(self.step, self.begin, self.end))
         self.step += 1
@@ -121,7 +121,7 @@ class SnipMomentum:
             buffer.copy_((mask & buffer.view(mask.shape)).view(buffer.shape))
 
     def _importance(self, score: Tensor) -> Tensor:
-        """Return the mean score of each block; for each M, the sum of the scores that would go."""
+        """Return the mean score of each block; with N:M, the sum of the scores that each group of M would lose."""
         flat = score.flatten(1)
         rows, columns = flat.shape
         if not self.keeps_n_of_m:
@@ -129,7 +129,7 @@ class SnipMomentum:
         return flat.view(rows, columns // self.m, self.m).sort(dim=-1).values[..., : self.m - self.n].sum(-1)
 
     def _mask(self, dense: Tensor, score: Tensor) -> Tensor:
-        """Boolean [rows, columns] of the blocks, or groups of M, that stay ``dense``."""
+        """Expand ``dense``, the kept blocks (or with N:M the groups of M left dense), to a boolean [rows, columns]."""
         flat = score.flatten(1)
         if not self.keeps_n_of_m:
             return dense.repeat_interleave(self.n, 0).repeat_interleave(self.m, 1)
@@ -140,12 +140,12 @@ class SnipMomentum:
 
 
 def scores_of(module: Compressible) -> Tensor:
-    """The scores of a module's weight, fp32 and writable."""
+    """Return the scores of a module's weight as a writable fp32 view."""
     held: Any = module._buffers[SCORES]
     return held.view(torch.float32)
 
 
 def mask_of(module: Compressible) -> Tensor:
-    """Return which weights of a module are kept, boolean and writable."""
+    """Return the boolean buffer of a module's kept weights."""
     held: Any = module._buffers[MASK]
     return held

@@ -1,8 +1,8 @@
-"""Compression of a model of which each rank has one stage of a pipeline.
+"""Compression of pipeline-parallel models.
 
-Patterns are looked up in the whole model, on the meta device, and what they find is prepared where it is. So the stages
-agree on what a config asks for, and a name means the same module for any number of stages. What ranks the weights of
-all modules together, a pruner, asks all stages.
+Patterns are matched against the whole model on the meta device, and each stage prepares the matches that it holds. The
+stages thus agree on what a config means, and a name denotes the same module for any number of stages. A pruner, which
+ranks the weights of all modules together, communicates with all stages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from deepspeed.compression.utils import top_mask
 
 Methods = list[list[Any]]
 Parted = list[tuple[str, str, list[str]]]
-"""(technique, module, related ones) of which only some are on this stage."""
+"""(technique, module, related modules), of which this stage holds some but not all."""
 
 
 def methods_here(
     model: nn.Module, look_up: Callable[[nn.Module], Methods], has: Callable[[nn.Module], bool]
 ) -> tuple[Methods, Parted]:
-    """Return the part of what ``look_up`` finds in the whole of ``model`` (rows of `get_compress_methods`) that is on
-    this rank. ``has``: whether a module found under a name is the one meant, and no stand-in for one of another stage.
+    """Return the part on this rank of what ``look_up`` finds in the whole of ``model`` (rows of
+    `get_compress_methods`). ``has``: whether a module is the real one, not a stand-in for one of another stage.
 
-    A module whose related ones are on other stages is in a row without them, and they are in one without techniques.
+    A module whose related modules are on other stages gets a row without them, and they get one without techniques.
     """
     if not isinstance(model, Staged):
         return look_up(model), []
@@ -43,7 +43,7 @@ def methods_here(
 
 
 def _related_to(row: Sequence[Any]) -> Iterator[tuple[int, str, list[str]]]:
-    """(number of the pattern, module, its related ones)."""
+    """Yield (index of the pattern, module, its related modules)."""
     names, related, _ = row
     for i, group in enumerate(names):
         for j, name in enumerate(group):
@@ -79,7 +79,7 @@ def _parted(row: Sequence[Any], here: set[str]) -> Parted:
 
 
 def refuse_parted(parted: Parted, remedy: str) -> None:
-    """ValueError: there are any."""
+    """Raise ValueError with ``remedy`` if ``parted`` has entries."""
     if parted:
         _, name, others = parted[0]
         raise ValueError(
@@ -88,20 +88,20 @@ def refuse_parted(parted: Parted, remedy: str) -> None:
 
 
 class ChoiceOfStages:
-    """``top_mask`` over the weights of all stages, for a pruner: what one process that has them all would choose.
+    """Applies ``top_mask`` to the scores of all stages, for a pruner: the choice that a single process would make.
 
-    ``order``: names of modules in the whole model, the order in which equal scores are taken. Collective over
-    ``ranks``, those that have the stages.
+    ``order``: module names of the whole model, the order in which ties between equal scores are broken. Collective
+    over ``ranks``, one per stage.
     """
 
     def __init__(self, ranks: Communicator, order: Sequence[str], device: torch.device) -> None:
         self.ranks, self.device = ranks, device
         self._places = {name: place for place, name in enumerate(order)}
         self._everyone: list[dict[str, int]] = []
-        """Of each stage: name -> how many scores its module has."""
+        """Per stage: module name -> number of its scores."""
 
     def __call__(self, parts: Mapping[str, Tensor], share: float) -> list[Tensor]:
-        """``parts``: scores of this stage by module, flat. Returns which of them are among the largest."""
+        """Return masks of the scores in ``parts`` (this stage's, flat, by module) that are among the largest."""
         sizes = {name: part.numel() for name, part in parts.items()}
         if not self._everyone:
             self._everyone = [{} for _ in range(self.ranks.size)]

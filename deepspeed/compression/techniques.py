@@ -1,8 +1,7 @@
-"""State of a compressed module: how its weight, its input and its masks are changed in forward.
+"""State of a compressed module: quantization of its weight and input, and its pruning masks.
 
-The module's own ``weight`` stays what it is: a parameter under its own name, trained in full precision. Forward
-computes with ``compressed_weight()`` instead. The schedule switches each technique on (``..._enabled``) and says how
-many bits.
+``weight`` remains a parameter under its own name, trained in full precision; forward computes with
+``compressed_weight()`` instead. The schedule switches each technique on (``..._enabled``) and sets the bit width.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from deepspeed.compression.utils import (
 L1, TOPK, SNIP = "l1", "topk", "snip_momentum"
 RANGE = "x_min_max"
 SCORES = "sparse_pruning_scores"
-"""Buffer of fp32 numbers under the dtype int32, as engines cast floating-point buffers to 16 bits."""
+"""Buffer of fp32 scores, stored as int32 because engines cast floating-point buffers to 16 bits."""
 
 
 class QuantAct(nn.Module):
-    """Quantizes activations to a static range: a running mean of each batch's, updated in training.
+    """Quantizes activations to a static range: a running mean of the batches' ranges, updated in training.
 
-    ``quant_mode``: "symmetric" or "asymmetric". The range is the buffer ``x_min_max`` [2]; while it is zero, the first
-    batch's is taken as it is.
+    ``quant_mode``: "symmetric" or "asymmetric". The range is the buffer ``x_min_max`` [2]; if zero, it is set to the
+    range of the next batch.
     """
 
     x_min_max: Tensor
@@ -60,13 +59,13 @@ class QuantAct(nn.Module):
 
 
 class Compressible(nn.Module):
-    """Base of the compressed layers. They are made of ordinary ones in place (``take``): the module, its parameters,
-    hooks and attributes stay, only its class is another until ``release``."""
+    """Base of the compressed layers. They are made from ordinary ones in place (``take``): the module keeps its
+    identity, parameters, hooks and attributes; only its class changes, until ``release``."""
 
     weight: nn.Parameter
     plain_class: type[nn.Module]
     row_width = 1
-    """Dimensions of the weight behind that of rows."""
+    """Number of weight dims after the row dim."""
 
     @classmethod
     def take(cls, module: nn.Module) -> Compressible:
@@ -85,13 +84,13 @@ class Compressible(nn.Module):
         self.weight_quantize_type = SYMMETRIC
         self.weight_rounding = NEAREST
         self.weight_bits: tuple[int, int, int] | None = None
-        """Bits at the start and at the end, steps per bit; None if the weight is not to be quantized."""
+        """(start bits, target bits, steps per bit); None if the weight is not to be quantized."""
         self.weight_quantize_bits = 8
-        """Now."""
+        """Current bit width."""
         self.weight_quantize_share = 1.0
-        """Of the quantized value in the mixture with the weight itself."""
+        """Share of the quantized value in the mixture with the unquantized weight."""
         self.weight_quantize_seed: int | None = None
-        """Of stochastic rounding: the same noise on all ranks and in a recomputed forward."""
+        """Seed of stochastic rounding: the same noise on all ranks and in a recomputed forward."""
         self.activation_quantization_enabled = False
         self.activation_quantization_bits: int | None = None
         self.activation_quantization_range: str | None = None
@@ -100,12 +99,12 @@ class Compressible(nn.Module):
         self.sparse_pruning_method: str | None = None
         self.sparse_pruning_ratio = 1.0
         self.name_seed: int | None = None
-        """Of the scores that masks start with, besides torch's initial seed; None: torch's default generator."""
+        """Seed of initial mask scores, combined with torch's initial seed; None: torch's default generator."""
         self.grid: Grid | None = None
-        """The integers of the weight, once it is rounded for good."""
+        """The integer levels of the weight, once it is rounded permanently."""
 
     def release(self) -> nn.Module:
-        """An ordinary layer again. What the techniques do to the weight has to be made permanent before."""
+        """Turn the module back into an ordinary layer. The effect of the techniques must be made permanent before."""
         plain, mine = self.plain_class, vars(self)
         for name in _ATTRIBUTES & mine.keys():
             del mine[name]
@@ -127,8 +126,8 @@ class Compressible(nn.Module):
         num_groups: int,
         rounding: str = NEAREST,
     ) -> None:
-        """Prepare for weights of ``start_bits``, one bit less every ``quantization_period`` steps down to
-        ``target_bits``, in ``num_groups`` groups. Without ``..._in_forward`` the engine quantizes the 16-bit weights
+        """Prepare to quantize the weight in ``num_groups`` groups, from ``start_bits`` down to ``target_bits`` by one
+        bit every ``quantization_period`` steps. Without ``..._in_forward`` the engine quantizes the 16-bit weights
         after each update instead (MoQ)."""
         numel = math.prod(_shape(self.weight))
         if numel % num_groups:
@@ -147,13 +146,13 @@ class Compressible(nn.Module):
         vars(self.weight).update(start_bits=start_bits, target_bits=target_bits, q_period=quantization_period)
 
     def quantized(self, weight: Tensor, bits: int, rounding: str = NEAREST) -> Tensor:
-        """``weight`` (whole, of this module's shape) in ``bits``."""
+        """Quantize ``weight`` (whole, of this module's shape) to ``bits``."""
         apply = quantizer_for(bits, self.weight_quantize_type).apply
         groups, seed = self.weight_quantize_num_groups, self.weight_quantize_seed
         return apply(weight, bits, None, None, groups, rounding, seed)
 
     def quantized_now(self, weight: Tensor, rounding: str) -> Tensor:
-        """``weight`` as it is at this step of the schedule: mixed with its quantized form."""
+        """Quantize ``weight`` to the current bits, mixed with the unquantized one as the schedule says."""
         rounded = self.quantized(weight, self.weight_quantize_bits, rounding)
         if self.weight_quantize_share >= 1:
             return rounded
@@ -161,7 +160,7 @@ class Compressible(nn.Module):
 
     @torch.no_grad()
     def fix_weight_quantization(self) -> None:
-        """Round the weight to the target bits for good."""
+        """Round the weight to the target bits permanently."""
         if self.weight_bits is not None:
             bits = self.weight_bits[1]
             if bits > MAX_BITS:
@@ -179,8 +178,7 @@ class Compressible(nn.Module):
         return self.compressed(self.weight)
 
     def compressed(self, weight: Tensor) -> Tensor:
-        """``weight`` (whole, of this module's shape), quantized, then masked. Its gradient is one of single
-        elements."""
+        """Quantize and then mask ``weight`` (whole, of this module's shape). The gradient is elementwise."""
         if self._quantizes_in_forward():
             weight = self.quantized_now(weight, self.weight_rounding if self.training else NEAREST)
         if self._prunes("sparse"):
@@ -188,7 +186,7 @@ class Compressible(nn.Module):
         return weight
 
     def changes_weight(self) -> bool:
-        """Return whether ``compressed`` does anything at this step."""
+        """Return whether ``compressed`` currently changes the weight."""
         return self._quantizes_in_forward() or any(self._prunes(kind) for kind in _PRUNING)
 
     def _quantizes_in_forward(self) -> bool:
@@ -199,11 +197,11 @@ class Compressible(nn.Module):
         return bool(mine.get(f"{kind}_pruning_enabled") and mine.get(f"{kind}_pruning_method"))
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor of which this rank has the part that it has of the weight, without a gradient."""
+        """Gather a tensor that is split over ranks like the weight, without gradient."""
         return tensor
 
     def part(self, whole: Tensor) -> Tensor:
-        """The opposite of ``whole``."""
+        """Return this rank's part of a tensor; the inverse of ``whole``."""
         return whole
 
     # Activation quantization --------------------------------------------------------------------------------
@@ -211,8 +209,8 @@ class Compressible(nn.Module):
     def enable_activation_quantization(
         self, bits: int, quantization_type: str, range_calibration: str
     ) -> None:
-        """Prepare for inputs of ``bits``, with one range for all ("static", of the batches seen in training) or one
-        for each token or image ("dynamic")."""
+        """Prepare to quantize inputs to ``bits``, with one range for all ("static", from the batches seen in training)
+        or one per token or image ("dynamic")."""
         self.activation_quantization_bits = bits
         self.activation_quantization_range = f"{range_calibration}_{quantization_type}"
         if range_calibration == "static":
@@ -229,8 +227,8 @@ class Compressible(nn.Module):
     # Pruning ------------------------------------------------------------------------------------------------
 
     def enable_sparse_pruning(self, ratio: float, method: str) -> None:
-        """Prepare for keeping the share ``ratio`` of single weights: the largest ("l1", fixed now), those with the
-        largest learned scores ("topk"), or those that the pruner of the model chooses ("snip_momentum")."""
+        """Prepare to keep the share ``ratio`` of single weights: the largest ("l1", fixed now), those with the largest
+        learned scores ("topk"), or those that the model's pruner chooses ("snip_momentum")."""
         self.sparse_pruning_ratio, self.sparse_pruning_method = ratio, method
         if method == L1:
             self.register_buffer("sparse_pruning_mask", top_mask(self.weight.detach().abs(), ratio))
@@ -244,7 +242,7 @@ class Compressible(nn.Module):
 
     def _scores(self, *shape: int) -> nn.Parameter:
         generator = None
-        if self.name_seed is not None:  # another one for each kind of mask
+        if self.name_seed is not None:  # each mask size gets a different seed
             seed = torch.initial_seed() ^ self.name_seed ^ (math.prod(shape) << 32)
             generator = torch.Generator().manual_seed(seed)
         scores = torch.empty(*shape, device="cpu")
@@ -252,7 +250,7 @@ class Compressible(nn.Module):
         return nn.Parameter(scores.to(self.weight.device, self.weight.dtype))
 
     def _enable_rows(self, kind: str, ratio: float, method: str) -> None:
-        """Masks of whole rows (output features or channels): buffer or parameter named after ``kind``."""
+        """Register the mask of whole rows (output features or channels), a buffer or parameter named after ``kind``."""
         vars(self).update(
             {
                 f"{kind}_pruning_ratio": ratio,
@@ -271,7 +269,7 @@ class Compressible(nn.Module):
             raise ValueError(f"{kind}_pruning.method is {L1!r} or {TOPK!r}, not {method!r}")
 
     def get_mask(self, pruning_type: str = "row") -> Tensor:
-        """The mask of a kind of pruning, as it broadcasts over the weight: constant, or with a gradient for its
+        """Return the mask of a kind of pruning, broadcastable over the weight: constant, or with a gradient to its
         scores."""
         method = getattr(self, f"{pruning_type}_pruning_method")
         if method in (L1, SNIP):
@@ -282,11 +280,11 @@ class Compressible(nn.Module):
         )
 
     def _learned(self, name: str) -> Tensor:
-        """Scores by their name, for use in forward."""
+        """Return learned scores by name, for use in forward."""
         return getattr(self, name)
 
     def _drop_mask(self, kind: str) -> None:
-        """The mask has become permanent."""
+        """Drop a mask that has been made permanent, and disable its pruning."""
         self._forget_mask(kind)
         setattr(self, f"{kind}_pruning_method", None)
         setattr(self, f"{kind}_pruning_enabled", False)
@@ -298,18 +296,18 @@ class Compressible(nn.Module):
 
     @torch.no_grad()
     def fix_sparse_pruning_helper(self) -> None:
-        """Set the masked weights to zero for good."""
+        """Set the masked weights to zero permanently."""
         self._mask_weight(self.get_mask("sparse").detach())
         self._drop_mask("sparse")
 
     def _mask_weight(self, mask: Tensor) -> None:
-        """Multiply the weight with ``mask``, which broadcasts over it, for good."""
+        """Multiply the weight by ``mask``, which broadcasts over it, permanently."""
         self.weight.data = self.weight.data * mask
         if self.grid is not None:
             self.grid.mask(mask)
 
     def _keep(self, name: str, kept: Tensor, dim: int = 0) -> None:
-        """Only the entries ``kept`` (boolean) of a parameter or buffer, along ``dim``."""
+        """Keep only the entries ``kept`` (boolean) of a parameter or buffer along ``dim``."""
         if name == "weight" and self.grid is not None:
             self.grid.keep(kept, dim)
         tensor = getattr(self, name)
@@ -317,7 +315,7 @@ class Compressible(nn.Module):
             tensor.data = tensor.data.index_select(dim, kept.nonzero().view(-1)).contiguous()
 
     def _silence(self, kept: Tensor) -> None:
-        """Zero in the rows that are not ``kept``, and in their bias."""
+        """Zero the rows that are not ``kept``, and their bias."""
         ones = [1] * self.row_width
         self._mask_weight(kept.view(-1, *ones))
         bias = getattr(self, "bias", None)
@@ -326,12 +324,12 @@ class Compressible(nn.Module):
 
 
 def tokens(inputs: Tensor) -> int:
-    """Rows of a linear layer's input, each of which has a range of its own."""
+    """Return the number of tokens (rows) in a linear layer's input; each has its own quantization range."""
     return max(inputs.numel() // inputs.shape[-1], 1)
 
 
 def _shape(weight: Tensor) -> torch.Size:
-    """Also of a weight that ``zero.Init`` has partitioned."""
+    """Return the full shape, also of a weight that ``zero.Init`` has partitioned."""
     return getattr(weight, "ds_shape", weight.shape)
 
 
@@ -349,4 +347,4 @@ _ATTRIBUTES = frozenset(
     + ["plain_class", "num_heads", "activation_quantizer", "mask_from", "applied_mask"]
     + ["mpu", "grid", "name_seed"]
 )
-"""Of compressed layers, besides tensors and modules."""
+"""Attributes of compressed layers that ``release`` deletes, besides tensors and modules."""

@@ -1,4 +1,4 @@
-"""Fake quantization and top-k masks, with gradients that pass straight through (Bengio et al. 2013).
+"""Fake quantization and top-k masks with straight-through gradients (Bengio et al. 2013).
 
 Values are quantized in groups of consecutive elements that share a scale: `num_groups` must divide their number. The
 arithmetic is fp32 also for 16-bit tensors, and rounded once to their dtype: `deepspeed.ops.formats.integers`.
@@ -29,13 +29,13 @@ SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
 
 
 def seed_of(name: str) -> int:
-    """A number of 32 bits that belongs to a name: what is drawn for a module does not depend on what others there are,
-    so that each stage of a pipeline draws what one process does."""
+    """Derive a 32-bit seed from a name: a module's random draws then do not depend on which other modules exist, so
+    pipeline stages draw what a single process draws."""
     return zlib.crc32(name.encode())
 
 
 def top_mask(scores: Tensor, ratio: float) -> Tensor:
-    """Boolean, of the shape of `scores`: True at the ceil(ratio * n) largest; of equal ones at the first."""
+    """Return a boolean mask, of the shape of `scores`, of the ceil(ratio * n) largest; ties go to the first."""
     flat = scores.detach().reshape(-1).float()
     count = math.ceil(ratio * flat.numel())
     if count <= 0 or count >= flat.numel():
@@ -70,7 +70,7 @@ def _grouped(values: Tensor, num_groups: int) -> Tensor:
 
 
 def _bound(value: Any, like: Tensor) -> Tensor | None:
-    """A given end of the range, for each group [groups, 1]."""
+    """Return a given end of the range as fp32 [groups, 1], or [1, 1] for all; None if not given."""
     if value is None:
         return None
     return torch.as_tensor(value, dtype=torch.float32, device=like.device).detach().reshape(-1, 1)
@@ -83,10 +83,10 @@ def _rounding(name: str, seed: int | None, like: Tensor) -> Rounding:
 
 
 class StraightThroughQuantizer(Function):
-    """Quantized values in groups; the gradient of the values is that of their quantized form.
+    """Quantizes values in groups; the gradient passes straight through.
 
-    Arguments of `apply`: `min_value` and `max_value` are a fixed range (numbers or one per group) instead of that of
-    the values. `seed`: of the noise of stochastic rounding; None takes the default generator's.
+    Arguments of `apply`: `min_value` and `max_value` fix the range (numbers, or one per group) instead of taking that
+    of the values. `seed`: of stochastic rounding; None uses the default generator.
 
     ValueError: `num_groups` does not divide the number of values.
     """
@@ -110,7 +110,7 @@ class StraightThroughQuantizer(Function):
 
     @staticmethod
     def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
-        """Return `groups` [groups, values] as they are after quantization."""
+        """Return `groups` [groups, values] quantized and dequantized."""
         raise NotImplementedError
 
     @staticmethod
@@ -119,7 +119,7 @@ class StraightThroughQuantizer(Function):
 
 
 class SymQuantizer(StraightThroughQuantizer):
-    """Symmetric, `num_bits` bits."""
+    """Quantizes symmetrically around zero, to `num_bits` bits."""
 
     @staticmethod
     def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
@@ -129,7 +129,7 @@ class SymQuantizer(StraightThroughQuantizer):
 
 
 class AsymQuantizer(StraightThroughQuantizer):
-    """The same between the smallest and the largest value."""
+    """Quantizes asymmetrically, between the smallest and the largest value, to `num_bits` bits."""
 
     @staticmethod
     def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
@@ -138,7 +138,7 @@ class AsymQuantizer(StraightThroughQuantizer):
 
 
 class TernaryQuantizer(StraightThroughQuantizer):
-    """To -a, 0 and a. `num_bits` (2), the range and the rounding are ignored."""
+    """Quantizes to -a, 0 and a. `num_bits` (2), the range and the rounding are ignored."""
 
     @staticmethod
     def rounded(groups: Tensor, *_: Any) -> Tensor:
@@ -147,7 +147,7 @@ class TernaryQuantizer(StraightThroughQuantizer):
 
 
 class BinaryQuantizer(StraightThroughQuantizer):
-    """To -a and a. `num_bits` (1), the range and the rounding are ignored."""
+    """Quantizes to -a and a. `num_bits` (1), the range and the rounding are ignored."""
 
     @staticmethod
     def rounded(groups: Tensor, *_: Any) -> Tensor:
@@ -156,7 +156,7 @@ class BinaryQuantizer(StraightThroughQuantizer):
 
 
 def quantizer_for(bits: int, kind: str) -> type[StraightThroughQuantizer]:
-    """Return the quantizer of weights to `bits`: two bits are ternary and one is binary, whatever the `kind`."""
+    """Return the quantizer of weights to `bits`: ternary for two bits and binary for one, whatever the `kind`."""
     if bits <= 2:
         return TernaryQuantizer if bits == 2 else BinaryQuantizer
     if kind not in (SYMMETRIC, ASYMMETRIC):

@@ -1,5 +1,5 @@
-"""Models split over ranks: `tensor/` layers, `sequence/` shards, `pipeline/` stages, `expert/` mixtures.
+"""Model parallelism: `tensor/`, `sequence/`, `pipeline/` and `expert/`.
 
-Each writes a placement on the parameters that it splits; the room `zero` reads it and knows nothing else of the split.
+Each sets a placement on the parameters that it splits; the room `zero` reads it and knows nothing else about the split.
 Start reading: `tensor/planning/planner.py`, `pipeline/stage_run.py`, `sequence/exchange.py`, `expert/dispatch.py`.
 """

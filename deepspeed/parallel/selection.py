@@ -1,7 +1,7 @@
-"""The transforms that a config asks for.
+"""Selection of the transforms that a config asks for.
 
-Each is imported where it is asked for only: tensor and sequence parallelism alone are sixty modules, which every start
-of every rank would wait for.
+Each is imported only if it is asked for: tensor and sequence parallelism alone are sixty modules, and importing them
+would delay the start of every rank.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ FROM_CONFIG: tuple[Factory, ...] = (
     expert_parallelism, tensor_parallelism, sparse_attention, sequence_shards, float8_linears, tiled_compute,
     memory_budget, native_products, layer_drop, weight_quantization,
 )  # fmt: skip
-"""Each gives a transform, or None where the config does not ask for it."""
+"""Each returns a transform, or None if the config does not ask for it."""
 
 
 def from_config(config: DeepSpeedConfig) -> list[ModuleTransform]:
-    """Return the transforms that the config asks for, in the order above."""
+    """Return the transforms that the config asks for, in the order of ``FROM_CONFIG``."""
     return [made for make in FROM_CONFIG if (made := make(config)) is not None]

@@ -1,13 +1,12 @@
-"""Softmax and losses of logits whose vocabulary is spread over ranks: the arithmetic, for every interface to it.
+"""Vocabulary-parallel softmax and losses: the arithmetic behind every interface to them.
 
-No rank holds whole logits: the maximum, the sum of exponentials and the target's logit of every token are reduced over
-ranks (Shoeybi et al.: Megatron-LM, 2019, section 3). Local logits are widened to fp32 some tokens at a time, in forward
-and in backward. All ranks get the same results, and have to go on with the same loss: then backward needs no
-communication.
+No rank holds whole logits: each token's maximum, sum of exponentials and target logit are reduced over ranks (Shoeybi
+et al.: Megatron-LM, 2019, section 3). Local logits are upcast to fp32 a chunk of tokens at a time, in forward and in
+backward. All ranks get the same results. They must backpropagate the same loss: backward then needs no communication.
 
-`deepspeed.parallel.tensor.logits` puts ``cross_entropy`` in the place of torch's; the documented functions are in
-`deepspeed.parallel.sequence`: `cross_entropy`, `vocab_parallel_ops`, and `linear_cross_entropy`, which has an algorithm
-of its own, as its logits never exist.
+`deepspeed.parallel.tensor.logits` substitutes ``cross_entropy`` for torch's; the documented functions are in
+`deepspeed.parallel.sequence`: `cross_entropy`, `vocab_parallel_ops`, and `linear_cross_entropy`, which has its own
+algorithm because it never materializes the logits.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.ranks import communicator_of
 
 CHUNK_NUMEL = 1 << 22
-"""Logits that are widened to fp32 at a time: 16 MiB."""
+"""Number of logits upcast to fp32 at a time: 16 MiB."""
 REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The words ``[first, first + own)`` of ``size``; the ranks of ``group`` hold the others."""
+    """This rank's words ``[first, first + own)`` of a vocabulary of ``size`` split over ``group``."""
 
     group: Communicator
     first: int
@@ -41,8 +40,8 @@ class VocabularyPart:
 
     @classmethod
     def of_cut(cls, cut: Cut, group: Communicator) -> VocabularyPart:
-        """This rank's by ``cut``, a rank of which may have no word. ValueError: each rank must hold one run of words,
-        in rank order."""
+        """Return this rank's part under ``cut``, which may leave a rank without words. ValueError: the parts are not
+        one run of words per rank, in rank order."""
         if not cut.is_plain or cut.ranks != group.size:
             raise ValueError("each rank holds one run of the vocabulary, in rank order")
         return cls(group, sum(cut.extents[: group.rank]), cut.extents[group.rank], cut.size)
@@ -50,8 +49,8 @@ class VocabularyPart:
     def columns(
         self, words: Tensor, chosen: Tensor | None = None, run: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return which ``words`` (of those ``chosen``) belong to this rank, or to a ``run`` of its words, and their
-        column in its logits (0 for others)."""
+        """Return a mask of the ``words`` (those ``chosen``) in this rank's part, or in a ``run`` of it, and their
+        columns in its logits (0 for others)."""
         run = run or slice(0, self.own)
         column = words - (self.first + run.start)
         inside = (column >= 0) & (column < run.stop - run.start)
@@ -60,7 +59,7 @@ class VocabularyPart:
         return inside, torch.where(inside, column, 0)
 
     def check(self, words: Tensor, ignored: int, what: str = "target") -> None:
-        """ValueError: a word that is in nobody's part. Waits for the device."""
+        """Raise ValueError for a word outside the vocabulary. Synchronizes with the device."""
         wrong = (words != ignored) & ((words < 0) | (words >= self.size))
         if bool(wrong.any()):
             raise ValueError(
@@ -79,14 +78,14 @@ def vocabulary_part(
     *,
     device: torch.device,
 ) -> VocabularyPart:
-    """The part of this rank, which has ``own`` words. Collective, unless ``size`` is given or there is one rank.
+    """Return the part of this rank, which has ``own`` words. Collective unless ``size`` is given or there is one rank.
 
     Args:
         group: the ranks that share the vocabulary; None: one rank.
-        start, end: of the own part; both or neither. Without them parts lie in rank order.
-        size: of the whole vocabulary; then ``start`` and ``end`` are believed.
+        start, end: bounds of this rank's part; both or neither. Without them parts lie in rank order.
+        size: size of the whole vocabulary; if given, ``start`` and ``end`` are not checked.
 
-    ValueError, on every rank: the parts are no partition of a vocabulary in rank order.
+    ValueError, on every rank: the parts do not partition a vocabulary in rank order.
     """
     if (start is None) != (end is None):
         raise ValueError("vocab_start_index and vocab_end_index belong together: give both, or neither")
@@ -131,20 +130,21 @@ def cross_entropy(
     reduction: str = "mean",
     chunk_numel: int = CHUNK_NUMEL,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits in parts. Collective: two small all-reduces, none in backward.
+    """Compute ``torch.nn.functional.cross_entropy`` of vocabulary-parallel logits. Collective: two small all-reduces in
+    forward, none in backward.
 
     Args:
         logits: [.., this rank's words], any float dtype.
-        target: [..] of the whole vocabulary, equal on all ranks.
+        target: [..], indices into the whole vocabulary, equal on all ranks.
         reduction: "mean" (over the targets that are not ignored; NaN without any), "sum" or "none".
-        chunk_numel: at most so many local logits are in fp32 at a time.
+        chunk_numel: maximum number of local logits in fp32 at a time.
 
     Returns:
-        fp32 (fp64 for such logits): a scalar, or [..] with "none". The gradient has the logits' dtype.
+        fp32 (fp64 for fp64 logits): a scalar, or [..] with "none". The gradient has the logits' dtype.
 
     Raises:
-        ValueError: shapes or ``reduction`` do not fit.
-        IndexError: a target outside the vocabulary (looked for on the host only: elsewhere that would wait).
+        ValueError: shapes do not match, or an unknown ``reduction``.
+        IndexError: a target outside the vocabulary (checked for host tensors only: on a device it would synchronize).
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
@@ -169,7 +169,7 @@ def cross_entropy(
 def log_probabilities(
     logits: Tensor, words: Tensor, part: VocabularyPart, ignore_index: int = -100
 ) -> Tensor:
-    """Return the log-probabilities of ``words`` [rows, k] under ``logits`` [rows, own], fp32 (fp64), 0 for
+    """Return the log-probabilities of ``words`` [rows, k] under ``logits`` [rows, own], fp32 or fp64, 0 where
     ``ignore_index``. Collective.
     """
     found: Tensor = _LogProbs.apply(logits, words, words != ignore_index, part)  # pyright: ignore
@@ -185,7 +185,7 @@ def entropy(logits: Tensor, group: Communicator) -> Tensor:
 
 @untraced
 def divergence(of_p: Tensor, of_q: Tensor, group: Communicator) -> Tensor:
-    """KL(p || q) of each row of logits [rows, own]. Collective."""
+    """Return KL(p || q) of each row of logits [rows, own]. Collective."""
     found: Tensor = _Divergence.apply(of_p, of_q, group)  # pyright: ignore[reportAssignmentType]
     return found
 
@@ -194,26 +194,26 @@ def divergence(of_p: Tensor, of_q: Tensor, group: Communicator) -> Tensor:
 
 
 def row_runs(count: int, rows: int) -> list[slice]:
-    """``count`` rows, at most ``rows`` at a time."""
+    """Divide ``count`` rows into slices of at most ``rows``."""
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
 @dataclass(frozen=True)
 class _Softmax:
     """Normalizer of logits [rows, own]: the maximum of each row and the logarithm of the sum of exponentials relative
-    to it. (Their sum would lose the second where the first is large.)"""
+    to it. (Adding the two would round the second away where the first is large.)"""
 
     logits: Tensor
     top: Tensor
     log_total: Tensor
 
     def logs(self, part: slice) -> Tensor:
-        """Log-probabilities of these rows, [.., own]: new memory."""
+        """Return the log-probabilities of these rows, [.., own], in a new tensor."""
         wide = self.logits[part].to(self.top.dtype) - self.top[part, None]
         return wide.sub_(self.log_total[part, None])
 
     def runs(self) -> Iterator[slice]:
-        """Rows that are worked on at a time."""
+        """Yield slices of rows to be processed at a time."""
         rows, own = self.logits.shape
         return iter(row_runs(rows, max(1, CHUNK_NUMEL // max(1, own))) if own else ())
 
@@ -222,7 +222,7 @@ class _Softmax:
 
 
 def _tops(group: Communicator, *all_logits: Tensor) -> Tensor:
-    """[logits, rows]: the highest of each row over all ranks, fp32 (fp64)."""
+    """Return the maximum of each row over all ranks, [logits, rows], fp32 or fp64."""
     first = all_logits[0]
     dtype = torch.promote_types(first.dtype, torch.float32)
     tops = torch.full((len(all_logits), len(first)), -torch.inf, dtype=dtype, device=first.device)
@@ -247,16 +247,16 @@ def _softmaxes(group: Communicator, *all_logits: Tensor) -> list[_Softmax]:
 
 
 def _weighted(logs: Tensor, values: Tensor) -> Tensor:
-    """``exp(logs) * values``, and 0 for words that are excluded, whatever their value."""
+    """Return ``exp(logs) * values``, and 0 for excluded words (log-probability -inf), whatever their value."""
     return (logs.exp() * values).masked_fill_(logs == -torch.inf, 0.0)
 
 
 def _reduced(
     group: Communicator, logits: Tensor, inside: Tensor, column: Tensor, sums_all: bool, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """The highest logit of each row, and [1 + k (+ 1), rows]: the sum of exponentials, the logits of ``column``
-    [rows, k] that are ``inside`` this rank's part, and the sum of all logits if wanted; relative to the highest and
-    over all ranks, in two collectives."""
+    """Return the maximum logit of each row, and [1 + k (+ 1), rows]: the sum of exponentials, the logits at ``column``
+    [rows, k] where ``inside``, and the sum of all logits if ``sums_all``; relative to the maximum and summed over all
+    ranks, in two collectives."""
     count, k = column.shape
     (top,) = _tops(group, logits)
     sums = torch.zeros(k + 2 if sums_all else k + 1, count, dtype=top.dtype, device=logits.device)
@@ -272,7 +272,7 @@ def _reduced(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses [n] of logits [n, own], fp32 or fp64, 0 where not ``chosen``; ``rows``: tokens at a time."""
+    """Losses [n] of logits [n, own], fp32 or fp64, 0 where not ``chosen``; ``rows``: tokens upcast at a time."""
 
     @staticmethod
     def forward(
@@ -312,8 +312,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LogProbs(torch.autograd.Function):
-    """[rows, own], [rows, k] -> [rows, k]. Backward is exact also where the logarithm of the sum would be lost in the
-    highest logit, for a pass over memory more than that of `_CrossEntropy`."""
+    """Log-probabilities: [rows, own], [rows, k] -> [rows, k]. Backward stays exact where adding the log-sum to a large
+    maximum would round it away, at the cost of one more pass over memory than `_CrossEntropy`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: Tensor, chosen: Tensor, part: VocabularyPart) -> Tensor:
@@ -340,7 +340,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """[rows, own] -> [rows]"""
+    """Entropy in nats: [rows, own] -> [rows]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Communicator) -> Tensor:
@@ -351,7 +351,7 @@ class _Entropy(torch.autograd.Function):
             entropy[part] = -_weighted(logs, logs).sum(-1)
         group.all_reduce(entropy).wait()
         ctx.save_for_backward(logits, softmax.top, softmax.log_total, entropy)
-        return entropy.clone()  # masked in place by some
+        return entropy.clone()  # callers may mask it in place
 
     @staticmethod
     @once_differentiable

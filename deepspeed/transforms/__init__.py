@@ -12,7 +12,7 @@ _NAMES = {
     "transforms.module_transforms": ("ModuleTransform", "TransformContext", "request", "transform_module"),
     "transforms.record": ("TransformReport", "Transforms", "transforms_of"),
 }
-"""Names by the module that has them: most runs transform nothing, and import none of these."""
+"""Names by defining module, imported lazily: most runs transform nothing."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,4 +1,4 @@
-"""The error of transforms."""
+"""Exceptions of transforms."""
 
 from deepspeed.base.exceptions import ExplainedError
 
@@ -8,4 +8,4 @@ class TransformError(ExplainedError, RuntimeError):
 
 
 class TransformRefusedError(TransformError, ValueError):
-    """A transform refused the model or its settings with a ``ValueError``, which this stays for who catches those."""
+    """A transform refused the model or its settings with a ``ValueError``; still one, for callers that catch it."""

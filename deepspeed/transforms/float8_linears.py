@@ -1,4 +1,4 @@
-"""The section ``fp8`` on a model as it is: its linear layers multiply 8-bit floating-point numbers."""
+"""The section ``fp8`` for an unmodified model: its linear layers use FP8 products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Float8Linears:
-    """Gives plain linear layers another forward. Their parameters, names and classes stay, and what is saved too."""
+    """Replaces the forward of plain linear layers. Parameters, names, classes and checkpoints stay the same."""
 
     name = "fp8"
     after: tuple[str, ...] = ()
@@ -27,9 +27,10 @@ class Float8Linears:
         self.section = section
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
-        """DeepSpeedConfigError: the device has no such products, or the model no such layers. Collective."""
+        """Replace the forwards. DeepSpeedConfigError: the device has no FP8 products, or the model no suitable layers.
+        Collective."""
         device = torch.device(get_accelerator().current_device_name())
-        is_meta = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine
+        is_meta = any(param.is_meta for param in module.parameters())  # planning, perhaps for another machine
         has_products = is_meta or has_float8_products(device)
         if not has_products and not self.section.emulate:
             raise DeepSpeedConfigError(
@@ -62,7 +63,7 @@ class Float8Linears:
 
 
 class Float8Forward:
-    """Takes the place of a linear layer's ``forward``."""
+    """Replacement of a linear layer's ``forward``."""
 
     def __init__(self, layer: nn.Linear, rounded: Rounded, *, emulate: bool) -> None:
         self.layer = layer

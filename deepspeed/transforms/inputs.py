@@ -1,4 +1,4 @@
-"""Transforms of what a forward gets: shards of a sequence, sequences cut short."""
+"""Transforms of a forward's inputs, such as sharding or truncating sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardFacts:
-    """``training``: the module's mode; ``step``: updates done so far; ``micro_step``: micro-batches done so far."""
+    """State at a forward. ``training``: the module's mode; ``step``: optimizer steps done so far; ``micro_step``:
+    micro-batches done so far."""
 
     training: bool
     step: int
@@ -22,18 +23,18 @@ class ForwardFacts:
 class InputTransform(Ordered, Protocol):
     """Changes the arguments of every ``engine(...)``, in training and in evaluation.
 
-    ``name``, ``after`` and ``before`` give its place among the others, as for a ``ModuleTransform``.
+    ``name``, ``after`` and ``before`` define its position among the others, as for a ``ModuleTransform``.
     """
 
     def transform(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for the module, before they are cast. Must not write to the caller's tensors or dicts."""
+        """Return the arguments for the module, before they are cast. Must not modify the caller's tensors or dicts."""
         ...
 
 
 class InputChain:
-    """Transforms of inputs in their order. ValueError: no order fits them."""
+    """Applies input transforms in order. ValueError: their constraints have no order."""
 
     def __init__(self, transforms: Sequence[InputTransform]) -> None:
         self.transforms = in_order(transforms, INPUT_ORDER, others=MODULE_ORDER)
@@ -41,7 +42,8 @@ class InputChain:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int, micro_step: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """TransformError: one of them failed; it is named. The others are the fields of ``ForwardFacts``."""
+        """Transform the arguments; keywords are the fields of ``ForwardFacts``. TransformError: a transform failed; it
+        is named."""
         facts = ForwardFacts(training=training, step=step, micro_step=micro_step)
         for each in self.transforms:
             try:

@@ -1,4 +1,4 @@
-"""Transforms of the module before anything is moved, cast or sharded: who asks for them, and how they run."""
+"""Module transforms, which run before anything is moved, cast or sharded: requesting and applying them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 class ModuleTransform(Ordered, Protocol):
     """Changes a module before an engine takes it.
 
-    ``after`` and ``before`` name transforms that run earlier and later where they are present; without them, a name in
-    ``MODULE_ORDER`` decides. Who names another in ``after`` knows of it, and may change the modules that it made;
-    otherwise two transforms must not change the same module.
+    ``after`` and ``before`` name transforms that run earlier and later, if present; otherwise ``MODULE_ORDER`` applies.
+    A transform may change modules made by those that it names in ``after``; otherwise two transforms must not change
+    the same module.
     """
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         """Change ``module`` in place, in the same way on every rank; it stays the same object.
 
-        Parameters may lie on any device, in any dtype, and be partitioned by ``zero.Init``. New ones are ordinary
-        parameters; their values need not agree between ranks, as those of the first rank are broadcast later.
+        Parameters may be on any device, of any dtype, and partitioned by ``zero.Init``. New ones are ordinary
+        parameters; their values may differ between ranks, as the first rank's are broadcast later.
         """
         ...
 
 
 class TransformContext:
-    """Context of a transform: what it knows, and where it reports.
+    """Context of a transform: its environment, and the methods by which it reports its changes.
 
-    ``plan``, ``config`` and ``mesh`` are those of the engine to be.
+    ``plan``, ``config`` and ``mesh`` are those of the future engine.
     """
 
     def __init__(self, plan: Plan, config: DeepSpeedConfig, mesh: ProcessMesh) -> None:
@@ -60,42 +60,42 @@ class TransformContext:
         self._old: list[nn.Parameter] = []
 
     def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """A block in which tensors that ``zero.Init`` partitioned can be read in full. Collective."""
+        """Return a context manager in which tensors partitioned by ``zero.Init`` can be read whole. Collective."""
         from deepspeed.zero.gathering.gathered import GatheredParameters
 
         return GatheredParameters(list(tensors))
 
     def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
-        """``new`` (which may include ``old``) join the optimizer group of ``old``, which leaves it unless it is named.
-        Needed for optimizers, and lists of parameters, that were made before."""
+        """Declare that ``new`` replace ``old`` in its optimizer group (``new`` may include ``old``). Needed for
+        optimizers and parameter lists created before the transform."""
         self.successors[id(old)] = (*self.successors.get(id(old), ()), *new)
         self._old.append(old)
 
     def original(self, name: str, made_of: Expression) -> None:
-        """An export has a tensor ``name``, which the module had before this transform, made of those that it has
-        now."""
+        """Declare how to restore the tensor ``name``, which the module had before this transform, in exports, from the
+        current tensors."""
         self.originals[name] = made_of
 
     def drop(self, name: str) -> None:
-        """An export does not have this tensor, which this transform added."""
+        """Exclude a tensor that this transform added from exports."""
         self.dropped.add(name)
 
     def transform_inputs(self, transform: InputTransform) -> None:
-        """Change the inputs of every forward as well."""
+        """Register ``transform`` for the inputs of every forward."""
         self.inputs.append(transform)
 
     def say(self, text: str) -> None:
-        """Add to the line at the start."""
+        """Add text to this transform's line in the startup report."""
         self.said.append(text)
 
 
 def request(module: nn.Module, transform: ModuleTransform) -> None:
-    """Have ``deepspeed.initialize`` apply ``transform`` to ``module``, besides those that the config asks for.
+    """Have ``deepspeed.initialize`` apply ``transform`` to ``module``, in addition to those of the config.
 
-    The request lies on the module, so that it also works where a client library calls ``initialize``.
+    The request is stored on the module, so that it also works if a client library calls ``initialize``.
 
     Raises:
-        TransformError: an engine has sharded the module already.
+        TransformError: an engine already holds the module's weights.
     """
     if _is_taken(module):
         raise TransformError(
@@ -119,12 +119,12 @@ def transform_module(
     mesh: ProcessMesh,
     from_config: Sequence[ModuleTransform],
 ) -> Transforms:
-    """Apply the transforms ``from_config`` (``selection.py``) and those that the module asks for, in order. Those that
-    ran on this module before (for an earlier engine) do not run again. If one fails, all of them are taken back.
+    """Apply the transforms ``from_config`` (``selection.py``) and those requested for the module, in order. Those that
+    already ran on this module (for an earlier engine) are skipped. If one fails, all are rolled back.
 
     Raises:
-        ValueError: no order fits them.
-        TransformError: one failed, changes what another has changed, or describes the original wrongly.
+        ValueError: their constraints have no order.
+        TransformError: a transform failed, changed what another has changed, or described the original wrongly.
     """
     record = transforms_of(module)
     asked = [*from_config, *record.requested]
@@ -150,7 +150,7 @@ def transform_module(
 
 
 class _TransformRun:
-    """Transforms being applied to ``module``, for which ``before`` ran already."""
+    """A run of transforms on ``module``; ``before``: the record of earlier runs."""
 
     def __init__(self, module: nn.Module, before: Transforms) -> None:
         self.module = module
@@ -177,7 +177,7 @@ class _TransformRun:
             ) from error
 
     def take(self, transform: ModuleTransform, context: TransformContext) -> None:
-        """Check and keep what ``transform`` did."""
+        """Check and record the changes of ``transform``."""
         after = Structure(self.module)
         changes = self.now.changes_to(after)
         self._check_claims(transform, changes)
@@ -235,7 +235,7 @@ def _summary(context: TransformContext, changes: Changes) -> str:
     return ", ".join([*context.said, *parts]) or "nothing to change"
 
 
-# Snapshot of a module's structure: to see what a transform changed, and to undo it.
+# Snapshot of a module's structure, to detect what a transform changed and to undo it.
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _IGNORED = frozenset({*_PARTS, "training"})
@@ -243,8 +243,8 @@ _IGNORED = frozenset({*_PARTS, "training"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """``places``: path -> the module there now, where none or another one stood before, or one whose own tensors,
-    attributes or children's names changed; ``gone``: modules that are nowhere any more; ``frozen``: parameters that
+    """Differences of two structures. ``places``: path -> module there now, if it is new or replaced, or its own
+    tensors, attributes or children's names changed; ``gone``: modules no longer anywhere; ``frozen``: parameters that
     were trainable before."""
 
     places: dict[str, nn.Module]
@@ -255,7 +255,7 @@ class Changes:
 
 
 class Structure:
-    """The modules, parameters and buffers that a module has. Refers to them, and copies no values."""
+    """The modules, parameters and buffers of a module, by reference; values are not copied."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -278,16 +278,16 @@ class Structure:
             for name, tensor in module.state_dict(keep_vars=True).items()
             if torch.is_tensor(tensor)
         }
-        """Shapes of the state dict."""
+        """Shapes of the tensors in the state dict."""
 
     def changes_to(self, now: Structure) -> Changes:
-        """Return the changes between this structure and ``now``, one of the same module."""
+        """Return the changes from this structure to ``now``, a later one of the same module."""
         places = {
             path: each
             for path, each in now.modules.items()
             if self.modules.get(path) is not each or self.own[id(each)] != now.own[id(each)]
         }
-        for path, each in self.modules.items():  # those that changed and stand elsewhere now
+        for path, each in self.modules.items():  # changed modules that have moved elsewhere
             if id(each) in now.held and self.own[id(each)] != now.own[id(each)]:
                 places.setdefault(path, each)
         old, new = self.params.values(), now.params.values()
@@ -301,8 +301,8 @@ class Structure:
         )
 
     def restore(self) -> list[str]:
-        """Put every module, its class, and every tensor, attribute and flag back. Returns the names of parameters that
-        another shape or dtype was given in place: their values are lost."""
+        """Restore every module, class, tensor, attribute and flag. Returns the names of parameters whose shape or dtype
+        was changed in place: their values are lost."""
         for key, attributes in self.attributes.items():
             if type(self.held[key]) is not self.classes[key]:
                 self.held[key].__class__ = self.classes[key]
@@ -318,7 +318,7 @@ class Structure:
 
 
 def _own(module: nn.Module) -> tuple[Any, ...]:
-    """Return a comparable key of what a module has apart from the content of its children."""
+    """Return a comparable key of a module's own content, without that of its children."""
     tensors = [
         (name, id(tensor), _kind(tensor) if tensor is not None else None)
         for table in (module._parameters, module._buffers)
@@ -333,6 +333,6 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def count(params: list[nn.Parameter]) -> str:
-    """Such as "2 parameters (1,024 elements)"."""
+    """Format a count of parameters, such as "2 parameters (1,024 elements)"."""
     elements = sum(map(full_numel, params))
     return f"{len(params)} parameter{'s' if len(params) != 1 else ''} ({elements:,} elements)"

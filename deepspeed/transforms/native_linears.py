@@ -1,4 +1,4 @@
-"""The section ``native_products`` on a model as it is: its linear layers take the native library's fp32 products."""
+"""The section ``native_products`` for an unmodified model: linear layers use the native library's fp32 products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NativeLinears:
-    """Makes plain linear layers native ones. Their parameters and names stay, and what is saved too."""
+    """Turns plain linear layers into native ones. Parameters, names and checkpoints stay the same."""
 
     name = "native_products"
     after: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Building a model on another device, in another precision."""
+"""Construction of a model on another device and in another precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order transforms run."""
+"""Order in which transforms run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MODULE_ORDER = (
     "layer_reduction", "expert_parallel", "tensor_parallel", "sparse_attention", "sequence_parallel",
     "compression", "quantized_linear", "lora", "fp8", "tiled_compute", "memory_budget", "native_products",
 )  # fmt: skip
-"""Transforms of the module under these names run in this order, also without saying so: first what removes or splits
-weights, then what stores them in another way, then what is added to them."""
+"""Default order of module transforms by name: first those that remove or split weights, then those that store them
+differently, then those that add to them."""
 
 INPUT_ORDER = ("curriculum", "sequence_parallel")
-"""The same for transforms of inputs: a sequence is cut short before it is cut into shards."""
+"""Default order of input transforms: sequences are truncated before they are sharded."""
 
 
 class Ordered(Protocol):
-    """Member of an order. ``after`` and ``before`` name transforms that need not be present."""
+    """Member of an order. Transforms named in ``after`` and ``before`` need not be present."""
 
     @property
     def name(self) -> str: ...
@@ -33,12 +33,12 @@ T = TypeVar("T", bound=Ordered)
 
 
 def in_order(transforms: Sequence[T], standard: Sequence[str], others: Iterable[str] = ()) -> list[T]:
-    """Sorted by ``standard`` and by what each says of itself; otherwise as they were given.
+    """Sort ``transforms`` by ``standard`` and their own constraints, otherwise stably.
 
-    ``others`` are names that constraints may mention besides (transforms that ran before, the other kind's names).
+    ``others``: further names that constraints may mention (transforms that ran before, names of the other kind).
 
     Raises:
-        ValueError: a name occurs twice; a constraint names a transform that does not exist, or they form a circle.
+        ValueError: a duplicate name, a constraint that names an unknown transform, or cyclic constraints.
     """
     names = [transform.name for transform in transforms]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -1,9 +1,9 @@
 """Progressive layer dropping (Zhang and He: Accelerating Training of Transformer-Based Language Models with Progressive
 Layer Dropping, 2020).
 
-At step t a share theta(t) = (1 - theta) exp(-gamma t) + theta of the deepest layer's forwards is kept; layer i of L is
-kept with probability p_i = 1 - (i / L) (1 - theta(t)), i = 1..L, and what it adds is divided by p_i. A model whose
-forward takes ``pld_theta`` does this itself; of another one, the blocks of its stack are skipped.
+At step t the deepest layer is kept with probability theta(t) = (1 - theta) exp(-gamma t) + theta; layer i of L is kept
+with probability p_i = 1 - (i / L) (1 - theta(t)), i = 1..L, and its residual branch is divided by p_i. A model whose
+forward takes ``pld_theta`` implements this itself; in other models, blocks of the stack are skipped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class ProgressiveLayerDrop:
     """The schedule of theta.
 
     Args:
-        theta: what it tends to, between 0 and 1.
-        gamma: how quickly, per step.
+        theta: limit of the schedule, between 0 and 1.
+        gamma: decay rate per step.
     """
 
     def __init__(self, theta: float = 0.5, gamma: float = 0.001) -> None:
@@ -38,14 +38,14 @@ class ProgressiveLayerDrop:
         log_dist(f"Enabled progressive layer dropping (theta = {self.theta})", ranks=[0])
 
     def get_state(self) -> dict[str, Any]:
-        """Keyword arguments for the model's forward."""
+        """Return the keyword arguments for the model's forward."""
         return {NAME: True, THETA: self.get_theta()}
 
     def get_theta(self) -> float:
         return self.current_theta
 
     def update_state(self, global_step: int) -> None:
-        """Be at a step."""
+        """Set theta for a step."""
         self.current_theta = (1.0 - self.theta) * math.exp(-self.gamma * global_step) + self.theta
 
 
@@ -55,8 +55,8 @@ def keep_probability(layer: int, layers: int, theta: float) -> float:
 
 
 class LayerDropInputs:
-    """Before each forward in training: theta follows the step, and the model is told it, or the blocks that are skipped
-    in this forward are chosen. The same ones on every rank, in a resumed run as well."""
+    """Before each training forward, updates theta and passes it to the model, or chooses the blocks to skip. The choice
+    is equal on every rank, and reproduced by a resumed run."""
 
     name = NAME
     after: Sequence[str] = ()
@@ -85,15 +85,15 @@ class LayerDropInputs:
 
 
 class DroppedBlock:
-    """Takes the place of a block's ``forward``. ``keep``: its probability now; ``dropped``: whether this forward skips
-    it. Its first argument is what it adds to, and so is the first of its results."""
+    """Replacement of a block's ``forward``. ``keep``: current keep probability; ``dropped``: whether this forward skips
+    it. The first argument and the first result are the residual stream."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
         self.keep = 1.0
         self.dropped = False
         self._results: int | None = None
-        """How many a tuple of results has; 0: a tensor."""
+        """Length of the tuple of results; 0: a single tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stream = args[0] if args else kwargs["hidden_states"]
@@ -109,7 +109,7 @@ class DroppedBlock:
 
 
 class LayerDrop:
-    """The module transform."""
+    """The module transform of progressive layer dropping."""
 
     name = NAME
     after: Sequence[str] = ()
@@ -119,7 +119,8 @@ class LayerDrop:
         self.schedule = ProgressiveLayerDrop(theta, gamma)
 
     def apply(self, module: nn.Module, context: Any) -> None:
-        """DeepSpeedConfigError: the model neither takes theta nor has a stack of pre-norm blocks."""
+        """Install layer dropping. DeepSpeedConfigError: the model neither takes theta nor has a stack of pre-norm
+        blocks."""
         if takes_theta(module):
             context.say("the model is told theta")
             context.transform_inputs(LayerDropInputs(self.schedule))
@@ -140,15 +141,15 @@ class LayerDrop:
 
 
 def takes_theta(module: nn.Module) -> bool:
-    """Return whether the model drops layers itself: its forward names ``pld_theta``, or takes any keyword. (Those of
-    Transformers take any, and ignore it.)"""
+    """Return whether the model drops layers itself: its forward has ``pld_theta``, or takes any keyword. (Transformers
+    models take any keyword, but ignore it.)"""
     parameters = inspect.signature(module.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return THETA in parameters or (anything and not type(module).__module__.startswith("transformers."))
 
 
 def find_blocks(module: nn.Module) -> nn.ModuleList | None:
-    """The longest list of blocks of one class behind which its owner has a norm: a stack of pre-norm blocks."""
+    """Return the longest list of blocks of one class that is followed by a norm: a stack of pre-norm blocks."""
     best: nn.ModuleList | None = None
     for owner in module.modules():
         children = list(owner.named_children())

@@ -1,5 +1,5 @@
-"""The record of a module's transforms: those requested for it, what those that ran have left, and the successors of
-parameters that an optimizer may hold already."""
+"""Record of a module's transforms: those requested, results of those that ran, and successors of replaced parameters
+that an optimizer may already hold."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PARAMS = "params"
 
 
 class Successors:
-    """For each transform in order: parameter -> those that took its place, and the names of those that it took out."""
+    """Per transform, in order: parameter -> its replacements, and the names of removed parameters."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Mapping[int, Sequence[nn.Parameter]], Mapping[int, str]]] = []
-        self._kept: list[nn.Parameter] = []  # while they are here, no other object gets their id
+        self._kept: list[nn.Parameter] = []  # kept alive so that their ids are not reused
 
     def add(
         self,
@@ -31,15 +31,15 @@ class Successors:
         became: Mapping[int, Sequence[nn.Parameter]],
         removed: Mapping[str, nn.Parameter],
     ) -> None:
-        """``became``: by the id of the parameter before; ``removed``: by name."""
+        """Record one transform. ``became``: by id of the replaced parameter; ``removed``: by name."""
         gone = {id(param): name for name, param in removed.items()}
         self._kept += removed.values()
         self._steps.append((transform, became, gone))
 
     def followed(self, params: Iterable[Any]) -> list[Any]:
-        """``params`` with each parameter replaced by what it became, once.
+        """Replace each of ``params`` by its successors, without duplicates.
 
-        ValueError: a transform took one of them out of the module and did not say what it became.
+        ValueError: a transform removed one of them without declaring successors.
         """
         current = list(params)
         for transform, became, gone in self._steps:
@@ -55,7 +55,7 @@ class Successors:
         return current
 
     def replace_in_parameters(self, given: Sequence[Any] | None) -> list[Any] | None:
-        """The argument ``model_parameters`` (parameters or group dicts) as it must be for the transformed module."""
+        """Return ``model_parameters`` (parameters or group dicts) for the transformed module."""
         if given is None or not self._steps:
             return list(given) if given is not None else None
         if not any(isinstance(entry, dict) for entry in given):
@@ -70,9 +70,9 @@ class Successors:
         return groups
 
     def replace_in_optimizer(self, optimizer: Any) -> None:
-        """Let the groups of a client's optimizer hold the parameters of the transformed module, in place.
+        """Replace the parameters in a client optimizer's groups by those of the transformed module, in place.
 
-        ValueError: it has state for a parameter that is no longer there, or one new parameter is in two groups.
+        ValueError: it has state for a removed parameter, or a new parameter would be in two groups.
         """
         groups = getattr(optimizer, "param_groups", None)
         if groups is None or not self._steps:
@@ -108,26 +108,26 @@ def _check_apart(groups: Sequence[Sequence[Any]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformReport:
-    """Report of one transform. ``renamed``: tensors of its result's state dict that exports keep under new names."""
+    """Report of one transform. ``renamed``: number of tensors that exports keep under new names."""
 
     name: str
     summary: str
     renamed: int = 0
 
     def line(self) -> str:
-        """For the lines at the start."""
+        """Format the line for the startup report."""
         note = f"; new names that stay in exports: {self.renamed}" if self.renamed else ""
         return f"transform {self.name}: {self.summary}{note}"
 
 
 @dataclass(slots=True)
 class Transforms:
-    """The transforms of one module: those requested for it, and what those that ran have left.
+    """The transforms of one module: those requested, and the results of those that ran.
 
     ``requested``: each a ``ModuleTransform``.
-    ``originals``: how to get the tensors of the untransformed module, None if no transform ran.
-    ``successors``: what the last run made of parameters. Copies of the module share the transforms themselves; a
-    pickled one keeps only what an export needs.
+    ``originals``: how to restore the tensors of the untransformed module, None if no transform ran.
+    ``successors``: parameter replacements of the last run. Copies of the module share the transform objects; a pickled
+    record keeps only what an export needs.
     """
 
     requested: list[Any] = field(default_factory=list)
@@ -139,11 +139,11 @@ class Transforms:
 
     @property
     def names(self) -> list[str]:
-        """Those that ran."""
+        """Names of the transforms that ran."""
         return [report.name for report in self.reports]
 
     def record_no_op(self) -> Transforms:
-        """Note a start that changes nothing; returns the record itself."""
+        """Record a start without new transforms; returns the record itself."""
         self.requested.clear()
         self.successors = Successors()
         return self
@@ -157,5 +157,5 @@ class Transforms:
 
 
 def transforms_of(module: nn.Module) -> Transforms:
-    """Return the transforms that were requested for, or done to, this module; empty if there are none."""
+    """Return the transforms requested for, or applied to, this module; empty if there are none."""
     return vars(module).get(RECORD) or Transforms()

@@ -1,4 +1,4 @@
-"""The section ``sparse_attention`` on a model as it is."""
+"""The section ``sparse_attention`` for an unmodified model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Gives models of Transformers, whose attention is chosen by name, block-sparse attention. What has sparse
-    attention already, or is no such model, is left alone: it reads the section itself."""
+    """Sets block-sparse attention on Transformers models, whose attention is selected by name. Models that already have
+    sparse attention, and other models, are left unchanged: they read the section themselves."""
 
     section: dict[str, Any]
     name: str = "sparse_attention"
@@ -37,8 +37,8 @@ class SparseAttention:
     before: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
-        """ValueError: ranks share sequences, or heads that have layouts of their own; the section contradicts itself;
-        other heads than the model's."""
+        """Set the attention. ValueError: combined with sequence parallelism, or with tensor parallelism and a layout
+        per head; a contradictory section; or a head count that differs from the model's."""
         from deepspeed.ops.sparse_attention import SparseSelfAttention
         from deepspeed.ops.sparse_attention.transformers_attention import (
             takes_attention,
@@ -65,7 +65,7 @@ class SparseAttention:
         )
 
     def sparsity(self, heads: int) -> SparsityConfig:
-        """The pattern of the section. Random blocks are the same on all ranks and in every run."""
+        """Build the section's sparsity pattern. Random blocks are the same on all ranks and in every run."""
         from deepspeed.ops import sparse_attention as patterns
 
         given = get_sparse_attention({"sparse_attention": self.section})

@@ -1,4 +1,4 @@
-"""A linear layer as a grid of smaller ones that run one after another.
+"""A linear layer as a grid of smaller ones that run in sequence.
 
 Under ZeRO stage 3 a module's parameters are gathered for its call. A layer with a huge weight (a vocabulary head)
 then needs memory for all of it at once; a tiled one needs memory for one tile at a time.
@@ -50,8 +50,8 @@ class TiledLinear(nn.Module):
 
     Attributes:
         linears: ``ModuleList`` of rows, each a ``ModuleList`` of tiles: ``linears[out_part][in_part]``.
-        in_parts, out_parts: where the parts begin, and the end of the last: tile ``linears[i][j]`` holds the rows
-            ``out_parts[i]`` to ``out_parts[i + 1]`` and the columns ``in_parts[j]`` to ``in_parts[j + 1]``.
+        in_parts, out_parts: bounds of the parts: tile ``linears[i][j]`` holds the rows ``out_parts[i]`` to
+            ``out_parts[i + 1]`` and the columns ``in_parts[j]`` to ``in_parts[j + 1]``.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TiledLinear(nn.Module):
         return split_tensor_along_last_dim(input_, self.in_sizes)
 
     def _sum(self, outputs: list[Output]) -> Output:
-        """Add up what the tiles of one row returned."""
+        """Add up the outputs of the tiles of one row."""
         total = outputs[0]
         for output in outputs[1:]:
             total = total + output
@@ -150,7 +150,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """For layers that, like this one, return ``(output, bias)`` and leave adding the bias (or None) to the caller."""
+    """``TiledLinear`` for tiles that return ``(output, bias or None)``, as this does; the caller adds the bias."""
 
     def _sum(self, outputs: list[Output]) -> Output:
         total = super()._sum([output for output, _ in outputs])
@@ -171,7 +171,7 @@ def _sizes(side: str, features: int, splits: int) -> list[int]:
 
 
 def _set(param: Any, value: Tensor) -> None:
-    """Write a parameter, partitioned or not; every rank has the same value."""
+    """Write a parameter, partitioned or not, from a value that is equal on all ranks."""
     rank = param.ds_owner.all_ranks.ranks[0] if is_zero_param(param) else None
     with GatheredParameters(param, modifier_rank=rank):
         param.data.copy_(value)

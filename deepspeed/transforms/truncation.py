@@ -1,4 +1,4 @@
-"""Sequences cut short by a curriculum, as a transform of what a forward gets (``docs/transforms.md``)."""
+"""Sequence truncation by a curriculum, as an input transform (``docs/transforms.md``)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from deepspeed.data.curriculum_scheduler import CurriculumScheduler
 from deepspeed.transforms.inputs import ForwardFacts
 
 ARGUMENT = "curriculum_seqlen"
-"""The documented keyword argument of models that cut their sequences themselves."""
+"""The documented keyword argument of models that truncate their sequences themselves."""
 _TOKENS = ("input_ids", "inputs_embeds", "tokens")
 
 
 @dataclass(frozen=True, eq=False)
 class CurriculumLength:
-    """In training, a model gets sequences of at most the current difficulty.
+    """Limits training sequences to the current difficulty, in tokens.
 
-    A module that has the argument ``curriculum_seqlen``, or takes any keyword argument and is no Transformers model, is
-    passed the length and cuts its sequences itself. Of all others the inputs are cut (:func:`cut`).
+    A module with the argument ``curriculum_seqlen``, or one that takes any keyword argument and is no Transformers
+    model, gets the length and truncates its sequences itself. For all others the inputs are truncated (:func:`cut`).
     """
 
     module: nn.Module
@@ -34,7 +34,7 @@ class CurriculumLength:
     def transform(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """ValueError: there is no sequence among the inputs."""
+        """Truncate the inputs, or pass the length. ValueError: there is no sequence among the inputs."""
         if not facts.training:
             return args, kwargs
         length = self.scheduler.update_difficulty(facts.step + 1)
@@ -44,7 +44,7 @@ class CurriculumLength:
 
 
 def takes_length(module: nn.Module) -> bool:
-    """Return whether the module's forward cuts sequences itself, when it is told how long they may be."""
+    """Return whether the module's forward takes ``curriculum_seqlen`` and truncates sequences itself."""
     parameters = inspect.signature(module.forward).parameters
     if ARGUMENT in parameters:
         return True
@@ -53,12 +53,12 @@ def takes_length(module: nn.Module) -> bool:
 
 
 def cut(batch: Any, length: int) -> Any:
-    """``batch`` (tensors in tuples, lists and dicts) with every sequence cut to its first ``length`` positions.
+    """Truncate every sequence in ``batch`` (tensors in tuples, lists and dicts) to its first ``length`` positions.
 
-    The tokens say which dimension is the sequence: ``input_ids``, ``inputs_embeds`` or ``tokens``, else the first
-    tensor of integers [batch, tokens] or of floats [batch, tokens, width]. All tensors [batch, tokens, ...] are cut;
-    attention masks [..., tokens, tokens] and [..., 1, tokens] in their last two dimensions, positions [tokens] and
-    [axes, batch, tokens] in their last. Views, no copies.
+    The batch size and length are read from ``input_ids``, ``inputs_embeds`` or ``tokens``, else from the first tensor
+    of integers [batch, tokens] or of floats [batch, tokens, width]. All tensors [batch, tokens, ...] are truncated;
+    attention masks [..., tokens, tokens] and [..., 1, tokens] in their last two dims, positions [tokens] and [axes,
+    batch, tokens] in their last. Returns views, no copies.
 
     Raises:
         ValueError: no tensor looks like tokens.
@@ -120,7 +120,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its tensors changed. Containers keep their class where that takes a list of entries."""
+    """Apply ``change`` to the tensors in ``value``. Containers keep their class if it can be built from entries."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Tokens to their experts and back: sort, exchange over ranks, and add up, with gradients.
+"""Token dispatch and combine: sort by expert, exchange over ranks, sum up, with gradients.
 
-Nothing is padded: what a rank sends another are the tokens that chose its experts, after one exchange of their numbers.
+Nothing is padded: after one exchange of counts, a rank sends another exactly the tokens that chose its experts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import Routes
 
 _CACHED = 2**17
-"""Elements."""
+"""Elements per run of rows on a CPU (see `_runs`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOrder:
-    """The ``n`` kept choices of ``S`` tokens, sorted by expert; those of one expert in the order of tokens.
+    """The ``n`` kept choices of ``S`` tokens, sorted by expert, then by token.
 
-    ``tokens`` [n]: whose choice. ``slots`` [n]: its number among all ``S x k`` choices. ``place`` [S, k]: where it is
-    in the order; ``n`` for choices that are not kept. ``counts`` [E]: choices per expert.
+    ``tokens`` [n]: the token of each choice. ``slots`` [n]: its index among all ``S x k`` choices. ``place`` [S, k]:
+    position of a choice in the order; ``n`` if it is not kept. ``counts`` [E]: choices per expert.
     """
 
     tokens: Tensor
@@ -43,7 +43,7 @@ class TokenOrder:
 
     @classmethod
     def sort(cls, experts: Tensor, count: int) -> TokenOrder:
-        """``experts`` [S, k], int64: the choices; ``count`` for one that is not kept."""
+        """Sort the choices ``experts`` [S, k], int64, in which ``count`` means not kept."""
         k = experts.shape[1]
         flat = experts.reshape(-1)
         counts = torch.bincount(flat, minlength=count + 1)
@@ -56,13 +56,13 @@ class TokenOrder:
 
 
 def permute(inputs: Tensor, order: TokenOrder) -> Tensor:
-    """[n, h]: the rows of ``inputs`` [S, h] as the experts get them."""
+    """Return the rows of ``inputs`` [S, h] in the order of the experts, [n, h]."""
     return _Permute.apply(inputs, order)
 
 
 def combine(outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
-    """[S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], added up in the
-    order of choices, in fp32 at least, and rounded once."""
+    """Return [S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], accumulated
+    in the order of choices, in fp32 at least, and rounded once."""
     return _Combine.apply(outputs, weights, order)
 
 
@@ -104,7 +104,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _gathered(values: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
-    """The sum over choices of rows of ``values`` [n, h], outside autograd."""
+    """Sum each token's rows of ``values`` [n, h] over its choices, optionally weighted, outside autograd: [S, h]."""
     wide = torch.promote_types(values.dtype, torch.float32)
     complete = len(order.tokens) == order.place.numel()
     result = values.new_empty(len(order.place), values.shape[1])
@@ -125,7 +125,7 @@ def _gathered(values: Tensor, weights: Tensor | None, order: TokenOrder) -> Tens
 
 
 def _rows(values: Tensor, place: Tensor, complete: bool) -> Tensor:
-    """Rows of ``values``, in memory of their own; zeros where there is none at this place."""
+    """Return a copy of the rows of ``values`` at ``place``; zeros for choices that are not kept."""
     if complete:
         return values.index_select(0, place)
     rows = values.new_zeros(len(place), values.shape[1])
@@ -135,7 +135,7 @@ def _rows(values: Tensor, place: Tensor, complete: bool) -> Tensor:
 
 
 def _products(first: Tensor, second: Tensor) -> Tensor:
-    """[n], fp32 at least: the product of each row [n, h] of the first with that of the second."""
+    """Return the dot product of each row [n, h] of the first with that of the second: [n], fp32 at least."""
     wide = torch.promote_types(first.dtype, torch.float32)
     result = first.new_empty(len(first), dtype=wide)
     for run in _runs(len(first), first.shape[1], first):
@@ -144,8 +144,8 @@ def _products(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _runs(rows: int, width: int, like: Tensor) -> Iterator[slice]:
-    """On a CPU, rows that stay in its cache between two operations: fresh memory for all of them costs more than what
-    is computed. Elsewhere all at once."""
+    """Yield slices of rows: on a CPU, few enough to stay in its cache between two operations, since allocating memory
+    for all of them costs more than the arithmetic; elsewhere all at once."""
     step = max(1, _CACHED // max(width, 1)) if like.device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -153,7 +153,7 @@ def _runs(rows: int, width: int, like: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenExchange:
-    """Exchange of rows between ranks that each have some of the experts: *outward* to them, and back.
+    """Exchange of rows between expert-parallel ranks: *outward* to the experts, and back.
 
     Outward, ``sent[rank]`` rows go to that rank, and ``received[rank][expert]`` come from it for each local expert.
     """
@@ -167,8 +167,8 @@ class TokenExchange:
     def agree(
         cls, counts: Sequence[Tensor], group: Communicator, watch: RouteWatch | None = None
     ) -> list[TokenExchange]:
-        """Tell every rank how many rows come from here for each of its experts. ``counts`` [E], int64: one of each of
-        several exchanges. Collective, and the only point at which the host waits."""
+        """Exchange the number of rows for each expert. ``counts``: an int64 [E] for each of several exchanges.
+        Collective, and the only point at which the host waits for the device."""
         both = torch.stack([torch.stack(list(counts))] * 2)
         if group.size > 1:
             sent = both[0].view(len(counts), group.size, -1).transpose(0, 1).contiguous()
@@ -184,16 +184,16 @@ class TokenExchange:
 
     @property
     def per_expert(self) -> list[int]:
-        """Rows that each local expert gets."""
+        """Number of rows that each local expert receives."""
         return [sum(column) for column in zip(*self.received, strict=True)]
 
     def to_experts(self, rows: Tensor) -> Arrival:
-        """Send [n, h]. What arrives is [rows of the local experts, h], sorted by expert and then by where they come
-        from. Collective."""
+        """Send rows [n, h] to their experts. Arriving: [rows of the local experts, h], sorted by expert, then by source
+        rank. Collective."""
         return self._begin(rows, outward=True)
 
     def from_experts(self, rows: Tensor) -> Arrival:
-        """The opposite. Collective."""
+        """Send the experts' results back to the ranks of the tokens. Collective."""
         return self._begin(rows, outward=False)
 
     def _begin(self, rows: Tensor, *, outward: bool) -> Arrival:
@@ -204,7 +204,7 @@ class TokenExchange:
         return lambda: _Arrive.apply(sent, flight, outward)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
-        """From the order of ranks, and of experts within each, to that of experts."""
+        """Reorder rows from (rank, expert) to (expert, rank) order."""
         local = len(self.received[0])
         if local == 1:
             return rows
@@ -219,7 +219,7 @@ class TokenExchange:
         return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
 
     def start(self, rows: Tensor, outward: bool) -> tuple[Tensor, Pending]:
-        """Start the exchange of ``rows`` and return the tensor to be received, in rank order, with its handle."""
+        """Start the exchange of ``rows`` and return the receive buffer, in rank order, with its handle."""
         width, theirs = rows.shape[1], [sum(run) for run in self.received]
         sent, received = (self.sent, theirs) if outward else (theirs, self.sent)
         got = rows.new_empty(sum(received), width)
@@ -231,19 +231,19 @@ class TokenExchange:
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
-"""Waits for rows that were sent, and returns them; to be called once."""
+"""Waits for the rows in flight and returns them; to be called once."""
 
 
 class _Flight:
-    """An exchange between its beginning and its end, in forward and again in backward: what is still on its way, and
-    what must stay in memory until it has arrived."""
+    """An in-flight exchange, in forward and again in backward: its handle, and the buffers that must stay alive until
+    it completes."""
 
     def __init__(self, exchange: TokenExchange) -> None:
         self.exchange = exchange
         self._under_way: tuple[Tensor, Pending, Tensor] | None = None
 
     def depart(self, rows: Tensor, outward: bool) -> Tensor:
-        """Send ``rows`` and return the tensor to be received, in rank order."""
+        """Send ``rows`` and return the receive buffer, in rank order."""
         rows = (rows if outward else self.exchange._by_rank(rows)).contiguous()
         got, pending = self.exchange.start(rows, outward)
         self._under_way = got, pending, rows
@@ -280,15 +280,15 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient itself is on its way: what autograd hands on in its place has the shape that it expects, and no
-        memory."""
+        """Send the gradient; autograd gets a placeholder of the expected shape that takes no memory."""
         ctx.flight.depart(grad, not ctx.outward)
         return grad.new_zeros(()).expand(ctx.shape), None, None
 
 
 def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
-    """Two halves, whose exchange and computation overlap, where an exchange proceeds in the background of a device; all
-    at once on a CPU, which would do both. The same number on all ranks, however many tokens each has."""
+    """Split the tokens into two halves, to overlap exchange and computation, where the exchange runs in the background
+    of a device; into one part on a CPU, which would do both. All ranks get the same number of parts, whatever their
+    token counts."""
     if ranks.size == 1 or device.type == "cpu" or not ranks.works_in_background(device.type):
         return [slice(0, tokens)]
     return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
@@ -297,8 +297,8 @@ def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[sli
 def through(
     rows: Sequence[Tensor], exchanges: Sequence[TokenExchange], compute: Callable[[Tensor, list[int]], Tensor]
 ) -> list[Tensor]:
-    """To the experts of all ranks and back: ``compute(rows, rows of each expert)`` for each of several parts, while the
-    next one is on its way there and the one before on its way back; in backward, too. Collective."""
+    """Dispatch each part to the experts, apply ``compute(rows, rows per expert)`` and send the results back. Part i is
+    computed while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective."""
     coming = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
     returning = [
         exchange.from_experts(compute(arrival(), exchange.per_expert))

@@ -1,4 +1,4 @@
-"""Statistics of a mixture of experts for observers: tokens per expert, and time spent in the exchange."""
+"""Mixture-of-experts statistics for observers: tokens per expert, and time spent in the exchange."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class RouteWatch:
-    """Sums over the forwards of a layer since ``reset``, on this rank, without waiting for the device.
+    """Totals over the forwards of a layer since ``reset``, on this rank, without synchronizing with the device.
 
-    ``chosen`` [E]: tokens that chose each expert, before any were dropped. ``kept``: how many of all those choices were
-    kept, a scalar. ``seconds``: of the host in the exchange, forward and backward, waiting for other ranks included;
-    where the exchange is in the background of a device, this is the time to start it.
+    ``chosen`` [E]: tokens that chose each expert, before drops. ``kept``: number of choices kept, a scalar.
+    ``seconds``: host time in the exchange, forward and backward, including waits for other ranks; if the exchange runs
+    in the background of a device, only the time to launch it.
     """
 
     chosen: Tensor | None = None
     kept: Tensor | None = None
     seconds: float = 0.0
     unseen: int = 0
-    """Forwards of regions that will run again with a graph: these are counted then, others when they run first."""
+    """Number of forwards without a graph, in regions that will be recomputed and are counted then."""
 
     def routed(self, chosen: Tensor, kept: Tensor, training: bool = True) -> None:
-        """``kept`` [tokens, k] says which choices are. ``training``: the mode of the layer."""
+        """Count a forward. ``chosen`` [E]; ``kept`` [tokens, k], boolean; ``training``: the mode of the layer."""
         again = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled():
             self.unseen += training and not again  # an evaluation in training mode is forgotten at ``reset``

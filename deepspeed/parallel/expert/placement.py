@@ -1,6 +1,6 @@
-"""Finds the mixture-of-experts layers of a module and stacked experts ([experts, ..] in one weight, as Transformers
-has them; ``spreading.py`` puts them on several ranks), tells them which ranks share their experts, and writes the
-documented file of each expert."""
+"""Finds a module's mixture-of-experts layers and stacked experts ([experts, ..] in one weight, as in Transformers;
+``spreading.py`` spreads them over ranks), assigns the ranks that share their experts, and writes the documented file of
+each expert."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from deepspeed.parallel.expert.sharded_moe import MOELayer
 
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
-"""What the experts of Transformers say about their weights."""
+"""Attributes by which experts of Transformers describe their weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRanks:
-    """The ranks that share the ``total`` experts of a layer, the name of its kind of weights, and whether their
-    products may be computed by the kernel of GPUs."""
+    """The ranks that share the ``total`` experts of a layer, the ``group_name`` of its parameters, and whether the
+    Triton grouped GEMM may be used."""
 
     ranks: Communicator
     total: int
@@ -38,14 +38,14 @@ class ExpertRanks:
 
 
 def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model that hold stacked experts, by path."""
+    """Yield the modules that hold stacked experts, with their paths."""
     for path, each in module.named_modules():
         if all(hasattr(each, flag) for flag in _FLAGS) and "down_proj" in each._parameters:
             yield path, each
 
 
 def mark_stacks(model: nn.Module) -> None:
-    """Mark the parameters of a model that are stacks of the experts' weights."""
+    """Mark the parameters of a model that stack the weights of all experts."""
     for _, module in stacked_experts(model):
         for param in module.parameters(recurse=False):
             if full_shape(param)[0] == int(module.num_experts):  # type: ignore[arg-type]
@@ -53,31 +53,32 @@ def mark_stacks(model: nn.Module) -> None:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Return whether the module's tokens go to experts on other ranks."""
+    """Return whether the module's experts are spread over ranks."""
     return isinstance(getattr(module, "_ds_spread", None), ExpertRanks)
 
 
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
-    """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns how many experts
-    each has. Layers of a script's own that want to know their ranks are asked to find them. Collective."""
+    """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns the number of
+    experts of each. Custom layers that define ``set_deepspeed_parallelism`` get it called. Collective."""
     layers = {path: layer for path, layer in module.named_modules() if is_ours(layer)}
     for number, layer in zip(numbers_in_model(list(layers), mesh), layers.values(), strict=True):
         layer.number = number
         layer.spread_over(mesh)
     for each in module.modules():
-        # Asked of the class: some wrappers forward what they do not have to a module that is passed here as well.
+        # Looked up on the class: some wrappers forward missing attributes to a module that this loop visits as well.
         if hasattr(type(each), "set_deepspeed_parallelism") and not is_ours(each):
             each.set_deepspeed_parallelism(mesh.data_before_experts)  # type: ignore[operator]
     return [layer.num_experts for layer in module.modules() if _is_moe(layer)]
 
 
 def is_ours(layer: nn.Module) -> TypeGuard[MoE]:
-    """Not a layer that only inherits from ``MoE`` and has experts, and a way to them, of its own."""
+    """Return whether ``layer`` is an ``MoE`` with our experts, not a subclass with its own experts and dispatch."""
     return _is_moe(layer) and "deepspeed_moe" in layer._modules
 
 
 def _is_moe(layer: nn.Module) -> TypeGuard[MoE]:
-    """Such a layer exists only where its class has been imported; other models do not wait for that import."""
+    """Return whether ``layer`` is an ``MoE``. No such layer exists before its module is imported, so the check does not
+    import it: dense models would pay for that."""
     known = sys.modules.get("deepspeed.parallel.expert.layer")
     return known is not None and isinstance(layer, known.MoE)
 
@@ -88,18 +89,17 @@ def _is_gated(layer: nn.Module) -> TypeGuard[MOELayer]:
 
 
 def watched_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose ``watch`` is told where tokens go, by path, in order."""
+    """Yield the modules that report routing to their ``watch``, with their paths, in order."""
     for path, each in module.named_modules():
         if _is_gated(each) or is_spread(each):
             yield path, each
 
 
 def numbers_in_model(paths: Sequence[str], mesh: ProcessMesh) -> list[int]:
-    """Return the number of each of these layers among those of all pipeline stages; each rank knows only its own
-    layers.
+    """Return the index of each of this stage's layers among the layers of all pipeline stages.
 
-    A ``PipelineModule`` names layers by their place in the whole model, which stages need not hold in order. Where
-    stages give their layers the same names, those of earlier stages come first. Collective over the stages.
+    A ``PipelineModule`` names layers by their position in the whole model, which stages need not hold in order. If
+    stages reuse the same names, layers of earlier stages come first. Collective over the stages.
     """
     if mesh.size("pp") == 1:
         return list(range(len(paths)))
@@ -113,7 +113,7 @@ def numbers_in_model(paths: Sequence[str], mesh: ProcessMesh) -> list[int]:
 
 
 def _by_number(path: str) -> list[tuple[int, str]]:
-    """Layer 10 comes after layer 9."""
+    """Return a natural sort key: layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", path)]
 
 
@@ -123,9 +123,9 @@ def write_experts(
     write: Callable[[dict[str, Any], str], None],
     trained_only: bool = False,
 ) -> None:
-    """``write(state dict, file name)`` for each expert of which this rank is the first holder. A file holds the weights
-    of one expert of one layer under their names in the whole model. Sharded ones are gathered: collective; an error is
-    raised when all have been passed."""
+    """Call ``write(state dict, file name)`` for each expert of which this rank is the first holder. A file holds the
+    weights of one expert of one layer under their names in the whole model. Sharded weights are gathered: collective;
+    an error is raised only after all experts, so that no rank is left waiting."""
     from deepspeed.zero.gathering.gathered import GatheredParameters
 
     failed: Exception | None = None

@@ -1,4 +1,4 @@
-"""Routers beside the documented gates: sigmoid scores, choices among groups of experts, balance by a bias, z-loss."""
+"""Routers besides the documented gates: sigmoid scores, group-limited routing, bias balancing, z-loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepspeed.parallel.expert.routes import Routes
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = {"max": 1, "top2_sum": 2}
-"""How many of a group's experts say how much it counts."""
+"""Number of a group's highest scores that are summed to rank the group."""
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """The mean over tokens [S, E] of the squared log-sum-exp of a router's logits, which keeps them small; a scalar in
-    fp32, to be added to the loss with a coefficient such as 1e-3.
+    """Return the mean over tokens of the squared log-sum-exp of router logits [S, E], an fp32 scalar that keeps them
+    small when added to the loss with a coefficient such as 1e-3.
 
     B. Zoph et al.: ST-MoE: Designing stable and transferable sparse expert models, 2022.
     """
@@ -37,19 +37,19 @@ def scored_routes(
     scale: float = 1.0,
     used_token: Tensor | None = None,
 ) -> Routes:
-    """Each token [S, E] goes to the ``k`` experts of its highest scores, and no token is dropped.
+    """Route each token of ``logits`` [S, E] to the ``k`` experts with its highest scores; no token is dropped.
 
     Args:
         score: "softmax" over the experts, or "sigmoid" of each logit.
-        bias: [E], added to scores where experts are chosen, not where they are weighed (bias-balanced routing).
-        groups: runs of neighbouring experts of equal size, of which a token uses ``groups_used``: those with the
-            highest sums of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024), or with the
+        bias: [E], added to the scores for choosing experts, not for weighting them (bias-balanced routing).
+        groups: number of equal runs of consecutive experts, of which a token uses ``groups_used``: those with the
+            largest sum of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024), or with the
             highest score (``group_score`` "max").
         normalize: the weights of a token sum to ``scale``; otherwise they are its scores times ``scale``.
-        used_token: [S], 0 for what is no token.
+        used_token: [S], 0 for padding.
 
     Returns:
-        ``l_aux`` of these is the balancing loss of top-k gates, computed from scores that sum to 1.
+        Routes whose ``l_aux`` is the load-balancing loss of top-k gates, computed from scores that sum to 1.
     """
     if score not in SCORES:
         raise ValueError(f"score={score!r}: expected one of {', '.join(SCORES)}")
@@ -84,11 +84,11 @@ def _in_best_groups(scores: Tensor, groups: int, used: int, counted: int = 2) ->
 
 
 class BalancedGate(nn.Module):
-    """A gate for ``MOELayer`` whose experts are balanced without a loss: a bias on each expert's score rises by
-    ``rate`` when it got fewer tokens than the mean, and falls when it got more.
+    """A gate for ``MOELayer`` that balances experts without a loss: a bias on each expert's score rises by ``rate``
+    when it got fewer tokens than the mean, and falls when it got more.
 
     L. Wang et al.: Auxiliary-loss-free load balancing strategy for mixture-of-experts, 2024, as in DeepSeek-V3.
-    ``rebalance`` moves the bias; call it after each step. Other arguments as of ``scored_routes``.
+    ``rebalance`` updates the bias; call it after each step. Other arguments as in ``scored_routes``.
     """
 
     bias: Tensor
@@ -118,7 +118,7 @@ class BalancedGate(nn.Module):
         self.z_loss: Tensor | None = None
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
-        """The choices for tokens [S, model_dim]; ``z_loss`` is then that of their logits."""
+        """Route tokens [S, model_dim]; sets ``z_loss`` to the z-loss of their logits."""
         with torch.autocast(input.device.type, enabled=False):
             logits = F.linear(input.float(), self.weight.float())
         self.z_loss = router_z_loss(logits)
@@ -142,11 +142,11 @@ class BalancedGate(nn.Module):
         return routes
 
     def _set_ep_group(self, ep_group: object) -> None:
-        """Needs none: no token is dropped."""
+        """Ignore the group: no token is dropped, so no capacity is agreed on."""
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Move the bias by what the ranks with the same gate have seen since the last call. Collective."""
+        """Update the bias by the token counts of all ranks with the same gate since the last call. Collective."""
         mesh = get_mesh()
         if isinstance(mesh, ProcessMesh):
             mesh.communicator("dp", "sp").all_reduce(self.seen).wait()

@@ -1,9 +1,9 @@
-"""Routing of tokens to experts: the documented gating functions, as lists of choices instead of one-hot products.
+"""Routing of tokens to experts: the documented gating functions, with index lists instead of one-hot products.
 
 top-1: W. Fedus et al.: Switch Transformers, 2021. top-2: D. Lepikhin et al.: GShard, 2020. top-k with capacity, random
 token selection and residual experts: S. Rajbhandari et al.: DeepSpeed-MoE, ICML 2022.
 
-Pure functions of the router's logits: they do not communicate.
+Pure functions of the router's logits, without communication.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DROP_POLICIES = ("probs", "position")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """Decision of a router for ``S`` tokens with ``k`` choices each among ``E`` experts.
+    """Routing decision for ``S`` tokens with ``k`` choices each among ``E`` experts.
 
     ``experts`` [S, k], int64; ``weights`` [S, k], the factor on the expert's output, with gradient, 0 where ``kept``
-    [S, k] is False (no room, or not a token). ``exp_counts`` [E], int64: how many tokens chose each expert, before any
-    were dropped. ``l_aux``: the balancing loss, a scalar. ``capacity``: tokens that an expert takes; None: all.
-    ``by_choice``: first choices have the first places of an expert, then second ones.
+    [S, k] is False (over capacity, or padding). ``exp_counts`` [E], int64: tokens that chose each expert, before
+    drops. ``l_aux``: the load-balancing loss, a scalar. ``capacity``: tokens per expert; None: unlimited.
+    ``by_choice``: first choices come before second ones in an expert's slots.
     """
 
     experts: Tensor
@@ -36,14 +36,14 @@ class Routes:
     by_choice: bool = False
 
     def positions(self) -> Tensor:
-        """[S, k], int64: the place of each kept choice among those of its expert, in the order of tokens."""
+        """Return the slot of each kept choice in its expert, in token order: [S, k], int64."""
         experts = torch.where(self.kept, self.experts, len(self.exp_counts))
         if self.by_choice:
             return _places(experts.T.reshape(-1)).view(experts.shape[1], -1).T
         return _places(experts.reshape(-1)).view_as(experts)
 
     def dense(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """``combine_weights`` and ``dispatch_mask`` [S, E, capacity], as documented."""
+        """Return the documented ``combine_weights`` and ``dispatch_mask``, [S, E, capacity]."""
         shape = (len(self.experts), len(self.exp_counts), capacity)
         positions = self.positions()
         rows = torch.arange(shape[0], device=self.experts.device)[:, None].expand_as(self.experts)
@@ -55,7 +55,7 @@ class Routes:
 
 
 def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
-    """``ceil(tokens / experts x factor)``, at least ``minimum``."""
+    """Return ``ceil(tokens / experts x factor)``, at least ``minimum``."""
     return max(math.ceil(tokens / experts * factor), int(minimum))
 
 
@@ -67,10 +67,10 @@ def top1_routes(
     rsample: bool = False,
     random_selection: bool = True,
 ) -> Routes:
-    """Each token goes to the expert of its largest logit [S, E], with the softmax as weight.
+    """Route each token to the expert of its largest logit [S, E], with the softmax as weight.
 
-    ``rsample``: choose by logits with Gumbel noise. ``random_selection``: where an expert is full, which tokens it
-    takes is drawn; otherwise the first. ``used_token`` [S]: 0 for what is no token.
+    ``rsample``: choose by logits with Gumbel noise. ``random_selection``: a full expert keeps a random selection of
+    its tokens; otherwise the first. ``used_token`` [S]: 0 for padding.
     """
     gates = torch.softmax(logits, dim=1)
     judged = logits + gumbel_noise(logits) if rsample else gates
@@ -88,9 +88,9 @@ def top1_routes(
 def top2_routes(
     logits: Tensor, capacity: int | None, *, used_token: Tensor | None = None, sample_second: bool = True
 ) -> Routes:
-    """Each token goes to the expert of its largest logit and to a second one: by logits with Gumbel noise
-    (``sample_second``), or the next largest. All first choices find room before any second. Weights are the softmax,
-    scaled so that those of the choices that found room sum to 1."""
+    """Route each token to the expert of its largest logit and to a second one: the largest other logit, with Gumbel
+    noise if ``sample_second``. First choices take precedence over second ones. Weights are the softmax, normalized to
+    sum to 1 over the kept choices."""
     gates = torch.softmax(logits, dim=1)
     first = gates.argmax(dim=1, keepdim=True)
     judged = logits + gumbel_noise(logits) if sample_second else logits
@@ -115,9 +115,9 @@ def topk_routes(
     used_token: Tensor | None = None,
     drop_policy: str = "probs",
 ) -> Routes:
-    """Each token goes to the experts of its ``k`` largest logits. A full expert takes the tokens of the largest softmax
-    (``drop_policy`` "probs") or the first ("position"). Weights are the softmax, scaled so that those of the choices
-    that found room sum to 1."""
+    """Route each token to the experts of its ``k`` largest logits. A full expert keeps the tokens of the largest
+    softmax (``drop_policy`` "probs") or the first ("position"). Weights are the softmax, normalized to sum to 1 over
+    the kept choices."""
     if drop_policy not in DROP_POLICIES:
         raise ValueError(f"drop_policy={drop_policy!r}: expected one of {', '.join(DROP_POLICIES)}")
     gates = torch.softmax(logits, dim=1)
@@ -133,7 +133,7 @@ def topk_routes(
 
 
 def gumbel_noise(like: Tensor) -> Tensor:
-    """Samples of the standard Gumbel distribution, of the shape of ``like``."""
+    """Sample the standard Gumbel distribution, in the shape of ``like``."""
     uniform = torch.rand_like(like).clamp_(min=torch.finfo(like.dtype).tiny)
     return -torch.log(-torch.log(uniform).clamp_(max=-torch.finfo(like.dtype).tiny))
 
@@ -163,13 +163,13 @@ def _counts(experts: Tensor, used: Tensor, count: int) -> Tensor:
 
 
 def _shares(counts: Tensor, gates: Tensor) -> Tensor:
-    """The share of the tokens that chose each expert."""
+    """Return the fraction of tokens that chose each expert."""
     return counts.to(gates.dtype) / len(gates)
 
 
 def _fits(experts: Tensor, used: Tensor, count: int, capacity: int, priority: Tensor | None) -> Tensor:
-    """Return which choices [n, k] fit if each expert takes ``capacity`` of them: the first ones, or those of the
-    highest ``priority`` [n * k]."""
+    """Return a mask of the choices [n, k] within each expert's ``capacity``: the first ones, or those of the highest
+    ``priority`` [n * k]."""
     flat = torch.where(used, experts, count).reshape(-1)
     if priority is None:
         return (_places(flat) < capacity).view_as(experts)
@@ -180,7 +180,7 @@ def _fits(experts: Tensor, used: Tensor, count: int, capacity: int, priority: Te
 
 
 def _places(experts: Tensor) -> Tensor:
-    """[n]: how many earlier entries are equal to each one."""
+    """Return the number of earlier equal entries for each entry, [n]."""
     order = experts.argsort(stable=True)
     ordered = experts[order]
     numbers = torch.arange(len(experts), device=experts.device)

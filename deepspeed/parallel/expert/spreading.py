@@ -1,8 +1,8 @@
 """Expert parallelism for Transformers models from the config alone: section ``expert_parallel``.
 
 Since release 5 the experts of such a model are one module with stacked weights [experts, ..], called with the tokens
-and what the router chose. Router, shared experts and losses stay as they are: each rank keeps a run of the experts, and
-their forward sends the tokens there.
+and the router's choices. Router, shared experts and losses are unchanged: each rank keeps a run of the experts, and
+the experts' forward dispatches the tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEY = "expert_parallel.autoep_size"
 
 
 class Context(Protocol):
-    """The part of a ``TransformContext`` used here; inference has another one."""
+    """The part of ``TransformContext`` used here; inference has its own implementation."""
 
     mesh: ProcessMesh
 
@@ -51,7 +51,7 @@ class ExpertParallelism:
         self.config = config
 
     def apply(self, module: nn.Module, context: Context) -> None:
-        """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
+        """Spread the experts. DeepSpeedConfigError: no stacked experts, or a size that does not divide their number."""
         size, mesh = int(self.config.autoep_size), context.mesh
         layers = _layers_to_spread(module, size, mesh)
         try:
@@ -68,8 +68,8 @@ class ExpertParallelism:
 
 
 def spread_meta(module: nn.Module, size: int) -> int:
-    """Leave the first of ``size`` ranks' experts in a module on the meta device, for a plan of its memory. Returns how
-    many layers have experts. DeepSpeedConfigError as with ``ExpertParallelism``."""
+    """Keep only the first rank's experts of ``size`` in a module on the meta device, for memory planning. Returns the
+    number of layers with experts. DeepSpeedConfigError as in ``ExpertParallelism``."""
     layers = _layers_to_spread(module, size)
     for _, experts in layers:
         _keep_own(experts, size, 0)
@@ -79,7 +79,7 @@ def spread_meta(module: nn.Module, size: int) -> int:
 def _layers_to_spread(
     module: nn.Module, size: int, mesh: ProcessMesh | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """May be none on a stage of a pipeline. Collective over stages."""
+    """Return the layers with stacked experts by path; a pipeline stage may have none. Collective over stages."""
     layers = list(stacked_experts(module))
     stages = [bool(layers)] * (mesh.size("pp") if mesh is not None else 1)
     if mesh is not None and len(stages) > 1:
@@ -100,7 +100,7 @@ def _layers_to_spread(
 
 
 def _keep_own(experts: nn.Module, size: int, number: int, context: Context | None = None) -> None:
-    """Keep, of every stacked weight, only the rows of this rank's experts."""
+    """Keep only this rank's experts of every stacked weight."""
     total = int(experts.num_experts)  # type: ignore[arg-type]
     local = total // size
     for name, old in list(experts.named_parameters(recurse=False)):
@@ -127,8 +127,8 @@ def _send_tokens(experts: nn.Module, spread: ExpertRanks) -> None:
 
 @untraced
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The sum [tokens, hidden] of the chosen experts' outputs times ``top_k_weights`` [tokens, k]. A choice of
-    ``num_experts`` or more is none."""
+    """Return the sum of the chosen experts' outputs times ``top_k_weights`` [tokens, k]: [tokens, hidden]. Choices of
+    ``num_experts`` or more are ignored."""
     spread: ExpertRanks = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
     parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
@@ -146,7 +146,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-    """Each local expert's run of ``rows``."""
+    """Apply the local experts to ``rows``, of which each expert has a run of ``counts``."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
     outputs = _mapped(experts, "down_proj", activate(_mapped(experts, first, rows, counts)), counts)

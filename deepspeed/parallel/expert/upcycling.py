@@ -1,4 +1,4 @@
-"""A dense model's weights as the start of a mixture of experts."""
+"""Sparse upcycling: initialize a mixture of experts from a dense model."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ def upcycle(
     tag: str | None = None,
     noise: float = 0.0,
 ) -> list[str]:
-    """Give ``model``, which ``deepspeed.initialize`` has not taken yet, the weights of a dense model: every expert
-    begins as the layer that the mixture replaces, gates keep their own weights. Returns the paths of the mixtures that
-    began so, and rank 0 logs it.
+    """Initialize ``model``, before ``deepspeed.initialize``, from a dense model: every expert starts as a copy of the
+    layer that the mixture replaces, gates keep their weights. Returns the paths of the mixtures; rank 0 logs a summary.
 
     A. Komatsuzaki et al.: Sparse upcycling: Training mixture-of-experts from dense checkpoints, ICLR 2023.
 
     Args:
-        dense: a state dict, or a folder of checkpoints (of any stage and number of ranks; ``tag``: which of them).
+        dense: a state dict, or a folder of checkpoints (of any stage and world size; ``tag`` selects one).
         layers: path of each ``MoE`` in ``model`` -> path of the layer of the dense model that becomes its experts;
-            default: the same path. The residual layer of ``use_residual=True`` begins as this layer too.
-        noise: standard deviation of what is added to every expert's weights, in units of their own, so that experts
-            differ; 0: they learn to differ by the tokens that they get.
+            default: the same path. The residual layer of ``use_residual=True`` starts as this layer too.
+        noise: standard deviation of the noise added to every expert's weights, relative to theirs, to make experts
+            differ; 0: they diverge only through the tokens they get.
 
     Raises:
-        KeyError: ``layers`` names no ``MoE``, or the dense model lacks a weight that is not a gate's.
+        KeyError: ``layers`` names something other than an ``MoE``, or the dense model lacks a non-gate weight.
         ValueError: shapes differ.
     """
     weights: Mapping[str, Any]

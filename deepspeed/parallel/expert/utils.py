@@ -1,4 +1,4 @@
-"""Parameters of experts, and optimizer groups for them."""
+"""Expert parameters, and optimizer groups for them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from deepspeed.parallel.expert.layer import MoE
 
 MAX_GROUP_SIZE = 178956971
-"""The documented number of elements at which a group of experts is divided."""
+"""Documented maximum number of elements of an expert parameter group."""
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether ``m`` has mixture-of-experts layers, and the number of experts of the last of them (0 without)."""
+    """Return whether ``m`` has mixture-of-experts layers, and the number of experts of the last one (0 if none)."""
     counts = [layer.num_experts for layer in m.modules() if isinstance(layer, MoE)]
     return bool(counts), counts[-1] if counts else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return whether ranks hold different experts under this parameter: its mark ``allreduce`` is False."""
+    """Return whether this is an expert parameter, which differs between ranks: marked by ``allreduce`` False."""
     return not getattr(param, "allreduce", True)
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Those of the dense model, and those of experts."""
+    """Split ``params`` into (shared parameters, expert parameters)."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
@@ -36,12 +36,12 @@ def split_params_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | float = MAX_GROUP_SIZE
 ) -> list[dict[str, Any]]:
-    """The groups without the parameters of experts, then groups of these with the same options, by ``group_name`` and
-    marked with ``moe: True`` and a name.
+    """Return the groups without expert parameters, followed by groups of these with the same options, one per
+    ``group_name``, marked with ``moe: True`` and a name.
 
     Args:
         param_groups: groups as optimizers take them; ``name`` is optional.
-        max_group_size: of each group of experts, in elements; math.inf: one group.
+        max_group_size: maximum elements per expert group; math.inf: one group.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense: list[dict[str, Any]] = []
@@ -58,8 +58,8 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """Return the parameters or groups for an optimizer with experts in groups of their own; unchanged if there are
-    none."""
+    """Return the optimizer's parameters or groups with expert parameters moved to separate groups; unchanged if there
+    are none."""
     given = list(model_parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     if not any(is_moe_param(p) for group in groups for p in _params_of(group)):
@@ -73,7 +73,7 @@ def _params_of(group: dict[str, Any]) -> list[nn.Parameter]:
 
 
 def _runs(params: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """``params`` in order, in runs of at most ``limit`` elements (or one parameter)."""
+    """Divide ``params``, in order, into runs of at most ``limit`` elements (or one parameter)."""
     result: list[list[nn.Parameter]] = [[]]
     size = 0
     for param in params:

@@ -1,7 +1,7 @@
-"""Anatomy of a causal language model, read from its own forward: blocks, what runs before them, and what after.
+"""Structure of a causal language model, discovered by running it: blocks, and the modules before and after them.
 
-One forward of two short sequences tells. Nothing is known about any architecture: a model whose hidden states do not
-simply go from one block to the next is refused.
+One forward of two short sequences is traced with hooks. No architecture is special-cased: a model whose hidden states
+do not simply pass from one block to the next is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BATCH, LENGTH = 2, 3  # of the sequences
 
 @dataclass(slots=True)
 class Anatomy:
-    """``blocks``: path of the list of blocks; ``before`` and ``after``: paths of the modules with weights of their own
-    that are called there. ``shapes``: of the outputs of those before, with None for the batch and the length."""
+    """Parts of a model. ``blocks``: path of the list of blocks; ``before`` and ``after``: paths of the modules with
+    direct parameters called before and after them. ``shapes``: output shapes of those before; None: batch or length."""
 
     model: nn.Module
     blocks: str
@@ -39,12 +39,12 @@ class Anatomy:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a block."""
+    """Return the hidden states among the arguments of a block."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def examine(model: nn.Module) -> Anatomy:
-    """The anatomy of ``model``, called with input_ids. PipelineError: it cannot be cut between its blocks."""
+    """Find the parts of ``model``, called with input_ids. PipelineError: it cannot be split between its blocks."""
     lists = {name: sum(p.numel() for p in m.parameters()) for name, m in model.named_modules() if _is_list(m)}
     if not lists:
         raise PipelineError(
@@ -63,15 +63,15 @@ def _is_list(module: nn.Module) -> bool:
 
 
 class _Watch:
-    """Hooks of one forward."""
+    """Hooks that trace one forward."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
         self.passed = 0
-        """Blocks so far."""
+        """Number of blocks called so far."""
         self.hidden: Tensor | None = None
         self.others: set[int] = set()
-        """What else blocks have returned, by id; ``kept`` keeps the ids from being used again."""
+        """Ids of all tensors that blocks returned; ``kept`` keeps them alive so that ids are not reused."""
         self.kept: list[Tensor] = []
         self.called: dict[str, set[bool]] = {}
 
@@ -127,7 +127,7 @@ class _Watch:
 
 
 def _others(anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
-    """Modules with weights of their own outside the blocks."""
+    """Return the modules outside the blocks that have direct parameters."""
     inside = f"{anatomy.blocks}."
     return [
         (name, module)

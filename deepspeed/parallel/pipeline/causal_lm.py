@@ -1,8 +1,8 @@
-"""A causal language model of Transformers as stages of a pipeline, without being rewritten.
+"""Pipeline parallelism for causal language models of Transformers, without rewriting the model.
 
-Every piece of the model runs the model's own forward, so that masks, positions and everything else are made as always;
-but the blocks of other pieces hand their input on, the first block of a piece gets what the piece before has sent, and
-embeddings and heads that belong to other pieces are replaced by stand-ins without weights.
+Every piece (chunk of a stage) runs the model's own forward, so masks, positions and the rest are computed as usual; but
+blocks of other pieces are identities, the first block of a piece gets the received hidden states, and embeddings and
+heads of other pieces are replaced by stand-ins without weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def cut_causal_lm(
     chunks: int = 1,
     zigzag: bool = False,
 ) -> PipelineModule:
-    """``model`` (a causal language model of Transformers, with its weights) as a PipelineModule for ``initialize``.
+    """Turn ``model`` (a causal language model of Transformers, with weights) into a PipelineModule for ``initialize``.
 
-    Weights keep their names. The stages are runs of its blocks; this rank's keeps its own, and drops the other weights
-    of ``model``, which cannot be used otherwise afterwards. A micro-batch is what collators give: a mapping of
-    input_ids, labels and whatever else the model takes; or a pair (inputs, labels). ``loss_fn(logits, labels)``: by
-    default the model's own. The other arguments are those of PipelineModule. PipelineError: the model cannot be cut.
+    Weights keep their names. Stages are runs of blocks; this rank keeps its stage's weights and drops all others from
+    ``model``, which is unusable on its own afterwards. A micro-batch is what collators return: a mapping of input_ids,
+    labels and other model inputs; or a pair (inputs, labels). ``loss_fn(logits, labels)``: by default the model's own.
+    The other arguments are those of PipelineModule. PipelineError: the model cannot be split.
     """
     config: Any = getattr(model, "config")  # noqa: B009 - of a PreTrainedModel
     if config.is_encoder_decoder:
@@ -68,19 +68,19 @@ def cut_causal_lm(
 
 
 class _OwnLoss:
-    """The loss of a causal language model."""
+    """The model's own causal language model loss."""
 
     def __init__(self, model: Any) -> None:
         self._function = model.loss_function
         self._vocabulary = model.config.get_text_config().vocab_size
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``labels``: each token's own."""
+        """Compute the loss of unshifted ``labels``."""
         loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary)
         return loss
 
     def of_next(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """``labels``: what each position predicts."""
+        """Compute the loss of ``labels`` that are already shifted."""
         loss: Tensor = self._function(
             logits=logits, labels=labels, vocab_size=self._vocabulary, shift_labels=labels
         )
@@ -88,7 +88,7 @@ class _OwnLoss:
 
 
 def pair_of(batch: Any) -> Any:
-    """(inputs, labels) of what collators give."""
+    """Return a collator's batch as (inputs, labels)."""
     if not isinstance(batch, Mapping):
         return batch
     inputs = dict(batch)
@@ -96,7 +96,7 @@ def pair_of(batch: Any) -> Any:
 
 
 class _BoundaryStates:
-    """The hidden states that enter and leave the piece whose forward runs."""
+    """Hidden states that enter and leave the piece that is running."""
 
     def __init__(self) -> None:
         self.incoming: Tensor | None = None
@@ -109,7 +109,8 @@ class _BoundaryStates:
 
 
 class _OtherBlock(nn.Module):
-    """In the place of a block of another piece. What the loop over blocks reads of a block is still there."""
+    """Identity stand-in for a block of another piece. Keeps the block's plain attributes, which the model's loop over
+    blocks may read."""
 
     def __init__(self, block: nn.Module, in_tuple: bool) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class _OtherBlock(nn.Module):
 
 
 class _BlockBefore(_OtherBlock):
-    """The last one before a piece: from here on, the hidden states are those that have arrived."""
+    """Stand-in for the last block before a piece: returns the received hidden states."""
 
     boundary: _BoundaryStates
 
@@ -135,7 +136,7 @@ class _BlockBefore(_OtherBlock):
 
 
 class _BlockAfter(_OtherBlock):
-    """The first one after a piece: takes what the piece has made."""
+    """Stand-in for the first block after a piece: captures the piece's output."""
 
     boundary: _BoundaryStates
 
@@ -145,7 +146,7 @@ class _BlockAfter(_OtherBlock):
 
 
 class _EarlierModule(nn.Module):
-    """In the place of an embedding of another piece: zeros, which nobody reads."""
+    """Stand-in for an embedding of another piece: returns zeros, which are never read."""
 
     def __init__(self, boundary: _BoundaryStates, shape: tuple[int | None, ...]) -> None:
         super().__init__()
@@ -158,14 +159,14 @@ class _EarlierModule(nn.Module):
 
 
 class _LaterModule(nn.Module):
-    """In the place of a norm or head of another piece."""
+    """Identity stand-in for a norm or head of another piece."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 class CutModel(PipelineModule):
-    """This stage's pieces of a causal language model; parameters have the names that they have in the whole model."""
+    """This stage's pieces of a causal language model; parameters have their names in the whole model."""
 
     config: Any
     _anatomy: Anatomy
@@ -173,13 +174,13 @@ class CutModel(PipelineModule):
     _boundary: _BoundaryStates
     _stand_ins: dict[str, nn.Module]
     _shared: dict[str, list[int]]
-    """Weights that other stages have as well -> all stages that have them."""
+    """Weights of this stage that other stages have too -> all stages that have them."""
     _views: list[nn.ModuleList]
 
     def __init__(
         self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
     ) -> None:
-        """``whole``: all of the model, on the meta device."""
+        """Keep this stage's weights. ``whole``: the whole model, on the meta device."""
         vars(self).update(
             _anatomy=anatomy, _whole=whole, _boundary=_BoundaryStates(), config=anatomy.model.config
         )
@@ -188,7 +189,7 @@ class CutModel(PipelineModule):
             others = [anatomy.model.get_submodule(name) for name in names]
             layers[place] = nn.ModuleList([layers[place], *others])
         super().__init__(layers, loss_fn=loss_fn, **arguments)
-        # Types are enough for messages, and keep no weights.
+        # Error messages need only the types; keeping the blocks would keep their weights.
         self._layer_specs = [type(block) for block in anatomy.block_list()]
         self.batch_fn = pair_of
 
@@ -221,8 +222,8 @@ class CutModel(PipelineModule):
         vars(self)["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
 
     def _outside_of(self, stage: int) -> list[str]:
-        """The modules outside the blocks that a stage keeps: those that it calls, and those that share a weight with
-        them, so that a weight has one name on all stages."""
+        """Return the modules outside the blocks that a stage keeps: those that it calls, and those that share a weight
+        with them, so that a weight has one name on all stages."""
         anatomy, pieces = self._anatomy, self.num_stages * self.chunks
         names: list[str] = []
         if self.stage_owner(0) == stage:
@@ -253,7 +254,7 @@ class CutModel(PipelineModule):
         return found
 
     def _view(self, chunk: int) -> nn.ModuleList:
-        """The list of blocks as a chunk sees it."""
+        """Return the list of blocks for a chunk, with stand-ins for blocks of other pieces."""
         run, view = self._layers_of(chunk), nn.ModuleList()
         for number, block in enumerate(self._blocks):
             kind = {run.start - 1: _BlockBefore, run.stop: _BlockAfter}.get(number, _OtherBlock)
@@ -288,7 +289,7 @@ class CutModel(PipelineModule):
                 "sequence_parallel_size with cut_causal_lm(loss_fn=...): the loss of a sequence on several ranks is "
                 "known for the model's own loss only; leave out loss_fn"
             )
-        # imported where it is asked for: sixty modules
+        # imported lazily: sixty modules
         from deepspeed.parallel.sequence.hf.attention import shard_attention
         from deepspeed.parallel.sequence.hf.dataloader import IGNORED
         from deepspeed.parallel.sequence.hf.loss import token_mean
@@ -325,8 +326,8 @@ class CutModel(PipelineModule):
     # Running ----------------------------------------------------------------------------------------------------
 
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
-        """``forward_input``: of the first piece what the model takes, else (hidden states, the same). Returns this
-        pair, or the logits [batch, length, vocabulary]."""
+        """Run a chunk. ``forward_input``: the model's inputs for the first piece, else (hidden states, model inputs).
+        Returns such a pair, or from the last piece the logits [batch, length, vocabulary]."""
         piece, boundary = self.position_on_chain(chunk), self._boundary
         boundary.incoming, inputs = (None, forward_input) if piece == 0 else forward_input
         inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
@@ -337,7 +338,7 @@ class CutModel(PipelineModule):
 
     @contextmanager
     def _as_piece(self, chunk: int) -> Iterator[None]:
-        """Put this chunk's view of the blocks, and stand-ins for what other pieces call, into the model."""
+        """Install this chunk's list of blocks, and stand-ins for the modules of other pieces, in the model."""
         anatomy, piece = self._anatomy, self.position_on_chain(chunk)
         elsewhere: list[str] = []
         if piece > 0:
@@ -363,7 +364,7 @@ class CutModel(PipelineModule):
         return self
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Blocks are checkpointed by the model itself. ValueError: ``interval`` is not 0."""
+        """Refuse: the model itself checkpoints activations. ValueError: ``interval`` is not 0."""
         if interval:
             raise ValueError(
                 f"activation_checkpoint_interval={interval}: call gradient_checkpointing_enable() of the model instead"
@@ -372,7 +373,7 @@ class CutModel(PipelineModule):
     # Files ------------------------------------------------------------------------------------------------------
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """There are no files of layers: a checkpoint of the engine has the weights under the model's names."""
+        """Do nothing: there are no layer files; an engine checkpoint has the weights under the model's names."""
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         raise PipelineError("a cut model has no files of layers: use engine.load_checkpoint()")

@@ -1,7 +1,7 @@
-"""The error of a pipeline that is used wrongly, or of which a stage failed."""
+"""The exception of pipeline parallelism."""
 
 from deepspeed.base.exceptions import ExplainedError
 
 
 class PipelineError(ExplainedError):
-    """Errors of pipeline parallelism: a call that makes no sense on a pipeline, or a message that does not fit."""
+    """An invalid use of a pipeline, or a message between stages that does not match."""

@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, of which this rank holds those of its stage."""
+"""A model as a sequence of layers, split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
 
 class PipelineModule(Partitioned, nn.Module):
-    """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
+    """The layers of one pipeline stage; the pipeline engine moves activations between stages.
 
     Args:
-        layers: modules, functions of one argument, and specs, in the order in which a batch passes them. Each takes
-            what the one before returns, as one argument.
-        num_stages: stages; the other ranks are replicas. Not needed with ``topology``.
-        topology: axes "pipe" and "data", and maybe "model".
+        layers: modules, functions of one argument, and specs, in forward order. Each takes the output of the previous
+            one as a single argument.
+        num_stages: number of stages; remaining ranks form data-parallel replicas. Not needed with ``topology``.
+        topology: axes "pipe" and "data", and optionally "model".
         loss_fn: ``loss_fn(outputs, labels)``, called on the last stage. None: the outputs are the loss.
-        seed_layers: seed random numbers before a layer is built and before it runs, so that they do not depend on
-            which stage it is on. ``seed_fn(seed)`` does so, if given; seeds count from ``base_seed``.
+        seed_layers: seed the RNG before a layer is built and before it runs, so that its random numbers do not depend
+            on its stage. Uses ``seed_fn(seed)`` if given; seeds start at ``base_seed``.
         partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partitioned.py``).
         activation_checkpoint_interval: layers per checkpointed region; 0: none.
         activation_checkpoint_func: ``func(function, *inputs)``.
-        checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.
-        dynamic_shape: kept for old scripts: shapes may always change.
-        profile_input: what the first layer gets: for "profile"; and for `tensor_parallel.autotp_size`, where it is
-            neither tokens nor as wide as the first layer says.
-        chunks: runs of layers per stage, for interleaved orders: a micro-batch passes all stages as many times.
-        zigzag: every second chunk is passed in the opposite direction, so that with two of them the last layer is on
-            the first stage: for ``pipeline.schedule`` "zero-bubble-v".
+        checkpointable_layers: class names of the layers to checkpoint; None: all with parameters.
+        dynamic_shape: kept for old scripts; shapes may always change.
+        profile_input: example input of the first layer, for "profile"; and for `tensor_parallel.autotp_size` if the
+            input is neither tokens nor as wide as the first layer's weight.
+        chunks: runs of layers per stage, for interleaved orders: a micro-batch passes through all stages that often.
+        zigzag: traverse every second chunk in the opposite direction, so that with two chunks the last layer is on the
+            first stage: for ``pipeline.schedule`` "zero-bubble-v".
 
-    RuntimeError: the ranks do not fit the stages. Collective over all ranks. Parameters are named by the number of
-    their layer in the whole model ("3.weight"), or by their tie ("tied_modules.embed.weight").
+    RuntimeError: ``num_stages`` does not divide the world size. Collective over all ranks. Parameters are named by the
+    index of their layer in the whole model ("3.weight"), or by their tie ("tied_modules.embed.weight").
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class PipelineModule(Partitioned, nn.Module):
         self.dynamic_shape = dynamic_shape
         self.checkpoint_parallel_write_pipeline = False
         self.batch_fn: Callable[[Any], Any] | None = None
-        """What the engine's ``set_batch_fn`` is given at first."""
+        """Initial argument of the engine's ``set_batch_fn``."""
         self.chunks = chunks
         self.zigzag = zigzag
         init_distributed()
         self._topology_given = topology is not None
-        """Whether the caller has said where each rank is."""
+        """Whether the caller passed a topology."""
         self._grid = PipelineParallelGrid(_topology(num_stages, topology))
         self._topo = self._grid.topology()
         self.num_stages = self._grid.get_pipe_parallel_world_size()
@@ -116,26 +116,26 @@ class PipelineModule(Partitioned, nn.Module):
         self._example = as_meta(profile_input)
         self._profile_input = profile_input
         self._partition_layers(method=partition_method)
-        del self._profile_input  # a batch
+        del self._profile_input  # as large as a batch
         check_bounds(self.parts, self._num_layers, self.num_stages * chunks)
         runs = [self._layers_of(chunk) for chunk in range(chunks)]
         self._layer_indices = [number for run in runs for number in run]
         """Indices of this stage's layers in the whole model."""
         self._ends = [sum(len(run) for run in runs[:chunk]) for chunk in range(chunks + 1)]
-        """Bounds of the chunks among them."""
+        """Bounds of the chunks in ``_layer_indices``."""
         self._calls = [0] * chunks
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        """Of this stage's layers, in the order of ``_layer_indices``."""
+        """Callables of this stage's layers, in the order of ``_layer_indices``."""
         self.tied_modules = nn.ModuleDict()
         self._registered_as: dict[int, str] = {}
-        """Number of a layer -> under which name its module is registered."""
+        """Layer index -> name under which its module is registered."""
         self._build()
         self.rebind_layers()
 
     # Building -------------------------------------------------------------------------------------------------
 
     def position_on_chain(self, chunk: int) -> int:
-        """Return where a chunk of this stage is on the way of a micro-batch through the model."""
+        """Return the position of a chunk of this stage in a micro-batch's forward order."""
         return place_on_chain(chunk, self.stage_id, self.num_stages, self.zigzag)
 
     def _layers_of(self, chunk: int) -> range:
@@ -147,7 +147,7 @@ class PipelineModule(Partitioned, nn.Module):
             layer = self._layer_specs[index]
             if self.seed_layers:
                 self._seed(self.base_seed + index)
-            if isinstance(layer, TiedLayerSpec):  # later layers of a tie on this stage are the first one
+            if isinstance(layer, TiedLayerSpec):  # later layers of a tie on this stage reuse the first one
                 if layer.key not in self.tied_modules:
                     self.tied_modules[layer.key] = layer.build()
                     self._registered_as[index] = f"tied_modules.{layer.key}"
@@ -160,7 +160,7 @@ class PipelineModule(Partitioned, nn.Module):
         self.tied_modules = nn.ModuleDict(dict(ties))
 
     def rebind_layers(self) -> None:
-        """Look again which modules the layers are, and which weights are tied: something may have replaced them."""
+        """Refresh the layers' callables and the tied weights, after modules or parameters were replaced."""
         self.forward_funcs = [self._function(index) for index in self._layer_indices]
         self.tied_stages = self._find_ties()
 
@@ -172,8 +172,8 @@ class PipelineModule(Partitioned, nn.Module):
         return self.get_submodule(str(index)) if index in self._registered_as else layer  # type: ignore[return-value]
 
     def _find_ties(self) -> dict[str, list[int]]:
-        """Tie -> its stages, and marks on the parameters of those that several stages share: the first of them counts
-        and stores them."""
+        """Return each tie's stages, and mark parameters shared by several stages: the first stage counts and stores
+        them."""
         stages: dict[str, set[int]] = {}
         for index, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
@@ -190,8 +190,8 @@ class PipelineModule(Partitioned, nn.Module):
         return found
 
     def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights of a tie with a module on this stage: those that it names, and the others too where all
-        its layers are of one class, as they have one name wherever they are. ValueError: it names another thing."""
+        """Return the tied weights of a tie with a module on this stage: all weights if all its layers are of one class,
+        and hence have the same names; otherwise those that the tie names. ValueError: a name is no parameter."""
         specs = [
             layer for layer in self._layer_specs if isinstance(layer, TiedLayerSpec) and layer.key == key
         ]
@@ -203,7 +203,7 @@ class PipelineModule(Partitioned, nn.Module):
         return named
 
     def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
-        """The ranks of these stages that hold the same part of a layer as this one, at the places ``rest``."""
+        """Return the ranks of these stages with this rank's part of a layer, at the coordinates ``rest``."""
         if "model" in self._topo.axes:
             rest["model"] = self._grid.coord.model
         rest = {axis: place for axis, place in rest.items() if axis in self._topo.axes}
@@ -215,7 +215,7 @@ class PipelineModule(Partitioned, nn.Module):
     # Running --------------------------------------------------------------------------------------------------
 
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
-        """Pass ``forward_input`` through the layers of a chunk of this stage, by default all layers there are."""
+        """Run the layers of one chunk of this stage; without ``chunks`` that is all of its layers."""
         self._calls[chunk] += 1
         self.micro_offset = offset = self._calls[chunk]
         interval, begin, end = self.activation_checkpoint_interval, self._ends[chunk], self._ends[chunk + 1]
@@ -243,7 +243,7 @@ class PipelineModule(Partitioned, nn.Module):
                 inputs = self.forward_funcs[local](inputs)
             except Exception as error:
                 layer = self._layer_indices[local]
-                # torch.utils.checkpoint raises an internal exception to end recomputation early: not a failure.
+                # torch.utils.checkpoint ends recomputation early with an internal exception, which is no failure.
                 if type(error).__module__ != torch.utils.checkpoint.__name__:
                     logger.error(
                         f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
@@ -259,7 +259,7 @@ class PipelineModule(Partitioned, nn.Module):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """For each run of ``activation_checkpoint_interval`` layers of this stage, whether it is recomputed."""
+        """Flags of the runs of ``activation_checkpoint_interval`` layers of this stage: whether each is recomputed."""
         interval = self.activation_checkpoint_interval
         if interval < 1:
             return []
@@ -276,13 +276,13 @@ class PipelineModule(Partitioned, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.compile`` every layer of this stage in place."""
+        """Apply ``torch.compile`` to every layer of this stage in place."""
         for layer in self.forward_funcs:
             if isinstance(layer, nn.Module):
                 layer.compile(*args, **kwargs)
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
-        """Override to report parts of the loss of the last micro-batch by name, on the last stage."""
+        """Override to report named components of the last micro-batch's loss, on the last stage."""
         return None
 
     # Where things are -----------------------------------------------------------------------------------------
@@ -291,14 +291,14 @@ class PipelineModule(Partitioned, nn.Module):
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """The grid of process groups, as a model-parallel unit."""
+        """Return the grid of process groups, which serves as the model-parallel unit."""
         return self._grid
 
     def share_layers(self, parts: int) -> None:
-        """Arrange the ranks so that runs of ``parts`` replicas share layers, in place of an axis "model" of a topology.
+        """Turn every ``parts`` consecutive replicas into a tensor-parallel group, like a topology's axis "model".
         Every rank keeps its stage. Collective over all ranks.
 
-        DeepSpeedConfigError: a topology was given that says otherwise, or there are not as many replicas.
+        DeepSpeedConfigError: the given topology disagrees, or ``parts`` does not divide the replicas.
         """
         given, replicas = self._grid.model_parallel_size, len(self._grid.dp_group)
         if parts in (1, given):
@@ -332,21 +332,21 @@ class PipelineModule(Partitioned, nn.Module):
         return self.num_stages
 
     def partitions(self) -> list[int]:
-        """Bounds of the stages: stage ``s`` holds the layers from number ``s`` on up to number ``s + 1``. With several
-        chunks, bounds of these, in the order in which a micro-batch passes them."""
+        """Return the bounds of the stages: stage ``s`` holds the layers [bound ``s``, bound ``s + 1``). With several
+        chunks, the bounds of the chunks in forward order."""
         return list(self.parts)
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage of a layer. IndexError: there is no such layer."""
+        """Return the stage of a layer. IndexError: there is no such layer."""
         return stage_on_chain(stage_of(self.parts, layer_idx), self.num_stages, self.zigzag)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The weights of this stage that other stages share, each with the process group of their ranks. Collective
-        over these."""
+        """Return the weights of this stage that other stages share, each with the process group of the sharing ranks.
+        Collective over these ranks."""
         return [(param, new_group(getattr(param, SHARED_BY)[1])) for param in self._tied_weights()]
 
     def _tied_weights(self) -> list[nn.Parameter]:
-        """Those of this stage that other stages share."""
+        """Return the weights of this stage that other stages share."""
         tied = [param for key in self.tied_modules for _, param in self._tied_parameters(key)]
         return [param for param in tied if hasattr(param, SHARED_BY)]
 
@@ -361,14 +361,14 @@ class PipelineModule(Partitioned, nn.Module):
     # Checkpoint files of layers -------------------------------------------------------------------------------
 
     def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
-        """Return the path prefix of this rank's part of the model: the tag's folder and the rank's coordinates without
+        """Return the path prefix of this rank's part of the model: the tag's folder and the rank's coordinates except
         the replica.
         """
         place = self._topo.get_rank_repr(rank=self._grid.global_rank, omit_axes=("data",))
         return os.path.join(checkpoints_path, str(tag), place)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """Return the file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
+        """Return the file of a layer, given its index on this stage: "layer_03-model_00-model_states.pt"."""
         return self._layer_file(ckpt_dir, self._layer_indices[local_layer_idx])
 
     def _layer_file(self, folder: str, layer: int) -> str:
@@ -376,12 +376,12 @@ class PipelineModule(Partitioned, nn.Module):
         return os.path.join(folder, f"layer_{layer:02d}{f'-{place}' if place else ''}-model_states.pt")
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Return the files of a layer, of all parts that tensor parallelism makes of it, in the order of the ranks."""
+        """Return the files of a layer's tensor-parallel parts, in rank order."""
         layer = self._layer_indices[local_layer_idx]
         return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{layer:02d}-*model_states.pt"))
 
     def _stored(self) -> dict[int, nn.Module]:
-        """Number of a layer -> module with a file. A tie is stored by the first stage that has it."""
+        """Map layer indices to the modules that this stage saves. A tie is saved by the first stage that has it."""
         found = {}
         for index, name in self._registered_as.items():
             key = name.removeprefix("tied_modules.")
@@ -392,8 +392,8 @@ class PipelineModule(Partitioned, nn.Module):
     def save_state_dict(
         self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:
-        """Write the file of every layer of this stage, each by one replica. Experts that replicas share are not in it:
-        they have files of their own. Collective over replicas; an error is raised when all layers have been passed."""
+        """Write the file of every layer of this stage, each by one replica. Experts spread over replicas are excluded:
+        they have separate files. Collective over replicas; errors are raised after the last layer."""
         replica = self._grid.replica_id
         replicas = len(self._grid.dp_group) if self.checkpoint_parallel_write_pipeline else 1
         failed: Exception | None = None
@@ -418,8 +418,8 @@ class PipelineModule(Partitioned, nn.Module):
     def load_state_dir(
         self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True
     ) -> None:
-        """Read the file of every layer of this stage, and those of its experts if replicas share them.
-        FileNotFoundError: there is none. CheckpointError: one is of another save than the folder's model file.
+        """Read the file of every layer of this stage, and of its experts if they are spread over replicas.
+        FileNotFoundError: a file is missing. CheckpointError: a file is from another save than the folder's model file.
         Collective over replicas."""
         read = partial(self._read_layer, checkpoint_engine, first_file_of(Path(load_dir)))
         for index, name in self._registered_as.items():
@@ -440,7 +440,7 @@ class PipelineModule(Partitioned, nn.Module):
         return state
 
     def _experts_in(self, folder: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """The weights of the experts of a layer that replicas share, from their files."""
+        """Read the weights of a layer's experts that are spread over replicas from their files."""
         found: dict[str, Any] = {}
         for path, experts in shared_lists(self.get_submodule(name)):
             for number, _ in experts.named_children():
@@ -459,7 +459,7 @@ class PipelineModule(Partitioned, nn.Module):
 
 
 def _weight_called(name: str, key: str, module: nn.Module) -> nn.Parameter:
-    """The weight of a tie by the name that a spec gives it: of a parameter, or of a property that returns one."""
+    """Look up a tied weight by the name in a spec: a parameter, or a property that returns one."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -477,7 +477,7 @@ def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Seq
 
 
 def _is_shared(name: str, layer: nn.Module) -> bool:
-    """Return whether other replicas hold other parts of a tensor of ``layer``."""
+    """Return whether a tensor of ``layer`` belongs to experts that are spread over replicas."""
     return any(name.startswith(f"{path}.") for path, _ in shared_lists(layer))
 
 

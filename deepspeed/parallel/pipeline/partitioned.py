@@ -1,4 +1,4 @@
-"""The methods by which a ``PipelineModule`` assigns layers to stages; trainers override them under these names."""
+"""Assignment of layers to stages in a ``PipelineModule``; trainers override these methods by name."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Partitioned(Staged):
     _profile_input: Any
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Set ``parts``: the bounds of the runs of layers, ``chunks`` for each stage. A subclass may set others; it
-        is called while the module is made, after the topology and the layers' specs are known."""
+        """Set ``parts``: the bounds of the runs of layers, ``chunks`` per stage. Subclasses may set other bounds.
+        Called during construction, once topology and layer specs are known."""
         kind, layers, durations, counts = method.strip().lower(), self._layer_specs, None, None
         if kind == "profile" and self._profile_input is not None:
             durations = agreed(measure(layers, self._profile_input))
@@ -42,7 +42,7 @@ class Partitioned(Staged):
             self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def _set_bounds(self, start: int, stop: int) -> None:
-        """Tell which layers this stage holds. PipelineError: ``parts`` says otherwise."""
+        """Set the range of layers that this stage holds. PipelineError: it contradicts ``parts``."""
         expected = self.parts[self.stage_id : self.stage_id + 2]
         if [start, stop] != list(expected):
             raise PipelineError(
@@ -52,11 +52,11 @@ class Partitioned(Staged):
         self._local_start, self._local_stop = start, stop
 
     def _count_layer_params(self) -> list[int]:
-        """Trained elements of every layer of the model: what "parameters" balances."""
+        """Return the trained elements of every layer, which method "parameters" balances."""
         return [trained_numel(layer) for layer in self._layer_specs]
 
     def _find_layer_type(self, layername: str) -> list[int]:
-        """The numbers of the layers whose class matches a regex. ValueError: there is none."""
+        """Return the indices of the layers whose class name matches a regex. ValueError: there is none."""
         return layers_of_type(self._layer_specs, layername)
 
 
@@ -64,7 +64,7 @@ class Partitioned(Staged):
 
 
 def measure(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[float]:
-    """Seconds of one forward and backward of each layer, the best of ``repeats``. Layers are built one at a time."""
+    """Measure one forward and backward per layer in seconds, best of ``repeats``. Layers are built one at a time."""
     found = []
     for layer in layers:
         module: Any = layer.build() if isinstance(layer, LayerSpec) else layer
@@ -95,7 +95,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _fresh(value: Any) -> Any:
-    """Without a graph; what can have a gradient wants one."""
+    """Detach the tensors of a nest; floating-point ones require gradients."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.is_floating_point())
     if isinstance(value, dict):
@@ -104,7 +104,7 @@ def _fresh(value: Any) -> Any:
 
 
 def agreed(durations: list[float]) -> list[float]:
-    """Those of rank 0."""
+    """Return rank 0's durations on all ranks. Collective."""
     if dist.get_world_size() == 1:
         return durations
     message = torch.tensor(durations, dtype=torch.float64, device=get_accelerator().current_device_name())
@@ -112,7 +112,7 @@ def agreed(durations: list[float]) -> list[float]:
     return message.tolist()
 
 
-# Assignment of layers to stages: pure arithmetic over weights of layers.
+# Assignment of layers to stages: pure arithmetic over layer costs.
 
 
 METHODS = "'uniform', 'parameters', 'type:<regex>' or 'profile'"
@@ -125,11 +125,11 @@ def partition(
     durations: Sequence[float] | None = None,
     counts: Sequence[int] | None = None,
 ) -> list[int]:
-    """Bounds ``[0, ..., len(layers)]`` of the runs of layers of each stage.
+    """Return the bounds ``[0, ..., len(layers)]`` of each stage's run of layers.
 
-    "uniform": equally many layers; "parameters": equally many trained elements, or those that ``counts`` has;
-    "type:regex": equally many layers whose class has a name in which ``regex`` occurs (any case); "profile": equal
-    ``durations``. ValueError: another method, a regex that matches no layer, or fewer layers than stages.
+    "uniform" balances the number of layers; "parameters": trained elements, or ``counts`` if given; "type:regex": the
+    number of layers whose class name contains ``regex`` (ignoring case); "profile": ``durations``. ValueError: an
+    unknown method, a regex that matches no layer, or fewer layers than stages.
     """
     if len(layers) < stages:
         raise ValueError(f"{len(layers)} layers cannot be spread over {stages} stages: each needs one")
@@ -153,7 +153,7 @@ def partition(
 
 
 def layers_of_type(layers: Sequence[Layer], pattern: str) -> list[int]:
-    """The numbers of the layers in whose class's name the regex occurs, in any case. ValueError: there is none."""
+    """Return the indices of the layers whose class name contains the regex, ignoring case. ValueError: none does."""
     regex = re.compile(pattern, re.IGNORECASE)
     found = [number for number, layer in enumerate(layers) if regex.search(type_name(layer))]
     if not found:
@@ -163,7 +163,7 @@ def layers_of_type(layers: Sequence[Layer], pattern: str) -> list[int]:
 
 
 def check_bounds(parts: Sequence[int], layers: int, runs: int) -> None:
-    """PipelineError: ``parts`` are not the bounds of ``runs`` runs of ``layers`` layers."""
+    """Raise PipelineError unless ``parts`` are the bounds of ``runs`` runs of ``layers`` layers."""
     ordered = all(isinstance(bound, int) for bound in parts) and list(parts) == sorted(parts)
     if not ordered or len(parts) != runs + 1 or parts[0] != 0 or parts[-1] != layers:
         raise PipelineError(
@@ -173,7 +173,7 @@ def check_bounds(parts: Sequence[int], layers: int, runs: int) -> None:
 
 
 def stage_of(bounds: Sequence[int], layer: int) -> int:
-    """The stage of layer number ``layer``. IndexError: there is no such layer."""
+    """Return the index of the run that contains layer ``layer``. IndexError: there is no such layer."""
     for stage in range(len(bounds) - 1):
         if bounds[stage] <= layer < bounds[stage + 1]:
             return stage

@@ -1,4 +1,4 @@
-"""All layers of a pipeline as one model without memory: what a stage must know of the others is read off it."""
+"""The whole pipeline as one model on the meta device, from which a stage learns what it must know of the others."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, shape_of
 from deepspeed.zero.meta import meta_copy
 
-_BATCH, _LENGTH = 2, 5  # of inputs that are made up
+_BATCH, _LENGTH = 2, 5  # of guessed inputs
 
 
 def as_meta(value: Any) -> Any:
-    """The tensors of a nest without values."""
+    """Move the tensors of a nest to the meta device."""
     return tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, value)
 
 
 class MetaModel(nn.ModuleList):
-    """Layers one after the other, under the names that they have in a PipelineModule.
+    """The layers in sequence, under their names in a PipelineModule.
 
-    A list, so that those who look at it may leave out all but one of the layers that are alike: what is left is called.
+    A list, so that an analysis may delete all but one of identical layers; forward runs the remaining ones.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.order: list[tuple[str, Callable[..., Any] | None]] = []
-        """Path of a module, and what calls it if not itself; or an empty path and a function."""
+        """(path of a module, function that calls it or None), or (empty path, function)."""
         ties = nn.ModuleDict()
         for index, layer in enumerate(layers):
             if isinstance(layer, TiedLayerSpec):
@@ -51,7 +51,7 @@ class MetaModel(nn.ModuleList):
     def forward(self, forward_input: Any) -> Any:
         for path, function in self.order:
             if path and path.partition(".")[0] not in self._modules:
-                continue  # another layer stands for it
+                continue  # deleted: an identical layer represents it
             module = self.get_submodule(path) if path else None
             if module is None:
                 assert function is not None
@@ -62,9 +62,9 @@ class MetaModel(nn.ModuleList):
 
     def example(self, given: Any = None) -> Any:
         """Return an input of the first layer on the meta device: ``given`` unless None, otherwise one that the model
-        accepts: tokens, or vectors as wide as its first weight.
+        accepts: token ids, or vectors as wide as its first weight.
 
-        PipelineError: nothing was given, and it accepts neither.
+        PipelineError: nothing was given, and the model accepts neither.
         """
         if given is not None:
             return given
@@ -72,9 +72,9 @@ class MetaModel(nn.ModuleList):
         for guess in self._guesses():
             try:
                 with torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it is a guess
+                    warnings.simplefilter("ignore")  # a wrong guess may warn
                     self(guess)
-            except Exception as error:  # whatever the layers raise: it is not what they take
+            except Exception as error:  # any error means a wrong guess
                 failures.append(f"{list(guess.shape)} of {guess.dtype}: {type(error).__name__}: {error}")
             else:
                 return guess

@@ -1,4 +1,4 @@
-"""Layers of a pipeline as recipes: what is not on this rank's stage is never allocated."""
+"""Deferred construction of pipeline layers: layers of other stages are never allocated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from deepspeed.base.logging import logger
 
 
 class LayerSpec:
-    """A layer to be built later: ``typename(*module_args, **module_kwargs)``, a subclass of nn.Module.
+    """A layer to be built later as ``typename(*module_args, **module_kwargs)``.
 
-    RuntimeError: it is not one.
+    RuntimeError: ``typename`` is no subclass of nn.Module.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -29,15 +29,15 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Make the layer; ``log`` says so."""
+        """Build the layer; ``log``: log that."""
         if log:
             logger.info(f"building {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares ``tied_weight_attr`` (a name or a list of them, dotted where deeper) with all of the same
-    ``key``, also on other stages. ``forward_fn(module, inputs)`` replaces its forward."""
+    """A layer that shares the weights ``tied_weight_attr`` (a dotted name or a list of them) with all layers of the
+    same ``key``, also on other stages. ``forward_fn(module, inputs)`` replaces its forward."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def type_name(layer: Layer) -> str:
-    """Return the name that ``type:regex`` matches: of the class, or of the function."""
+    """Return the class or function name, which ``type:regex`` matches."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
@@ -68,8 +68,8 @@ def type_name(layer: Layer) -> str:
 
 
 def trained_numel(layer: Layer) -> int:
-    """Elements with ``requires_grad``. A recipe is followed on the meta device, which allocates nothing and draws no
-    random numbers; one that cannot be is built and dropped."""
+    """Count the elements with ``requires_grad``. A spec is built on the meta device, which allocates nothing and draws
+    no random numbers; if that fails, it is built for real and dropped."""
     if isinstance(layer, LayerSpec):
         layer = shape_of(layer)
     if not isinstance(layer, nn.Module):
@@ -78,7 +78,7 @@ def trained_numel(layer: Layer) -> int:
 
 
 def shape_of(spec: LayerSpec) -> nn.Module:
-    """The layer without values, on the meta device where it can be made there."""
+    """Build the layer on the meta device if possible, else for real; the RNG state is preserved."""
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):
@@ -88,5 +88,5 @@ def shape_of(spec: LayerSpec) -> nn.Module:
             RuntimeError,
             TypeError,
             ValueError,
-        ):  # it reads values, or names a device
+        ):  # its constructor reads values, or names a device
             return spec.build()

@@ -1,4 +1,4 @@
-"""One batch on one stage: follows an order of actions, and communicates what they need and make."""
+"""Execution of one batch on one stage: runs an order of actions, with the communication that they need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StageWork(Protocol):
     """The computation of a stage. An action names its micro-batch and its chunk."""
 
     def begin(self, action: Action) -> None:
-        """Attribute what follows, waits included, to ``action``."""
+        """Attribute what follows, including waits, to ``action``."""
         ...
 
     def load(self) -> tuple[Any, Any]:
@@ -29,19 +29,19 @@ class StageWork(Protocol):
         ...
 
     def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
-        """Return the outputs; of the last chunk the loss."""
+        """Return the outputs of the chunk; the loss if it is the last."""
         ...
 
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
-        """Back-propagate ``gradients`` of the output tensors that require one; the last chunk is given none."""
+        """Backpropagate ``gradients`` of the output tensors that require one; the last chunk gets none."""
         ...
 
     def weights_stage(self, action: Action) -> None:
-        """Compute the weight gradients that a split backward has left."""
+        """Compute the weight gradients that a split backward has deferred."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for the device, so that times can be taken."""
+        """Synchronize with the device, for timing."""
         ...
 
 
@@ -62,7 +62,7 @@ class ChunkLinks:
             self.output_gradients.post_receives(backwards)
 
     def flush(self) -> None:
-        """Wait until the neighbours have received everything."""
+        """Wait until the neighbours have received all messages."""
         for sender in (self.outputs, self.input_gradients):
             if sender is not None:
                 sender.flush()
@@ -76,11 +76,11 @@ class _HeldActivations:
 
 @dataclass(slots=True)
 class StageRun:
-    """Runs one batch on this stage: an object per batch, as its results add up.
+    """Runs one batch on this stage. Results accumulate: create one per batch.
 
-    ``links``: by chunk. ``on_backward()`` is called after all of a micro-batch's backward on this stage; ``split``: its
-    actions of kind WEIGHTS come later. ``timed``: measure ``seconds``, by kind, of every action without its
-    communication. ``peak_held``: the most (micro-batch, chunk) activations held at a time."""
+    ``links``: by chunk. ``on_backward()`` is called when a micro-batch's backward is complete on this stage; ``split``:
+    with its later WEIGHTS actions. ``timed``: record the ``seconds`` of every action by kind, without communication.
+    ``peak_held``: the maximum number of (micro-batch, chunk) activations held at a time."""
 
     work: StageWork
     links: Sequence[ChunkLinks]
@@ -90,17 +90,17 @@ class StageRun:
     timed: bool = False
     on_backward: Callable[[], None] = lambda: None
     results: list[Any] = field(default_factory=list)
-    """Where the last chunk is: what ``forward_stage`` returned for it, by micro-batch."""
+    """On the stage with the last chunk: results of its ``forward_stage``, by micro-batch."""
     peak_held: int = 0
     seconds: dict[Kind, list[float]] = field(default_factory=dict)
     _held: dict[tuple[int, int], _HeldActivations] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
     _alive: int = 0
     _done: dict[int, int] = field(default_factory=dict)
-    """Chunks whose backward is over, by micro-batch."""
+    """Number of chunks whose backward is complete, by micro-batch."""
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
-        """Do all of ``actions``. The log says at which one an exception was raised."""
+        """Run all ``actions``. The log names the action at which an exception was raised."""
         remaining = Counter((action.kind, action.chunk) for action in actions)
         for chunk, links in enumerate(self.links):
             links.post_receives(remaining[Kind.FORWARD, chunk], remaining[Kind.BACKWARD, chunk])
@@ -120,7 +120,7 @@ class StageRun:
         return self.results
 
     def buffers(self, micro_batches: int) -> dict[str, list[Any]]:
-        """Return what is held now, at index ``chunk * micro_batches + micro_batch``; None where nothing is held."""
+        """Return the held values by index ``chunk * micro_batches + micro_batch``; None where nothing is held."""
         found: dict[str, list[Any]] = {
             name: [None] * (micro_batches * len(self.links)) for name in ("inputs", "outputs", "labels")
         }
@@ -136,7 +136,7 @@ class StageRun:
         inputs, labels = self._data(action)
         if links.inputs is not None:
             inputs = links.inputs.receive(remaining)
-        # Layers may change their inputs in place, which autograd forbids for leaves.
+        # Layers may modify their inputs in place, which autograd forbids for leaves.
         given = writable(inputs) if self.training else inputs
         outputs = self._measured(action, lambda: self.work.forward_stage(action, given, labels))
         if links.outputs is not None:
@@ -149,7 +149,7 @@ class StageRun:
             self.peak_held = max(self.peak_held, self._alive)
 
     def _data(self, action: Action) -> tuple[Any, Any]:
-        """Return inputs for the first chunk and labels for the last: where one stage has both, they are read once."""
+        """Return inputs for the first chunk and labels for the last; a stage that has both reads the data once."""
         links = self.links[action.chunk]
         first, last = links.inputs is None, links.outputs is None
         if not (first or last):
@@ -193,7 +193,7 @@ class StageRun:
 
 
 def backward_from(outputs: Any, gradients: Sequence[Tensor | None]) -> None:
-    """Back-propagate ``gradients`` of the tensors among ``outputs`` that require one; None: not needed later on."""
+    """Backpropagate ``gradients`` of the tensors in ``outputs`` that require one; None: not used downstream."""
     wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     pairs = [(t, g) for t, g in zip(wanted, gradients, strict=True) if g is not None]
     if pairs:

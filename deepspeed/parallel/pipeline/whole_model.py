@@ -1,4 +1,4 @@
-"""The weights of all stages on the first rank, one at a time, for an export of the whole model."""
+"""Streaming of all stages' weights to rank 0, one tensor at a time, for an export of the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Description = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class StageWeights(Protocol):
-    """Those of one stage: as ``engine/weights.py`` gathers them, in one order on all ranks of the stage."""
+    """Weights of one stage as ``engine/weights.py`` gathers them, in the same order on all ranks of the stage."""
 
     aliases: dict[str, str]
 
@@ -29,14 +29,14 @@ class StageWeights(Protocol):
 
 
 class WholeModel:
-    """The same face for all stages: what another stage has is received when it is asked for. Of weights that are tied
-    over stages, the first one's are taken.
+    """``StageWeights`` of all stages: tensors of other stages are received on access. Of weights tied across stages,
+    those of the first stage are used.
 
     Args:
-        own: of this rank's stage.
-        ranks: the global rank of each stage of this pipeline; those of rank 0's send to it.
-        group: of these ranks.
-        device: where messages are.
+        own: weights of this rank's stage.
+        ranks: the global rank of each stage of this pipeline. In rank 0's pipeline, all send to rank 0.
+        group: the process group of these ranks.
+        device: device of the messages.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class WholeModel:
                 elif new:
                     self._to_come.append((rank, each))
         if ranks[0] != 0:
-            self._to_send = []  # another replica, or part of the layers: rank 0 hears of its pipeline only
+            self._to_send = []  # another replica or tensor-parallel part: rank 0 receives from its own pipeline only
         if dist.get_rank() != 0:
             self._to_come.clear()
         self._lazy = lazy
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Asked for in this order."""
+        """Return the tensors by name; they must be accessed in this order."""
         others = {
             each[0]: LazyTensor(each[1], each[2], partial(self._received, each[0]))
             for _, each in self._to_come
@@ -93,7 +93,7 @@ class WholeModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """The other stages send what they have; rank 0 hears of what it has not asked for, after an error."""
+        """Send this stage's tensors; on rank 0, receive and drop any that are left after an error."""
         try:
             for wanted, tensor in self._to_send:
                 for part in tensor.parts():

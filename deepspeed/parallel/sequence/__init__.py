@@ -1,1 +1,1 @@
-"""Sequence parallelism: attention of sequences that are sharded over ranks."""
+"""Sequence parallelism: attention over sequences sharded across ranks."""

@@ -1,4 +1,4 @@
-"""Assignment of attention heads and parts of the sequence to ranks: pure arithmetic."""
+"""Assignment of attention heads and sequence parts to ranks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class HeadAssignment:
-    """``ranks`` ranks are ``circles`` circles of ``width`` neighbours. The ranks of a circle divide the heads among
-    them, and see the part of the sequence that lies on this circle; circles pass keys and values on in a ring. With at
-    least as many heads as ranks there is one circle, and each rank sees the whole sequence.
+    """Division of ``ranks`` into ``circles`` circles of ``width`` consecutive ranks. The ranks of a circle split the
+    heads and see the circle's part of the sequence; circles pass keys and values on in a ring. With at least as many
+    heads as ranks there is one circle, and each rank sees the whole sequence.
     """
 
     heads: int
@@ -26,7 +26,7 @@ class HeadAssignment:
 
     @cached_property
     def width(self) -> int:
-        """The largest number of ranks, dividing all, for which each has a head."""
+        """Size of a circle: the largest divisor of ``ranks`` that is at most ``heads``."""
         return max(n for n in range(1, min(self.heads, self.ranks) + 1) if self.ranks % n == 0)
 
     @property
@@ -37,38 +37,38 @@ class HeadAssignment:
         return rank // self.width
 
     def queries_of(self, rank: int) -> tuple[int, ...]:
-        """A run of heads; runs differ by one head at most."""
+        """Return the run of query heads of a rank; run lengths differ by at most one."""
         start, stop = _bounds(self.heads, self.width, rank % self.width)
         return tuple(range(start, stop))
 
     def keys_of(self, rank: int) -> tuple[int, ...]:
-        """The heads of keys and values that the queries of this rank use. Several ranks may use the same."""
+        """Return the key/value heads that this rank's query heads use. Several ranks may use the same ones."""
         group = self.heads // self.kv_heads
         return tuple(sorted({head // group for head in self.queries_of(rank)}))
 
     def queries(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """For each rank, the heads that ``rank`` sends it: none outside its circle."""
+        """Return the query heads that ``rank`` sends to each rank: none outside its circle."""
         return tuple(self.queries_of(to) if self._together(rank, to) else () for to in range(self.ranks))
 
     def keys(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return tuple(self.keys_of(to) if self._together(rank, to) else () for to in range(self.ranks))
 
     def lengths(self, rank: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """The lengths of the shards that meet on this rank's circle; 0 for the others."""
+        """Return the shard lengths of the ranks in this rank's circle; 0 for others."""
         return tuple(n if self._together(rank, other) else 0 for other, n in enumerate(lengths))
 
     def parts(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """The length of each circle's part of the sequence."""
+        """Return the length of each circle's part of the sequence."""
         width = self.width
         return tuple(sum(lengths[at : at + width]) for at in range(0, self.ranks, width))
 
     def key_of_query(self, rank: int) -> tuple[int, ...]:
-        """For each head of this rank, the position of its keys among those that the rank has."""
+        """Return, for each query head of this rank, the index of its key head among those that the rank has."""
         group, keys = self.heads // self.kv_heads, self.keys_of(rank)
         return tuple(keys.index(head // group) for head in self.queries_of(rank))
 
     def group_of(self, rank: int) -> int | None:
-        """Return how many query heads of this rank share each of its key heads; None if the numbers differ."""
+        """Return the number of this rank's query heads per key head; None if it is not uniform."""
         positions, count = self.key_of_query(rank), len(self.keys_of(rank))
         size = len(positions) // count
         regular = tuple(at for at in range(count) for _ in range(size))
@@ -79,7 +79,7 @@ class HeadAssignment:
 
 
 def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """The lengths of ``ranks`` contiguous shards of a sequence: the longer ones first, and at most one token longer.
+    """Return the lengths of ``ranks`` contiguous shards of a sequence, which differ by at most one, longer ones first.
 
     ValueError: there are fewer tokens than ranks.
     """

@@ -1,6 +1,6 @@
-"""Fusion of images and text into one sequence: visual tokens of all ranks take their places among those of the text.
+"""Fusion of visual and text tokens into one sharded sequence.
 
-A rank holds a shard of the visual tokens, and the whole text. It gets its shard of the sequence of both.
+Each rank holds a shard of the visual tokens and the whole text, and gets its shard of the fused sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ _DEFAULT_IMAGE_TOKEN_ID = -200
 
 
 class ModalityFusionSPAdapter(nn.Module):
-    """Projects this rank's visual tokens, and puts those of all ranks where the text has places for them.
+    """Projects this rank's visual tokens, and inserts those of all ranks at the text's placeholders.
 
     Args:
-        projection: from visual features to the text's width, token by token (or group by group, if shards hold whole
-            groups).
+        projection: maps visual features to the text's width, per token (or per group, if shards hold whole groups).
         process_group: the ranks that share the sequence, in its order. None: one rank.
-        image_token_id: marks the places in ``input_ids``: one for each visual token, or one for each image (row of the
-            visual features), which all its tokens replace. Without any place the text passes through.
+        image_token_id: placeholder in ``input_ids``: one per visual token, or one per image (row of the visual
+            features), which all its tokens replace. Without placeholders the text passes through.
     """
 
     def __init__(
@@ -37,17 +36,16 @@ class ModalityFusionSPAdapter(nn.Module):
         self.image_token_id = image_token_id
 
     def forward(self, visual_features: Tensor, text_embeds: Tensor, input_ids: Tensor) -> Tensor:
-        """This rank's shard of the sequence, [batch, own tokens, hidden]; shards differ by one token at most.
+        """Return this rank's shard of the fused sequence, [batch, own tokens, hidden]; lengths differ by at most one.
 
         Args:
             visual_features: [images, own visual tokens, visual size], or [own visual tokens, visual size]; shards may
                 have different lengths.
-            text_embeds: [batch, tokens, hidden], the same on all ranks; what it has at places of visual tokens is
-                replaced.
+            text_embeds: [batch, tokens, hidden], the same on all ranks; embeddings of placeholders are replaced.
             input_ids: [batch, tokens].
 
-        In backward gradients of visual features are summed over the ranks; those of text embeddings are of this rank's
-        shard. ValueError: places and visual tokens differ in number, but for text without any. Collective.
+        Backward sums the gradients of visual features over ranks; gradients of text embeddings cover this rank's shard
+        only. ValueError: the numbers of placeholders (if any) and visual tokens do not match. Collective.
         """
         own = self.projection(visual_features)
         images = own.unsqueeze(0) if own.dim() == 2 else own
@@ -60,15 +58,15 @@ class ModalityFusionSPAdapter(nn.Module):
         return fused.split(lengths, dim=1)[comm.rank]
 
     def _places(self, input_ids: Tensor) -> Tensor:
-        """Bool [batch, tokens]."""
+        """Return the mask of placeholders, bool [batch, tokens]."""
         return input_ids == self.image_token_id
 
     def _spans(self, input_ids: Tensor) -> list[tuple[int, int, int]]:
-        """(row, first, behind the last): what one image replaces, in order."""
+        """Return the spans that images replace, in order: (row, first, last + 1)."""
         return [(row, at, at + 1) for row, at in self._places(input_ids).nonzero().tolist()]
 
     def _fuse(self, visual: Tensor, text: Tensor, input_ids: Tensor) -> Tensor:
-        """visual [images, tokens, hidden], text [batch, tokens, hidden] -> the sequence [batch, all tokens, hidden]."""
+        """Fuse visual [images, tokens, hidden] and text [batch, tokens, hidden] into [batch, all tokens, hidden]."""
         places, spans = self._places(input_ids), self._spans(input_ids)
         count, images, each = int(places.sum()), visual.shape[0], visual.shape[1]
         if count == images * each:
@@ -94,7 +92,7 @@ class ModalityFusionSPAdapter(nn.Module):
 
 
 def _spliced(row: Tensor, images: list[tuple[int, int, Tensor]]) -> Tensor:
-    """``row`` [tokens, hidden] with each image [tokens of it, hidden] in the place of its span."""
+    """Replace the span of each image in ``row`` [tokens, hidden] by the image's tokens [its tokens, hidden]."""
     pieces, start = [], 0
     for low, high, image in images:
         pieces += [row[start:low], image]
@@ -103,11 +101,11 @@ def _spliced(row: Tensor, images: list[tuple[int, int, Tensor]]) -> Tensor:
 
 
 class LlavaFusionAdapter(ModalityFusionSPAdapter):
-    """LLaVA: one place for each visual token, or one for each image."""
+    """LLaVA: one placeholder per visual token, or one per image."""
 
 
 class InternVLFusionAdapter(ModalityFusionSPAdapter):
-    """InternVL: images are cut into tiles (rows of the visual features); each visual token has its place."""
+    """InternVL: images are cut into tiles (rows of the visual features); one placeholder per visual token."""
 
     def _fuse(self, visual: Tensor, text: Tensor, input_ids: Tensor) -> Tensor:
         count, needed = int(self._places(input_ids).sum()), visual.shape[0] * visual.shape[1]
@@ -117,12 +115,12 @@ class InternVLFusionAdapter(ModalityFusionSPAdapter):
 
 
 class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
-    """Qwen2-VL: visual tokens lie between the tokens that begin and end an image. There is one place for each, or the
-    tokens of an image (row of the visual features) replace what lies between its two, also if that is nothing.
+    """Qwen2-VL: visual tokens go between the start and end token of an image: one placeholder per visual token, or the
+    tokens of an image (row of the visual features) replace everything between the two, even if that is empty.
 
     Args:
-        projection, process_group: as above; the merger of patches is a projection of groups.
-        vision_start_token_id, vision_end_token_id: what lies between them, of the same row, are places.
+        projection, process_group: as in the base class; the patch merger is a projection per group.
+        vision_start_token_id, vision_end_token_id: tokens between them, in the same row, are placeholders.
     """
 
     def __init__(

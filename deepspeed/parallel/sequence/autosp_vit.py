@@ -1,4 +1,4 @@
-"""The attention of a vision encoder whose patches are sharded over ranks."""
+"""Attention of a vision encoder with patches sharded over ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
 class UlyssesSPViTAttention(nn.Module):
     """Wraps an attention module: hidden states [batch, own patches, size] -> the same shape.
 
-    Shards of the patches, which may have different lengths, are joined, ``attn`` computes all of them, and the own
-    ones are kept: images have few patches, and every kind of attention module can be wrapped.
+    Gathers the shards of patches, which may have different lengths, runs ``attn`` on all patches and keeps this rank's:
+    images have few patches, and any attention module can be wrapped.
 
     Args:
-        attn: called with the hidden states of all patches and the keyword arguments; returns a tensor of their shape,
-            or a tuple that begins with one.
+        attn: called with the hidden states of all patches and the keyword arguments; returns a tensor of that shape, or
+            a tuple that begins with one.
         process_group: the ranks that share the patches, in their order.
-        has_cls_token: the first position is a class token, of which every rank has the same copy.
+        has_cls_token: whether the first position is a class token, replicated on every rank.
     """
 
     def __init__(self, attn: nn.Module, process_group: Any, has_cls_token: bool = True) -> None:
@@ -44,5 +44,5 @@ class UlyssesSPViTAttention(nn.Module):
 
 
 def whole_patches(own: Tensor, comm: Communicator) -> Tensor:
-    """All ranks' shards [batch, n, size], joined along n; backward sums what the ranks computed of a shard."""
+    """Gather all ranks' shards [batch, n, size] along n; backward sums each shard's gradient over ranks."""
     return join_shards(own, gather_lengths(own.shape[1], comm, own.device), comm, dim=1)

@@ -1,18 +1,18 @@
-"""Self-attention of long sequences chunk by chunk, with what is kept between chunks in host memory.
+"""Chunked self-attention for long sequences, with saved chunks offloaded to host memory.
 
 J. Yao, S. A. Jacobs, M. Tanaka, O. Ruwase, H. Subramoni, D. K. Panda: Training ultra long context language model with
 fully pipelined distributed Transformer, 2024; blocks are joined by their log-sum-exp (T. Dao et al.: FlashAttention,
-2022). Projections, rotation, exchange between ranks and attention run for one chunk of the sequence at a time; queries,
-keys and values never exist as a whole on the device.
+2022). Projections, rotary embedding, exchange between ranks and attention run for one chunk of the sequence at a time;
+queries, keys and values of the whole sequence are never on the device together.
 
-[Note: order of backward] Chunks of queries come last to first, each with all keys up to its own. When chunk i comes,
-every later chunk has added its part to the gradients of keys and values i, and chunk i adds the last one: so the
-gradients of queries, keys and values i are complete together, go through one exchange, and need one product with the
-input of the chunk. What goes back and forth between host and device are keys, values and their gradients: of models
-whose queries share heads of keys, the smaller part.
+[Note: order of backward] Query chunks run last to first, each with all keys up to its own. When chunk i runs, every
+later chunk has contributed to the gradients of keys and values i, and chunk i adds the final contribution: the
+gradients of queries, keys and values i are complete at the same time, go through one exchange, and need one product
+with the chunk's input. Only keys, values and their gradients move repeatedly between host and device: with
+grouped-query attention, the smaller part.
 
-[Note: which tokens] Each chunk of the *sequence* is sharded over all ranks, so that a rank holds one part of each
-chunk, one after another, and all ranks have the same work under a causal mask.
+[Note: which tokens] Each chunk of the *sequence* is sharded over all ranks: a rank holds its part of each chunk,
+concatenated, so that all ranks have equal work under a causal mask.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines [tokens of the sequence, 1, 1, rotated size]."""
+"""Cosines and sines, each [tokens of the sequence, 1, 1, rotated size]."""
 
 
 def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
-    """For each chunk of a sequence of ``length`` tokens, the tokens of each rank (Note: which tokens)."""
+    """Return, for each chunk of ``length`` tokens, the number of tokens per rank (Note: which tokens)."""
     sizes = [length // chunks + (at < length % chunks) for at in range(chunks)]
     return [tuple(size // ranks + (rank < size % ranks) for rank in range(ranks)) for size in sizes]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ChunkedCall:
-    """One call of `chunked_self_attention`. ``chunks``: as `chunks_of`; ``heads``: ``kv_heads`` divides them."""
+    """Settings of one `chunked_self_attention`. ``chunks``: from `chunks_of`; ``kv_heads`` divides ``heads``."""
 
     comm: Communicator
     chunks: Sequence[tuple[int, ...]]
@@ -65,18 +65,18 @@ class ChunkedCall:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Return the start of each chunk in the sequence."""
+        """Start of each chunk in the sequence."""
         sizes = [sum(lengths) for lengths in self.chunks]
         return [sum(sizes[:at]) for at in range(len(sizes))]
 
     @cached_property
     def local(self) -> list[int]:
-        """The tokens of each chunk that this rank holds."""
+        """Number of tokens of each chunk on this rank."""
         return [lengths[self.comm.rank] for lengths in self.chunks]
 
     @property
     def widths(self) -> list[int]:
-        """Return the widths of queries, keys and values over all heads."""
+        """Widths of queries, keys and values over all heads."""
         return [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
 
     def exchange(self, at: int) -> Exchange:
@@ -88,7 +88,7 @@ class ChunkedCall:
         return [self.plan.queries(self.comm.rank), keys, keys]
 
     def tables(self, at: int, like: Tensor) -> Rotary | None:
-        """Return the rotary tables of one chunk, as [1, 1, tokens, rotated size] in the dtype of the heads."""
+        """Return the rotary tables of one chunk, each [1, 1, tokens, rotated size], in the dtype of ``like``."""
         if self.rotary is None:
             return None
         stop = self.starts[at] + sum(self.chunks[at])
@@ -105,17 +105,17 @@ class ChunkedCall:
 def chunked_self_attention(
     call: ChunkedCall, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor
 ) -> Tensor:
-    """Causal self-attention with its projections: x [own tokens, batch, hidden] -> [own tokens, batch, out hidden].
+    """Compute causal self-attention with its projections: x [own tokens, batch, hidden] -> [own tokens, batch, out].
 
     Args:
         call: heads, chunks, ranks.
-        x: this rank's part of each chunk, one after another.
+        x: this rank's part of each chunk, concatenated.
         qkv_weight: [(heads + 2 kv_heads) * size, hidden]: the rows of all queries, then of keys, then of values.
         qkv_bias: [(heads + 2 kv_heads) * size], or None.
-        out_weight: [out hidden, heads * size].
+        out_weight: [out, heads * size].
 
-    Differentiable once. Collective among the ranks of ``call.comm``: two all-to-alls for each chunk forward, three
-    backward (the attention's output of a chunk is exchanged again, instead of being kept twice).
+    Differentiable once. Collective over ``call.comm``: two all-to-alls per chunk in forward, three in backward (a
+    chunk's attention output is exchanged again instead of being saved twice).
     """
     keeping, kind = torch.is_grad_enabled(), x.device.type
     tensors: list[Tensor | None] = [x, qkv_weight, qkv_bias, out_weight]
@@ -129,8 +129,8 @@ def chunked_self_attention(
 
 @dataclass(eq=False)
 class _KeptChunks:
-    """Saved tensors of one chunk for backward: [batch, own heads, all tokens of the chunk, size] each, and the
-    input."""
+    """Tensors of one chunk saved for backward: [batch, own heads, all tokens of the chunk, size] each, and the input
+    ``x``."""
 
     q: SequenceChunk
     k: SequenceChunk
@@ -184,7 +184,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 class _ChunkBackward:
-    """Gradients of input and weights, filled chunk by chunk, from the last to the first (Note: order of backward)."""
+    """Accumulates the gradients of input and weights from the last chunk to the first (Note: order of backward)."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _ChunkBackward:
     def chunk(self, at: int) -> None:
         call, here = self.call, self.kept[at]
         groups = [self._group(earlier) for earlier in range(at)]
-        added = at + 1 < len(self.kept)  # later chunks have begun the sums
+        added = at + 1 < len(self.kept)  # later chunks have already created the sums
         ahead = FetchedAhead(groups, (2, 3) if added else ())
         q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here.of_queries)
         grad = self._of_context(at, out)
@@ -239,7 +239,7 @@ class _ChunkBackward:
         return here.k, here.v, *(self.of_keys[at] or ())
 
     def _of_context(self, at: int, out: Tensor) -> Tensor:
-        """The gradient of the attention's output of one chunk; the output layer's weight gets its part."""
+        """Return the gradient of one chunk's attention output, and accumulate that of the output weight."""
         call, own = self.call, self.call.heads_of_all()[0]
         rows = self.grads[at].reshape(-1, self.grads[at].shape[-1])
         context = call.exchange(at).collect((out,), (own,))[0]
@@ -252,7 +252,8 @@ class _ChunkBackward:
     def _attention(
         self, at: int, ahead: FetchedAhead, grad: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of queries, keys and values of one chunk; those of earlier keys get their part."""
+        """Return the gradients of one chunk's queries, keys and values, and accumulate those of earlier keys and
+        values."""
         call, (q, k, v, out, lse) = self.call, kept
         wide = torch.promote_types(q.dtype, torch.float32)
         kernel = kernel_for(q, v, CAUSAL)
@@ -275,7 +276,7 @@ class _ChunkBackward:
         return dq, dk, dv
 
     def _projection(self, at: int, x: Tensor, grad: Tensor) -> None:
-        """``grad`` [rows, (heads + 2 kv_heads) * size]."""
+        """Backpropagate ``grad`` [rows, (heads + 2 kv_heads) * size] through the projection of one chunk."""
         weight, total, of_bias = self.weights[0], self.sums[0], self.sums[1]
         assert weight is not None and total is not None
         _add_product(total, grad, x.reshape(-1, x.shape[-1]))
@@ -288,7 +289,7 @@ class _ChunkBackward:
 def _heads(
     call: ChunkedCall, at: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one chunk: all tokens, the heads of this rank."""
+    """Compute queries, keys and values of one chunk: all tokens, this rank's heads."""
     parts = torch.nn.functional.linear(x, weight, bias).split(call.widths, dim=-1)
     shaped = [each.unflatten(-1, (-1, call.size)).permute(1, 2, 0, 3) for each in parts]
     del parts
@@ -300,7 +301,7 @@ def _heads(
 
 
 def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead) -> tuple[Tensor, Tensor]:
-    """Attention of one chunk to itself and all before it, and its log-sum-exp."""
+    """Compute the attention of one chunk to itself and all earlier ones, with its log-sum-exp."""
     joined = JoinedBlocks(q, v)
     joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))
     for key, value in ahead:
@@ -309,12 +310,12 @@ def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAh
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """[batch, heads, tokens, size] -> [tokens * batch, heads * size]."""
+    """Rearrange [batch, heads, tokens, size] into [tokens * batch, heads * size]."""
     return heads.permute(2, 0, 1, 3).reshape(-1, heads.shape[1] * heads.shape[3])
 
 
 def _shared(call: ChunkedCall, keys: Tensor) -> Tensor:
-    """One head of keys for each head of queries, if this rank's queries share them irregularly."""
+    """Expand to one key head per query head if this rank's query heads share them non-uniformly."""
     rank = call.comm.rank
     if call.plan.group_of(rank) is not None:
         return keys
@@ -332,7 +333,7 @@ def _unshared(call: ChunkedCall, grad: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left.T @ right``, in one product where the dtypes allow it."""
+    """Add ``left.T @ right`` to ``total``, in one GEMM if the dtypes allow it."""
     if total.dtype == left.dtype:
         total.addmm_(left.T, right)
     else:

@@ -1,4 +1,4 @@
-"""Chunks of a sequence that lie in host memory between their uses, and come to the device one ahead."""
+"""Sequence chunks offloaded to host memory between uses, and prefetched to the device one ahead."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HOST = torch.device("cpu")
 
 
 class SequenceChunk:
-    """A tensor with a copy in host memory, of which a second copy is on the device while it is in use.
+    """A tensor in host memory, with a second copy on the device while it is in use.
 
-    Copies run beside the computation, in the order in which they were asked for. Where the device is the host there is
+    Copies overlap computation and run in the order in which they were requested. If the device is the host, there is
     only one tensor, and nothing is copied.
 
     Args:
         chunk: a tensor of any shape on ``device`` (or in host memory already).
-        device: where it is used. None: where ``chunk`` is.
+        device: device on which it is used. None: that of ``chunk``.
         is_in_use: whether ``chunk`` stays on the device until `offload`.
-        stream: on which copies run. None: one of its own.
-        away: False keeps the tensor on the device for good, with the same interface.
+        stream: stream for copies. None: a new one.
+        away: False keeps the tensor on the device permanently, with the same interface.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class SequenceChunk:
             self.load_to_gpu()
 
     def load_to_gpu(self) -> None:
-        """Begin to copy it to the device, unless it is there."""
+        """Start the copy to the device, unless it is there already."""
         if self._on_device is None:
             target = torch.empty(self.chunk_shape, dtype=self.chunk_dtype, device=self.device)
             self._on_device = self._stream.copy(self.cpu_chunk, target)
 
     def get_gpu_chunk(self) -> Tensor:
-        """The tensor on the device, for the current stream. RuntimeError: it is not there."""
+        """Return the tensor on the device, ready for the current stream. RuntimeError: it is not there."""
         chunk = self._checked()
         return self._stream.arrived(chunk) if self._away else chunk
 
@@ -72,22 +72,22 @@ class SequenceChunk:
         return self._on_device
 
     def offload(self) -> None:
-        """Free the copy on the device. What was changed there is lost unless `overwrite_to_cpu` came before."""
+        """Free the copy on the device. Changes to it are lost unless `overwrite_to_cpu` was called before."""
         if self._away:
             self._on_device = None
 
     def overwrite_to_cpu(self) -> None:
-        """Copy what is on the device into host memory. RuntimeError: it is not on the device."""
+        """Copy the tensor on the device back to host memory. RuntimeError: it is not on the device."""
         chunk = self._checked()
         if self._away:
             self._stream.copy(chunk, self.cpu_chunk)
 
 
 class FetchedAhead:
-    """Iterates over groups of chunks: their tensors on the device, while those of the next group are on their way.
+    """Iterates over groups of chunks, yielding their tensors on the device while the next group is being fetched.
 
-    ``written``: these positions of a group are changed by whoever iterates, and copied back. A group leaves the device
-    when the next one is asked for. The first is fetched from the beginning.
+    ``written``: positions in a group that the consumer modifies, to be copied back. A group is evicted from the device
+    when the next one is requested. The first group is fetched on construction.
     """
 
     def __init__(self, groups: Sequence[Sequence[SequenceChunk]], written: Sequence[int] = ()) -> None:
@@ -98,7 +98,7 @@ class FetchedAhead:
     def __iter__(self) -> Iterator[list[Tensor]]:
         before: Sequence[SequenceChunk] = ()
         for at, group in enumerate(self._groups):
-            # Waits for what was asked for so far: this group, but not yet the way back of the one before.
+            # Waits for the copies requested so far: this group, but not yet the write-back of the previous one.
             tensors = [chunk.get_gpu_chunk() for chunk in group]
             self._leave(before)
             self._load(at + 1)

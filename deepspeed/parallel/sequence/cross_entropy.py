@@ -1,8 +1,8 @@
-"""Cross-entropy where ranks share the vocabulary, the sequence, or both.
+"""Cross-entropy with vocabulary parallelism, sequence parallelism, or both.
 
-Ranks of a tensor-parallel group have some words of every token of theirs, ranks of a sequence-parallel group all or
-some words of their own tokens. Losses of parts of a vocabulary are those of `deepspeed.parallel.split_vocabulary`; here
-is what concerns the sequence, and the documented interface.
+Ranks of a tensor-parallel group split the words of the same tokens; ranks of a sequence-parallel group split the
+tokens. The vocabulary-parallel losses are in `deepspeed.parallel.split_vocabulary`; this module adds the sequence and
+the documented interface.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def vocab_parallel_cross_entropy(
     gather_sequence_loss: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """The cross-entropy of logits in parts.
+    """Compute the cross-entropy of vocabulary-parallel logits.
 
     Args:
         vocab_parallel_logits: [own tokens, .., own words].
-        target: [own tokens, ..] of the whole vocabulary, equal on the ranks of ``tp_group``. ``ignore_index``: the loss
-            is 0.
+        target: [own tokens, ..], indices into the whole vocabulary, equal on the ranks of ``tp_group``. The loss is 0
+            at ``ignore_index``.
         tp_group: the ranks that share the vocabulary. None: one rank.
-        sp_group: the ranks that share the sequence: "mean" and "sum" go over all of their tokens, and a rank's
+        sp_group: the ranks that share the sequence: "mean" and "sum" are over the tokens of all of them, and a rank's
             gradient is that of its own tokens.
-        vocab_start_index, vocab_end_index: of the own words. By default, parts lie in rank order.
-        global_vocab_size: with these: they are believed, which spares an exchange.
+        vocab_start_index, vocab_end_index: bounds of this rank's words. By default, parts lie in rank order.
+        global_vocab_size: vocabulary size; given with the bounds, it skips the exchange that would check them.
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
-        gather_sequence_loss: with "none": the losses of all tokens of ``sp_group``, one rank after another; backward
-            sums over its ranks.
-        backend: accepted; there is one implementation, which takes logits to fp32 some tokens at a time.
+        gather_sequence_loss: with "none": return the losses of all tokens of ``sp_group``, in rank order; backward sums
+            over its ranks.
+        backend: accepted; there is one implementation, which upcasts logits to fp32 a chunk of tokens at a time.
 
     Returns:
         fp32: a scalar, or the shape of ``target``. Collective.
 
-    ValueError: an argument does not fit, parts are no partition, or a target is outside the vocabulary.
+    ValueError: invalid arguments, parts that do not partition the vocabulary, or a target outside it.
     """
     check_reduction(reduction, gather_sequence_loss)
     if gather_sequence_loss and sp_group is None:
@@ -92,18 +92,18 @@ def vocab_sequence_parallel_cross_entropy(
     gather_sequence_loss: bool = True,
     backend: str = "torch",
 ) -> Tensor:
-    """The loss of every token of the sequence, on every rank of ``sp_group``.
+    """Return the loss of every token of the sequence, on every rank of ``sp_group``.
 
     Args:
         vocab_parallel_logits: [own tokens, batch, vocabulary]; shards may have different lengths.
-        target: [own tokens, batch], int64. ``ignore_index``: the token has loss 0.
-        gather_sequence_loss: False: the own tokens' losses only, or their mean or sum, as ``reduction`` says.
+        target: [own tokens, batch], int64. The loss is 0 at ``ignore_index``.
+        gather_sequence_loss: False: only this rank's losses, or the mean or sum, as ``reduction`` says.
 
     Other arguments are those of ``vocab_parallel_cross_entropy``.
 
     Returns:
-        [all tokens, batch], fp32. In backward the gradients that arrive on the ranks are summed: with a loss that all
-        ranks compute of the result, the mean of the ranks' gradients, which the engine takes, is that of one rank with
+        [all tokens, batch], fp32. Backward sums the incoming gradients over ranks: if all ranks compute the same loss
+        from the result, the mean of the ranks' gradients, which the engine takes, equals the gradient of one rank with
         the whole sequence.
     """
     return vocab_parallel_cross_entropy(
@@ -122,14 +122,14 @@ def vocab_sequence_parallel_cross_entropy(
 
 @dataclass(eq=False)
 class VocabParallelCausalLMLoss:
-    """The ``loss_function`` of a Transformers model whose head leaves its logits in parts.
+    """The ``loss_function`` of a Transformers model with vocabulary-parallel logits.
 
     ``labels`` are shifted by one, unless ``shift_labels`` are given; the sum is divided by ``num_items_in_batch`` if
-    that is given. The first call finds out and checks which rank has which words; an object serves one head.
+    given. The first call determines and checks the words of each rank; use one object per head.
 
-    ``sp_group`` stays None with an engine of ours, which joins the means of its sequence-parallel ranks itself.
-    ``otherwise``: the model's own loss function, for logits that are whole after all (an evaluation); needs the bounds
-    of the own words, or a call with logits in parts first.
+    ``sp_group`` stays None under a DeepSpeed engine, which combines the means of its sequence-parallel ranks itself.
+    ``otherwise``: the model's own loss function, used for whole logits (as in evaluation); to detect them, this rank's
+    bounds must be given, or known from an earlier call with split logits.
     """
 
     tp_group: Any = None
@@ -204,10 +204,10 @@ def configure_vocab_parallel_loss(
     ignore_index: int = -100,
     backend: str = "torch",
 ) -> Any:
-    """Give ``model`` the loss of a head that leaves its logits in parts; its own stays in
+    """Set the loss function of ``model`` to that of a vocabulary-parallel head; the original is kept in
     ``model._deepspeed_original_loss_function``.
 
-    ``vocab_parallel_head``: has ``mp_group`` and perhaps ``vocab_start_index`` and ``vocab_end_index``.
+    ``vocab_parallel_head``: has ``mp_group`` and optionally ``vocab_start_index`` and ``vocab_end_index``.
     ValueError: ``model`` has no ``loss_function`` that can be replaced.
     """
     loss = VocabParallelCausalLMLoss(
@@ -225,7 +225,7 @@ def configure_vocab_parallel_loss(
 
 
 def _replaced(model: Any, loss: VocabParallelCausalLMLoss) -> Any:
-    """The loss function that was there before ``loss``."""
+    """Set the model's loss function to ``loss`` and return the previous one."""
     remedy = "leave its head's logits whole (gather_output=True)"
     if not hasattr(model, "loss_function"):
         raise ValueError(
@@ -249,7 +249,7 @@ def _replaced(model: Any, loss: VocabParallelCausalLMLoss) -> Any:
 
 
 def check_reduction(reduction: str, gathers: bool = False) -> None:
-    """ValueError: no such reduction, or one of the losses of tokens that are wanted each."""
+    """Raise ValueError for an unknown reduction, or one other than "none" when losses are gathered."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
     if gathers and reduction != "none":
@@ -263,8 +263,8 @@ def _losses(logits: Tensor, target: Tensor, part: VocabularyPart, ignore_index: 
 
 
 def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Tensor:
-    """The sum of ``losses`` over the ranks of ``sp_group`` (None: one), or their mean over those that are ``chosen``.
-    A rank's gradient is that of its own losses. Collective, unless ``reduction`` is "none"."""
+    """Sum ``losses`` over the ranks of ``sp_group`` (None: one rank), or average over those ``chosen``. A rank's
+    gradient is that of its own losses. Collective, unless ``reduction`` is "none"."""
     if reduction == "none":
         return losses
     own, comm = losses.sum(), communicator_of(sp_group)
@@ -275,5 +275,5 @@ def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Te
 
 
 def losses_of_all_tokens(own: Tensor, comm: Communicator) -> Tensor:
-    """[own tokens, ..] of every rank, one after another: [all tokens, ..]; backward sums over ranks."""
+    """Gather [own tokens, ..] of every rank into [all tokens, ..]; backward sums over ranks."""
     return join_shards(own, gather_lengths(own.shape[0], comm, own.device), comm, dim=0)

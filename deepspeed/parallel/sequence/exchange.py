@@ -1,8 +1,8 @@
-"""The two all-to-alls around an attention: from shards of the sequence to shards of the heads, and back.
+"""The two all-to-alls around attention: from sequence shards to head shards, and back.
 
 S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
-models, 2023. Heads need not divide evenly, shards of the sequence may have different lengths, and a head may go to
-several ranks (keys and values that they share): backward sums what comes back.
+models, 2023. Heads need not divide evenly, sequence shards may have different lengths, and a head may go to several
+ranks (shared keys and values): backward sums its gradients.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator, process_network
 
 Heads = tuple[tuple[int, ...], ...]
-"""For each rank of a group, the heads that it computes; () for ranks that compute none of this shard's."""
+"""Heads that each rank of a group computes; () for ranks that compute none for this shard."""
 
 
 def communicator_of(group: torch.distributed.ProcessGroup | None) -> Communicator:
-    """The communicator of a group with the traffic counters of the process; None: one rank."""
+    """Return the communicator of a group, with the process's traffic counters; None: one rank."""
     return Communicator(None) if group is None else process_network.communicator(group)
 
 
 @untraced
 def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tuple[int, ...]:
-    """This number of every rank. Collective."""
+    """Gather ``length`` of every rank. Collective."""
     if comm.size == 1:
         return (length,)
     mine = torch.tensor([length], dtype=torch.int64, device=device)
@@ -40,10 +40,11 @@ def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tup
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Between shards [.., all heads, .., own tokens, ..] and shards [.., own heads, .., all tokens, ..].
+    """Exchange between sequence shards [.., all heads, .., own tokens, ..] and head shards [.., own heads, .., all
+    tokens, ..].
 
-    ``lengths``: the tokens of each rank's shard; 0 for ranks that send nothing here. ``heads_dim`` and ``tokens_dim``
-    name the two dimensions; others are any.
+    ``lengths``: tokens of each rank's shard; 0 for ranks that send nothing to this one. ``heads_dim`` and
+    ``tokens_dim`` name the two dims; the others are arbitrary.
     """
 
     comm: Communicator
@@ -53,18 +54,18 @@ class Exchange:
 
     @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
-        """The own heads of all tokens, for several tensors in one all-to-all, differentiable."""
+        """Return this rank's heads of all tokens, for several tensors in one all-to-all; differentiable."""
         result: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), *tensors)  # pyright: ignore[reportAssignmentType]
         return result
 
     @untraced
     def to_tokens(self, tensor: Tensor, heads: Heads) -> Tensor:
-        """All heads of the own tokens, differentiable; each head comes from one rank."""
+        """Return all heads of this rank's tokens, each head from one rank; differentiable."""
         result: Tensor = _ToTokens.apply(self, heads, tensor)  # pyright: ignore[reportAssignmentType]
         return result
 
     def spread(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
-        """``to_heads`` outside autograd."""
+        """Do ``to_heads`` outside autograd."""
         sent = [
             [_pick(tensor, self.heads_dim, each[to]) for tensor, each in zip(tensors, heads, strict=True)]
             for to in range(self.comm.size)
@@ -82,7 +83,7 @@ class Exchange:
         return tuple(_joined(shards, self.tokens_dim) for shards in zip(*received, strict=True))
 
     def collect(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
-        """The adjoint of ``spread``: heads that went to several ranks are summed."""
+        """Apply the adjoint of ``spread``: heads sent to several ranks are summed."""
         cuts = [tensor.split(self.lengths, self.tokens_dim) for tensor in tensors]
         own = self.lengths[self.comm.rank]
         received = self._swap(
@@ -106,7 +107,7 @@ class Exchange:
         return shape
 
     def _swap(self, sent: list[list[Tensor]], shapes: list[list[list[int]]]) -> list[list[Tensor]]:
-        """One all-to-all: ``sent[rank]`` goes to that rank, tensors of ``shapes[rank]`` come from it."""
+        """Run one all-to-all: send ``sent[rank]`` to each rank, receive tensors of ``shapes[rank]`` from it."""
         if self.comm.size == 1:
             return sent
         first = sent[0][0]
@@ -146,8 +147,8 @@ class _ToTokens(torch.autograd.Function):
 
 
 def join_shards(own: Tensor, lengths: Sequence[int], comm: Communicator, *, dim: int) -> Tensor:
-    """All ranks' shards, as long as ``lengths`` says along ``dim``, one after another; backward sums what the ranks
-    computed of a shard. Collective, also in backward."""
+    """Concatenate all ranks' shards, of ``lengths`` along ``dim``; backward sums each shard's gradient over ranks.
+    Collective, also in backward."""
     result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
     return result
 
@@ -183,7 +184,7 @@ def _pick(tensor: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
 
 
 def _flat(runs: list[list[Tensor]], like: Tensor) -> Tensor:
-    """All tensors end to end, copied once."""
+    """Concatenate all tensors, flattened, with a single copy."""
     result = like.new_empty(sum(each.numel() for run in runs for each in run))
     at = 0
     for run in runs:
@@ -199,7 +200,7 @@ def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _assembled(shards: Sequence[Tensor], heads: Heads, dim: int) -> Tensor:
-    """The heads in their places; those that several ranks had are summed in rank order."""
+    """Assemble the heads by index; heads computed by several ranks are summed in rank order."""
     order = [head for each in heads for head in each]
     present = [shard for shard, each in zip(shards, heads, strict=True) if each]
     if order == list(range(len(order))):

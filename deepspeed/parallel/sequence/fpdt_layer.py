@@ -1,7 +1,7 @@
-"""The documented names of the fully pipelined distributed transformer: long sequences in chunks.
+"""Documented interface of the fully pipelined distributed transformer (FPDT): long sequences in chunks.
 
 J. Yao et al.: Training ultra long context language model with fully pipelined distributed Transformer, 2024. Attention
-is in ``chunked.py``, chunks in host memory in ``chunks.py``; feed-forward layer and loss run in tiles
+is in ``chunked.py``, chunk offload in ``chunks.py``; feed-forward layer and loss run in tiles
 (``deepspeed.parallel.sequence.tiled``).
 """
 
@@ -26,16 +26,16 @@ from deepspeed.transforms.recompute.side_stream import SideStream
 
 
 class FPDT_InputConstruct(nn.Module):
-    """One rank's part of a batch, arranged so that chunks of the sequence can be exchanged one after another.
+    """One rank's part of a batch, arranged for chunk-by-chunk exchange.
 
-    Each chunk of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens is shared by all ranks; a rank holds its part of
-    each chunk, one after another. Lengths that chunks or ranks do not divide are shared as evenly as can be.
+    Each chunk of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens is sharded over all ranks; a rank holds its part
+    of each chunk, concatenated. Lengths that chunks or ranks do not divide are split as evenly as possible.
 
     Args:
         tokens, labels, loss_mask, position_ids: [batch, sequence], or None.
-        attention_mask: is handed through.
+        attention_mask: passed through.
         args: has ``ds_sequence_parallel_fpdt_chunk_size``.
-        sp_size, sp_rank: of the ranks that share the sequence.
+        sp_size, sp_rank: size of the sequence-parallel group, and rank in it.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class FPDT_InputConstruct(nn.Module):
         self.sp_rank = sp_rank
 
     def generate(self) -> tuple[Any, ...]:
-        """Own tokens, own labels, the loss mask, the attention mask, own position ids.
+        """Return this rank's tokens and labels, the loss mask, the attention mask, and this rank's position ids.
 
-        The loss mask is whole, [batch, sequence], in the order in which `FPDT_LogitsLoss` gives the losses: rank
-        after rank.
+        The loss mask covers the whole sequence, [batch, sequence], in the order of the losses of `FPDT_LogitsLoss`:
+        rank after rank.
         """
         own = self.order[self.sp_rank]
         everyone = torch.cat(self.order)
@@ -77,22 +77,22 @@ class FPDT_InputConstruct(nn.Module):
 class FPDT_Attention(nn.Module):
     """Causal self-attention with its two projections, in chunks of the sequence.
 
-    Queries, keys and values exist for one chunk at a time; with offload they lie in host memory between their uses,
-    and are fetched one chunk ahead. Forward and backward equal plain attention. The ranks of a group hold each a part
-    of every chunk (`FPDT_InputConstruct`), and exchange tokens for heads chunk by chunk; heads of queries may be any
-    number of at least the ranks, those of keys any number that divides it.
+    Queries, keys and values are computed one chunk at a time; with offload they are in host memory between uses and
+    prefetched one chunk ahead. Results equal plain attention, forward and backward. Each rank of the group holds a part
+    of every chunk (`FPDT_InputConstruct`), and ranks exchange tokens for heads chunk by chunk. There must be at least
+    as many query heads as ranks, and the number of key heads must divide that of query heads.
 
     Args:
-        config: has ``num_attention_heads``, ``kv_channels`` (the head size), and perhaps ``num_key_value_heads`` and
+        config: has ``num_attention_heads``, ``kv_channels`` (the head size), and optionally ``num_key_value_heads`` and
             ``attention_dropout``.
         first_weight: [(heads + 2 heads of keys) * head size, hidden]: the rows of queries, of keys, of values.
         first_bias: of that size, or None.
         second_weight: [hidden, heads * head size]; ``second_bias``: [hidden], or None.
         sequence_process_group: the ranks that share a sequence. None: one rank.
-        gather_idx, scatter_idx: accepted for compatibility: tokens are dimension 0.
-        return_bias: the second bias is returned beside the result, and not added to it.
-        chunk_size: tokens of the sequence in a chunk.
-        enable_offloading: whether chunks go to host memory.
+        gather_idx, scatter_idx: accepted for compatibility; tokens are dim 0.
+        return_bias: return the second bias separately instead of adding it.
+        chunk_size: tokens per chunk.
+        enable_offloading: whether to offload chunks to host memory.
 
     Raises:
         ValueError: fewer heads than ranks; dropout of attention weights in training.
@@ -136,15 +136,16 @@ class FPDT_Attention(nn.Module):
         rotary_pos_emb: Any,
         cpu_offloading: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """[own tokens, batch, hidden] -> the same shape, and the second bias if ``return_bias``, else None.
+        """Map [own tokens, batch, hidden] to the same shape, and the second bias if ``return_bias``, else None.
 
         Args:
             attention_mask: accepted for compatibility; attention is causal.
-            inference_params: has to be None.
+            inference_params: must be None.
             rotary_pos_emb: None; (cosines, sines), or angles, of all positions: [tokens, 1, 1, rotated size].
             cpu_offloading: False keeps chunks on the device.
 
-        ValueError: ``inference_params``, or the ranks' tokens are not shares of common chunks. Collective.
+        ValueError: ``inference_params`` is given, or the ranks' tokens are not the shares of ``FPDT_InputConstruct``.
+        Collective.
         """
         if inference_params is not None:
             raise ValueError(
@@ -195,11 +196,11 @@ class FPDT_Attention(nn.Module):
 
 
 class FPDT_FFN(TiledFunction):
-    """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a feed-forward layer with GELU (by tanh) in chunks.
+    """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a chunked feed-forward layer with tanh GELU.
 
-    ``x`` [tokens, batch, hidden], ``w1`` [wide, hidden], ``w2`` [hidden, wide], biases or None; ``chunk_size`` tokens
-    at a time have intermediate values, in forward and in backward. Returns the result, to which ``b2`` is added if
-    ``add_bias``, and the bias that is still to be added: ``b2`` if not ``add_bias``, else None.
+    ``x`` [tokens, batch, hidden], ``w1`` [wide, hidden], ``w2`` [hidden, wide], biases or None. Intermediate values
+    exist for ``chunk_size`` tokens at a time, in forward and in backward. Returns the result, including ``b2`` if
+    ``add_bias``, and the bias still to be added: ``b2`` if not ``add_bias``, else None.
     """
 
     @classmethod
@@ -223,12 +224,12 @@ class FPDT_FFN(TiledFunction):
 
 class FPDT_LogitsLoss(TiledFunction):
     """``FPDT_LogitsLoss.apply(lm_output, labels, logit_weights, rank, spg_size, spg, num_chunk)``: the loss of every
-    token of the sequence, [batch, tokens of all ranks], fp32 (fp64 for such inputs), rank after rank.
+    token of the sequence, [batch, tokens of all ranks], fp32 (fp64 for fp64 inputs), in rank order.
 
-    ``lm_output`` [own tokens, batch, hidden]; ``labels`` [batch, own tokens], -100: that loss is 0; ``logit_weights``
-    [vocabulary, hidden]; ``spg`` the ranks that share the sequence, or None (``rank`` and ``spg_size`` follow from it).
-    Logits exist for one of ``num_chunk`` chunks of the own tokens at a time, in forward and in backward. In backward
-    the gradients that arrive on the ranks are summed, as in ``vocab_sequence_parallel_cross_entropy``. Collective.
+    ``lm_output`` [own tokens, batch, hidden]; ``labels`` [batch, own tokens], the loss is 0 at -100; ``logit_weights``
+    [vocabulary, hidden]; ``spg``: the ranks that share the sequence, or None (``rank`` and ``spg_size`` are ignored).
+    Logits exist for one of ``num_chunk`` chunks of this rank's tokens at a time, in forward and in backward. Backward
+    sums the incoming gradients over ranks, as in ``vocab_sequence_parallel_cross_entropy``. Collective.
     """
 
     @classmethod
@@ -254,15 +255,15 @@ class FPDT_LogitsLoss(TiledFunction):
 
 
 def bias_gelu(x: Tensor) -> Tensor:
-    """GELU, approximated by tanh (D. Hendrycks, K. Gimpel, 2016)."""
+    """Compute GELU in its tanh approximation (D. Hendrycks, K. Gimpel, 2016)."""
     return nn.functional.gelu(x, approximate="tanh")
 
 
 def _in_tiles(
     compute: Callable[..., Tensor], sharded: Sequence[Tensor], weights: Sequence[Tensor | None], tiles: int
 ) -> Tensor:
-    """``compute(*sharded, *weights)`` in tiles of dimension 0. Weights that are leaves find their gradients by
-    themselves, summed in fp32; those with a graph are inputs of every tile."""
+    """Compute ``compute(*sharded, *weights)`` in tiles along dim 0. Leaf weights are captured, and ``run_tiles``
+    accumulates their gradients in fp32; weights with a graph are passed as inputs of every tile."""
     inputs = [each if each is not None and each.grad_fn is not None else None for each in weights]
 
     def one(tensors: list[Any]) -> Tensor:
@@ -277,7 +278,7 @@ def _in_tiles(
 
 
 def _shares(lengths: tuple[int, ...], chunks: int, ranks: int) -> list[tuple[int, ...]]:
-    """The tokens of each rank in each chunk. ValueError: the ranks hold something else in all."""
+    """Return the number of tokens of each rank in each chunk. ValueError: ``lengths`` do not match the chunks."""
     shares = chunks_of(sum(lengths), chunks, ranks)
     if lengths != tuple(map(sum, zip(*shares, strict=True))):
         raise ValueError(
@@ -292,7 +293,7 @@ def _number_of_chunks(length: int, size: int) -> int:
 
 
 def _order(chunks: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
-    """For each rank, which tokens of the sequence it holds."""
+    """Return the indices of the tokens that each rank holds."""
     parts: list[list[Tensor]] = [[] for _ in chunks[0]]
     start = 0
     for lengths in chunks:

@@ -1,4 +1,4 @@
-"""The classic form of Ulysses: a wrapper around any attention of whole sequences.
+"""DeepSpeed Ulysses in its classic form: a wrapper around any attention over whole sequences.
 
 S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
 models, 2023.
@@ -18,20 +18,20 @@ from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gath
 
 
 class DistributedAttention(Module):
-    """Attention of sequences that are sharded over the ranks of a group, by a module for whole sequences.
+    """Attention over sequences sharded across a group, computed by a module for whole sequences.
 
     Two all-to-alls surround ``local_attention``, which sees all tokens and this rank's heads. Heads need not divide
-    evenly, there may be fewer heads of keys and values than ranks (they are sent to each rank that uses them), and
-    shards may have different lengths.
+    evenly, there may be fewer key/value heads than ranks (they are sent to each rank that uses them), and shards may
+    have different lengths.
 
     Args:
         local_attention: ``local_attention(query, key, value, *args, **kwargs)`` -> tensor of the query's layout; its
-            heads and head size may be one dimension.
+            heads and head size may be fused into one dim.
         sequence_process_group: the ranks that share a sequence, in its order. None: one rank.
-        scatter_idx: the dimension of heads.
-        gather_idx: the dimension of tokens.
+        scatter_idx: the dim of heads.
+        gather_idx: the dim of tokens.
         sp_stream: accepted for compatibility.
-        num_kv_heads: likewise: the number of key heads is that of every call's key.
+        num_kv_heads: accepted for compatibility; the number of key heads is taken from each call's key.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class DistributedAttention(Module):
         self.scatter_idx = scatter_idx
         self.gather_idx = gather_idx
         self.sequence_lengths: tuple[int, ...] | None = None
-        """The lengths of all ranks' shards, if the caller knows them: else every forward exchanges them (one integer
-        per rank, which on a device waits for it)."""
+        """Lengths of all ranks' shards, if the caller knows them; otherwise every forward exchanges them (one integer
+        per rank, which synchronizes with a device)."""
 
     def layer_sync(self, layer: Any) -> None:
-        """Kept for callers; every result is complete when it is returned."""
+        """Do nothing; kept for compatibility. Results are complete when returned."""
 
     def forward(
         self,
@@ -67,20 +67,20 @@ class DistributedAttention(Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """The attention's output for the own tokens, of all heads.
+        """Return the attention output of all heads for this rank's tokens.
 
         Args:
-            query: [own tokens, batch, heads, head size] or [batch, own tokens, heads, head size], as the constructor's
-                dimensions say.
+            query: [own tokens, batch, heads, head size] or [batch, own tokens, heads, head size], according to
+                ``scatter_idx`` and ``gather_idx``.
             key, value: likewise; their number of heads divides that of the query.
-            batch_dim_idx: the dimension of the batch; accepted for compatibility.
+            batch_dim_idx: the dim of the batch; accepted for compatibility.
             rotary_pos_emb: (cosines, sines) of all positions, [tokens, 1, 1, rotated size], to be applied to query
                 and key.
-            args, kwargs: go to the local attention.
+            args, kwargs: passed to the local attention.
 
         Raises:
-            ValueError: there are fewer heads than ranks (``local_attention`` cannot see parts of a sequence only; the
-                attention of Transformers models, ``UlyssesSPAttentionHF``, can).
+            ValueError: there are fewer heads than ranks (``local_attention`` needs whole sequences, unlike
+                ``UlyssesSPAttentionHF``, the attention of Transformers models).
         """
         comm = communicator_of(self.spg)
         heads_dim, tokens_dim = self.scatter_idx, self.gather_idx
@@ -90,7 +90,7 @@ class DistributedAttention(Module):
         exchange = Exchange(comm, lengths, heads_dim, tokens_dim)
         keys = plan.keys(comm.rank)
         query, key, value = exchange.to_heads((query, key, value), (plan.queries(comm.rank), keys, keys))
-        if plan.group_of(comm.rank) is None:  # the local attention takes a regular share of keys only
+        if plan.group_of(comm.rank) is None:  # the local attention supports only uniform head groups
             index = torch.tensor(plan.key_of_query(comm.rank), device=key.device)
             key, value = key.index_select(heads_dim, index), value.index_select(heads_dim, index)
         if rotary_pos_emb is not None:
@@ -109,7 +109,7 @@ class DistributedAttention(Module):
             )
 
     def _like_tokens(self, table: Tensor) -> Tensor:
-        """[tokens, 1, 1, size] with the tokens where the query has them."""
+        """Move the tokens of a table [tokens, 1, 1, size] to the query's dim of tokens."""
         return table.transpose(0, self.gather_idx) if self.gather_idx else table
 
     def _back(self, context: Tensor, exchange: Exchange, plan: HeadAssignment) -> Tensor:
@@ -122,8 +122,8 @@ class DistributedAttention(Module):
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Rotate the first ``freqs_cos.shape[-1]`` elements of each head, halves against each other (RoFormer, J. Su et
-    al. 2021); the rest stay. The tables are broadcast to ``t``."""
+    """Apply rotary embedding to the first ``freqs_cos.shape[-1]`` elements of each head, pairing the two halves
+    (RoFormer, J. Su et al. 2021); the rest is unchanged. The tables broadcast to ``t``."""
     size = freqs_cos.shape[-1]
     turned, rest = t[..., :size], t[..., size:]
     first, second = turned.chunk(2, dim=-1)
@@ -132,7 +132,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
 
 
 def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """The gradient of ``t`` in `apply_rotary_pos_emb`, from that of its result."""
+    """Compute the gradient of ``t`` in `apply_rotary_pos_emb` from that of the result."""
     size = freqs_cos.shape[-1]
     turned, rest = grad_output[..., :size], grad_output[..., size:]
     first, second = (turned * freqs_sin).chunk(2, dim=-1)
@@ -152,12 +152,11 @@ def single_all_to_all(
     type: str | None = None,
     num_kv_heads: int | None = None,
 ) -> Tensor:
-    """Split one dimension over the ranks and join another, outside autograd.
+    """Scatter one dim over the ranks and gather another, outside autograd.
 
-    Sizes that the number of ranks does not divide are split with the larger parts first; heads (from the third
-    dimension on) between ``num_kv_heads`` equal groups, if given. The parts that are joined may differ. With
-    ``async_op``, ``handle[type + "_work"]`` is to be waited for, and then
-    ``handle[type + "_post_all2all_func"](handle[type + "_grad"])`` is the result.
+    Sizes that the number of ranks does not divide are split with larger parts first; heads (``scatter_idx`` > 1) in
+    multiples of ``num_kv_heads`` equal groups, if given. Gathered parts may differ in size. With ``async_op``, wait for
+    ``handle[type + "_work"]``; ``handle[type + "_post_all2all_func"](handle[type + "_grad"])`` is then the result.
 
     ValueError: ``async_op`` without ``handle`` and ``type``.
     """

@@ -1,9 +1,9 @@
-"""Cross-entropy of a projection to a vocabulary that is spread over ranks, without logits.
+"""Cross-entropy of a vocabulary-parallel projection, without materializing the logits.
 
-Logits exist for some words of the own part at a time, in forward and again in backward. Forward keeps the highest
-logit and the sum of exponentials of every token as it goes (M. Milakov, N. Gimelshein: Online normalizer calculation
-for softmax, 2018), and reduces them over ranks once at the end, as in Megatron-LM (Shoeybi et al., 2019, section 3).
-Backward makes the gradient of a block of words of the weight with one product of all tokens.
+Logits exist for a block of this rank's words at a time, in forward and again in backward. Forward maintains a running
+maximum and sum of exponentials of every token (M. Milakov, N. Gimelshein: Online normalizer calculation for softmax,
+2018), and reduces them over ranks once at the end, as in Megatron-LM (Shoeybi et al., 2019, section 3). Backward
+computes the weight gradient of a block of words in one product over all tokens.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def vocab_parallel_linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The cross-entropy of ``hidden @ weight.T + bias`` and ``target``.
+    """Compute the cross-entropy of ``hidden @ weight.T + bias`` and ``target``.
 
     Args:
-        hidden: [.., hidden], equal on the ranks of ``tp_group``; backward sums its gradient over them.
+        hidden: [.., hidden], equal on the ranks of ``tp_group``; backward sums its gradient over these.
         weight: [own words, hidden]; ``bias``: [own words], or None.
-        target: [..], of the whole vocabulary. ``ignore_index``: the loss is 0.
+        target: [..], indices into the whole vocabulary. The loss is 0 at ``ignore_index``.
         tp_group: the ranks that share the vocabulary. None: one rank.
-        sp_group: the ranks that share the sequence, over which "mean" and "sum" go.
-        vocab_start_index, vocab_end_index: of the own words. By default, parts lie in rank order.
+        sp_group: the ranks that share the sequence, over which "mean" and "sum" are taken.
+        vocab_start_index, vocab_end_index: bounds of this rank's words. By default, parts lie in rank order.
         reduction: "mean" (over targets that are not ignored), "sum" or "none".
-        chunk_size: as many logits exist at a time as this number of tokens has in the own part; by default about as
-            many as ``hidden`` has elements.
+        chunk_size: bounds the logits alive at a time to ``chunk_size`` x this rank's words; by default about the number
+            of elements of ``hidden``.
 
     Returns:
-        fp32 (fp64 for such inputs): a scalar, or [..] with "none". Products are in the common type of ``hidden`` and
-        ``weight``, or in that of autocast. Collective.
+        fp32 (fp64 for fp64 inputs): a scalar, or [..] with "none". Products use the promoted dtype of ``hidden`` and
+        ``weight``, or that of autocast. Collective.
 
-    ValueError: shapes do not fit, parts are no partition, or a target is outside the vocabulary.
+    ValueError: shapes do not match, parts do not partition the vocabulary, or a target is outside it.
     """
     check_reduction(reduction)
     if hidden.shape[:-1] != target.shape:
@@ -85,16 +85,16 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 class _Task(NamedTuple):
     part: VocabularyPart
     words: int
-    """At most so many have logits at a time."""
+    """Maximum number of words with logits at a time."""
     dtype: torch.dtype
-    """Of products; what is made of them is in fp32 (fp64)."""
+    """Dtype of the products; everything computed from them is in fp32 (fp64)."""
 
     @property
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, words]: new memory."""
+        """Compute the logits [tokens, words], in a new tensor."""
         bias = None if bias is None else bias.to(self.dtype)
         made = linear(hidden, weight.to(self.dtype), bias)
         return made.to(self.wide)
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             higher = torch.maximum(top, logits.amax(-1))
             inside, place = task.part.columns(labels, run=part)
             own = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), own)
-            origin = higher.masked_fill(higher == -torch.inf, 0)  # nothing but excluded words so far
+            origin = higher.masked_fill(higher == -torch.inf, 0)  # only excluded words so far
             total = total * (top - origin).exp() + logits.sub_(origin[:, None]).exp_().sum(-1)
             top = higher
         highest = top.clone()
@@ -148,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in row_runs(len(weight), task.words):
             logits = task.logits(inputs, weight[part], None if bias is None else bias[part])
             wide = logits.sub_(highest[:, None]).sub_(log_total[:, None]).exp_().mul_(grad)
-            wide.masked_fill_(~chosen[:, None], 0.0)  # a token without any word has no probabilities
+            wide.masked_fill_(~chosen[:, None], 0.0)  # a token with only excluded words has NaN probabilities
             inside, place = task.part.columns(labels, run=part)
             wide.scatter_add_(1, place[:, None], torch.where(inside[:, None], -grad, 0))
             if of_bias is not None:

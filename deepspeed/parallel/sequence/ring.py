@@ -1,8 +1,8 @@
-"""Attention of a sequence whose parts lie on different ranks: keys and values go round in a ring.
+"""Ring attention: keys and values of a sharded sequence circulate over the ranks.
 
 H. Liu, M. Zaharia, P. Abbeel: Ring Attention with blockwise Transformers for near-infinite context, 2023. Each rank
-keeps its queries; in every step it attends to the part that it holds, while that part travels on to the next rank.
-Results are joined by their log-sum-exp. In backward keys and values go round once more, and their gradients with them.
+keeps its queries; in every step it attends to the part that it holds, while sending that part to the next rank.
+Results are merged by log-sum-exp. In backward, keys and values circulate again together with their gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from deepspeed.parallel.sequence.visibility import Visibility
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """``parts``: the tokens of each part of the sequence. The rank that holds the next part with the same heads is
-    ``stride`` ranks further in the group."""
+    """A ring of ranks. ``parts``: number of tokens of each part of the sequence. The next part of the same heads is on
+    the rank ``stride`` further in the group."""
 
     comm: Communicator
     parts: tuple[int, ...]
@@ -40,12 +40,12 @@ class Ring:
         return range(start, start + self.parts[part])
 
     def source(self, step: int) -> int:
-        """The part that this rank holds in a step."""
+        """Return the part that this rank holds in a step."""
         return (self.own - step) % len(self.parts)
 
     def pass_on(self, tensors: list[Tensor], tokens: int) -> Callable[[], list[Tensor]]:
-        """Send these tensors [batch, heads, tokens, size] to the next rank and get those of the one before, which have
-        ``tokens`` tokens. Returns what waits for them. Collective among all ranks of the group."""
+        """Send these tensors [batch, heads, tokens, size] to the next rank and receive those of the previous one, with
+        ``tokens`` tokens. Returns a function that waits for and returns them. Collective over the group."""
         comm = self.comm
         outgoing = torch.cat([each.reshape(-1) for each in tensors])
         shapes = [(*each.shape[:2], tokens, each.shape[3]) for each in tensors]
@@ -67,11 +67,11 @@ class Ring:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, ring: Ring
 ) -> Tensor:
-    """Softmax attention of the own part of the sequence to all of it.
+    """Compute softmax attention of this rank's part of the sequence to the whole sequence.
 
     query [batch, heads, own tokens, size]; key and value likewise, with a number of heads that divides that of the
-    queries. ``visibility`` counts tokens of the whole sequence. Returns a tensor like the query (with the head size of
-    the values). Differentiable once. Collective among the ranks of ``ring.comm``.
+    query. ``visibility`` refers to positions in the whole sequence. Returns [batch, heads, own tokens, value size].
+    Differentiable once. Collective over ``ring.comm``.
     """
     result: Tensor = _RingAttention.apply(query, key, value, visibility, scale, ring)  # pyright: ignore[reportAssignmentType]
     return result
@@ -117,14 +117,14 @@ class _RingAttention(torch.autograd.Function):
                 dquery += dq
                 sums[0] += dk
                 sums[1] += dv
-            if steps > 1:  # after the last step the sums travel home
+            if steps > 1:  # after the last step this returns the sums to their owner ranks
                 sums = ring.pass_on(sums, ring.parts[ring.source(step + 1)])()
             held = coming() if coming else held
         return dquery.to(query.dtype), sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
 
 
 def _pass_on(ring: Ring, step: int, held: list[Tensor]) -> Callable[[], list[Tensor]] | None:
-    """Send on what this step uses, unless it is the last one."""
+    """Start sending the current keys and values to the next rank; None in the last step."""
     if step + 1 == len(ring.parts):
         return None
     return ring.pass_on(held, ring.parts[ring.source(step + 1)])

@@ -1,8 +1,8 @@
-"""``sequence_parallel_size`` for an unchanged Transformers model that is given whole sequences.
+"""``sequence_parallel_size`` for an unmodified Transformers model that is fed whole sequences.
 
-The ranks that share a sequence get the same batch (the engine's data loader sees to it). In training each takes its
-shard of it, attention exchanges heads for tokens, and the loss that the model returns is the mean over the tokens of
-all shards, on every rank. In evaluation and ``generate`` every rank has the whole sequence.
+The ranks that share a sequence get the same batch (from the engine's data loader). In training each rank takes its
+shard, attention exchanges heads for tokens, and the returned loss is the mean over the tokens of all shards, on every
+rank. In evaluation and ``generate`` every rank processes the whole sequence.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext
 
 _SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
-"""Kinds of losses: each position predicts the next token's label, or its own token's."""
+"""Loss types whose positions predict the next token's label, or their own token's."""
 
 
 @dataclass(frozen=True)
 class ShardedSequences:
-    """Leaves alone what is no Transformers model, and what has an attention over shards already."""
+    """Shards sequences. Models not from Transformers, or already with sharded attention, are left unchanged."""
 
     name: str = "ulysses"
     after: tuple[str, ...] = ("tensor_parallel",)
@@ -64,7 +64,7 @@ class ShardedSequences:
 
 
 def _check_groups(module: nn.Module, mesh: ProcessMesh) -> None:
-    """TransformRefusedError: the model shards attention over other ranks than those that get shards of one sequence."""
+    """Raise TransformRefusedError if the model shards attention over ranks that do not share a sequence."""
     wanted = sorted(mesh.ranks("sp"))
     for name, each in module.named_modules() if len(wanted) > 1 else ():
         if not isinstance(each, DistributedAttention) or not isinstance(each.spg, ProcessGroup):
@@ -88,7 +88,7 @@ def _takes_attention(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ShardOfInputs:
-    """Whole sequences in, this rank's shard out, with position ids and labels that fit."""
+    """Replaces whole sequences by this rank's shard, with matching position ids and labels."""
 
     module: nn.Module
     mesh: ProcessMesh
@@ -99,8 +99,8 @@ class ShardOfInputs:
     def transform(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """ValueError: neither ``input_ids`` nor ``inputs_embeds``; fewer tokens than ranks; a loss that is not a sum
-        over tokens."""
+        """Return the inputs of this rank's shard. ValueError: neither ``input_ids`` nor ``inputs_embeds``; fewer tokens
+        than ranks; a loss that is no mean over tokens."""
         if not facts.training:
             return args, kwargs
         batch = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -139,15 +139,15 @@ class ShardOfInputs:
 
 
 def _falls_back(module: nn.Module) -> bool:
-    """Return whether the forward takes its loss from ``loss_function``, which Transformers sets to the causal one for a
-    class whose name says no kind (GPT-2)."""
+    """Return whether forward uses ``loss_function``, which Transformers sets to the causal loss for classes whose name
+    implies no loss type (GPT-2)."""
     forward: Any = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "loss_function" in code.co_names
 
 
 def shard_of(batch: dict[str, Any], tokens: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
-    """This rank's shard, with position ids, of whole sequences: ``tokens`` [batch, tokens, ...] is among them."""
+    """Return this rank's shard of a batch that contains ``tokens`` [batch, tokens, ...], with position ids."""
     if batch.get("position_ids") is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         batch = {**batch, "position_ids": positions.expand(tokens.shape[:2])}
@@ -157,8 +157,8 @@ def shard_of(batch: dict[str, Any], tokens: Tensor, mesh: ProcessMesh) -> dict[s
 def shard_of_pair(
     inputs: Any, labels: Tensor | None, mesh: ProcessMesh
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """The same of what a pipeline reads: the inputs of a model, or its tokens alone, and labels, which become those of
-    the next tokens."""
+    """Return this rank's shard of a pipeline's batch: model inputs (or token ids alone), and labels, shifted to the
+    next token's."""
     batch = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     if labels is not None:
         batch = with_shifted_labels({**batch, "labels": labels})
@@ -167,14 +167,14 @@ def shard_of_pair(
 
 
 def _balances(module: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether this forward has a load-balancing loss of experts."""
+    """Return whether this forward computes a load-balancing loss."""
     asked = batch.get("output_router_logits")
     config = module.config.get_text_config()
     return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
 def _no_padding(mask: Tensor) -> None:
-    """None, in the place of a mask [batch, tokens] of ones. ValueError: there is padding."""
+    """Replace a mask [batch, tokens] of ones by None. ValueError: there is padding."""
     if not bool((mask == 1).all()):
         raise ValueError(
             "with sequence_parallel_size, a loss that balances experts (output_router_logits) counts all tokens: leave "
@@ -183,8 +183,8 @@ def _no_padding(mask: Tensor) -> None:
 
 
 def _routers_of_all(group: Any) -> Callable[..., Any]:
-    """A forward hook of the model without its head: router logits [tokens, experts] become those of all shards, so that
-    losses that balance experts are of whole sequences. Backward sums what the ranks computed of them."""
+    """Return a forward hook of the base model that gathers router logits [tokens, experts] of all shards, so that
+    load-balancing losses cover whole sequences. Backward sums their gradients over ranks."""
 
     def hook(module: nn.Module, _: Any, output: Any) -> Any:
         found: Any = output
@@ -198,7 +198,8 @@ def _routers_of_all(group: Any) -> Callable[..., Any]:
 
 
 def _loss_of_all(group: Any) -> Callable[..., Any]:
-    """A forward hook: the loss in the output becomes that of all shards (a function: copies of a module share it)."""
+    """Return a forward hook that replaces the loss in the output by that of all shards. It is a function, so that
+    copies of the module share it."""
 
     def of_all(loss: Tensor, kwargs: dict[str, Any]) -> Tensor:
         if kwargs.get("num_items_in_batch") is not None:
@@ -218,7 +219,7 @@ def _loss_of_all(group: Any) -> Callable[..., Any]:
 
 
 def _balance(module: Any, output: Any) -> Tensor | float:
-    """The part of the loss that is no mean over tokens. ValueError: it was computed from this rank's shard."""
+    """Return the part of the loss that is no mean over tokens. ValueError: it was computed from this shard alone."""
     extra = next((name for name in ("aux_loss", "z_loss") if output.get(name) is not None), None)
     if extra is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Visibility between tokens of a whole sequence, which attention masks of shards cannot express."""
+"""Attention visibility between tokens of the whole sequence, which a mask of one shard cannot express."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from deepspeed.ops.attention_blocks import CAUSAL, Mask
 
 
 def documents_of(positions: Tensor) -> Tensor | None:
-    """Numbers [batch, tokens] of the packed documents, from position ids [batch, tokens]: one begins where the
-    position does not follow the one before. None if no row has two."""
+    """Return the document index of each token [batch, tokens] in packed rows, from position ids [batch, tokens]: a
+    document begins where positions are not consecutive. None if every row is one document."""
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if not bool(begins.any()):
         return None
@@ -21,8 +21,8 @@ def documents_of(positions: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Visibility:
-    """A token sees another if they are in the same one of the ``documents`` [batch, tokens], the other is not padding
-    (``valid`` [batch, tokens], bool), and, if ``causal``, not later and fewer than ``window`` tokens before."""
+    """A query attends to a key in the same document (``documents`` [batch, tokens]) that is not padding (``valid``
+    [batch, tokens], bool) and, if ``causal``, is not later and fewer than ``window`` tokens before."""
 
     causal: bool
     window: int | None = None
@@ -34,13 +34,14 @@ class Visibility:
             raise ValueError("sequence parallelism has sliding windows for causal attention only")
 
     def is_plain(self, length: int) -> bool:
-        """Return whether all ``length`` tokens are one document without padding and window."""
+        """Return whether all ``length`` tokens are one document, without padding or an effective window."""
         return (
             self.documents is None and self.valid is None and (self.window is None or self.window >= length)
         )
 
     def mask(self, rows: range, columns: range, device: torch.device) -> Tensor | None:
-        """Bool [batch or 1, 1, rows, columns]: which of these columns each of these rows sees. None: all."""
+        """Return the mask of keys ``columns`` visible to queries ``rows``, bool [batch or 1, 1, rows, columns]; None if
+        all are."""
         parts: list[Tensor] = []
         if self.causal and (columns.stop - 1 > rows.start or self._cut(rows, columns)):
             row = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -62,21 +63,21 @@ class Visibility:
         return result
 
     def block(self, rows: range, columns: range, device: torch.device) -> Mask:
-        """``mask``, or CAUSAL where that says the same without one."""
+        """Return ``mask``, or CAUSAL if that is equivalent."""
         uncut = self.documents is None and self.valid is None and not self._cut(rows, columns)
         if self.causal and uncut and rows == columns:
             return CAUSAL
         return self.mask(rows, columns, device)
 
     def is_empty(self, rows: range, columns: range) -> bool:
-        """Return whether order and window alone leave nothing to see."""
+        """Return whether causality and window alone make all keys invisible."""
         if not self.causal:
             return False
         too_far = self.window is not None and columns.stop - 1 <= rows.start - self.window
         return columns.start > rows.stop - 1 or too_far
 
     def segments(self) -> list[list[tuple[int, int]]] | None:
-        """For each row of the batch the bounds of its documents; None without documents, or with padding."""
+        """Return the bounds of the documents of each row of the batch; None without documents, or with padding."""
         if self.documents is None or self.valid is not None:
             return None
         return [_runs(row) for row in self.documents.cpu()]

@@ -1,10 +1,10 @@
-"""Log-probabilities, entropy and KL divergence of every token, of logits whose vocabulary is spread over ranks.
+"""Per-token log-probabilities, entropy and KL divergence of vocabulary-parallel logits.
 
-What policy gradients and distillation need of a language model whose head leaves its logits in parts: no rank ever
-has whole logits (`deepspeed.parallel.split_vocabulary` has the arithmetic).
+For policy gradients and distillation with a vocabulary-parallel head: no rank ever has whole logits
+(`deepspeed.parallel.split_vocabulary` has the arithmetic).
 
-A row of which all logits are -inf has no distribution: its results are NaN, its gradients zero, so that a mask over
-the results is enough.
+A row whose logits are all -inf has no distribution: its results are NaN and its gradients zero, so masking the results
+is enough.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def vocab_parallel_logprobs(
     global_vocab_size: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The log-probabilities of given tokens.
+    """Return the log-probabilities of given tokens.
 
     Args:
         vocab_parallel_logits: [.., own words].
-        index: [..]: a token of each row, or [.., k]: several; equal on all ranks. ``ignore_index``: the result is 0.
+        index: one token per row [..], or several [.., k]; equal on all ranks. The result is 0 at ``ignore_index``.
         tp_group: the ranks that share the vocabulary. None: one rank.
-        vocab_start_index, vocab_end_index: of the own words. By default, parts lie in rank order.
-        global_vocab_size: with these: they are believed, which spares an exchange.
+        vocab_start_index, vocab_end_index: bounds of this rank's words. By default, parts lie in rank order.
+        global_vocab_size: vocabulary size; given with the bounds, it skips the exchange that would check them.
 
     Returns:
-        Of the shape of ``index``, fp32 (fp64 for such logits). Collective.
+        The shape of ``index``, fp32 (fp64 for fp64 logits). Collective.
 
-    ValueError: shapes do not fit, parts are no partition, or an index is outside the vocabulary.
+    ValueError: shapes do not match, parts do not partition the vocabulary, or an index is outside it.
     """
     rows = vocab_parallel_logits.shape[:-1]
     if index.shape != rows and index.shape[:-1] != rows:
@@ -64,7 +64,7 @@ def vocab_parallel_logprobs(
 
 @untraced
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor, tp_group: Any = None) -> Tensor:
-    """The entropy of each row of [.., own words] in nats: [..], fp32 (fp64 for such logits). Collective."""
+    """Return the entropy of each row of [.., own words] in nats: [..], fp32 (fp64 for fp64 logits). Collective."""
     found = entropy(_flat(vocab_parallel_logits), communicator_of(tp_group))
     return found.view(vocab_parallel_logits.shape[:-1])
 
@@ -73,9 +73,9 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor, tp_group: Any = None) 
 def vocab_parallel_kl_div(
     student_logits: Tensor, teacher_logits: Tensor, reverse: bool = False, tp_group: Any = None
 ) -> Tensor:
-    """KL(teacher || student) of each row of [.., own words], or KL(student || teacher) if ``reverse``: [..].
+    """Return KL(teacher || student) of each row of [.., own words], or KL(student || teacher) if ``reverse``: [..].
 
-    Both have the same parts of the same vocabulary. fp32 (fp64 for such logits), with gradients of both. A word that
+    Both have the same parts of the same vocabulary. fp32 (fp64 for fp64 logits), with gradients of both. A word that
     the second distribution excludes (-inf) and the first does not makes the divergence infinite. Collective.
 
     ValueError: the shapes differ.

@@ -1,4 +1,4 @@
-"""Puts a plan into effect: layers are replaced, weights sliced, numbers beside them changed."""
+"""Application of a tensor-parallel plan: replaces layers, slices weights, adjusts attributes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Became = Callable[[nn.Parameter, nn.Parameter], None]
 
 
 def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, became: Became) -> None:
-    """Change ``module`` in place. ``became`` is told which parameter took whose place.
+    """Apply ``plan`` to ``module`` in place. ``became(old, new)`` is called for each replaced parameter.
 
-    PlanError: the plan names what the module does not have, or cuts the parameters of one layer differently.
+    PlanError: the plan names a missing parameter, or cuts the parameters of one layer differently.
     """
     _check(module, plan)
     _agree(module, group)
@@ -60,14 +60,14 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
 
 
 def _agree(module: nn.Module, group: Communicator) -> None:
-    """Weights are those of the group's first rank, besides parts that layers hold already; what is not cut counts
-    there. Collective."""
+    """Broadcast weights from the group's first rank, except parts that layers already hold, and mark uncut parameters
+    as replicated, counted on that rank. Collective."""
     with torch.no_grad():
         for param in module.parameters():
             placement = placement_of(param)
             if "tp" in placement.split and tuple(placement.global_shape) != tuple(full_shape(param)):
                 continue  # a part, which differs from rank to rank
-            # What zero.Init has made comes from the first rank already.
+            # Parameters made by zero.Init already come from the first rank.
             if not is_zero_param(param) and param.numel():
                 flat = param.data.contiguous()
                 group.broadcast(flat.view(-1).view(torch.uint8), src=0).wait()
@@ -124,7 +124,7 @@ def _change_layer(
 
 
 def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Wherever it is."""
+    """Replace ``old`` by ``new`` everywhere in ``module``."""
     for each in list(module.modules()):
         for name, child in each._modules.items():
             if child is old:
@@ -172,8 +172,8 @@ def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator
 
 
 def _known_linear(layer: nn.Module) -> nn.Module:
-    """``layer`` itself, or a plain linear layer in its place if it is a kind of ``nn.Linear`` that computes the same in
-    its own way, as its graph has shown."""
+    """Return ``layer``, or a plain linear layer with its parameters if it is an ``nn.Linear`` with a custom forward
+    (tracing has shown that it computes the same)."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or forms_of(layer):
         return layer
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -183,12 +183,12 @@ def _known_linear(layer: nn.Module) -> nn.Module:
 
 
 def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:
-    """The input's gradient is summed where it comes from."""
+    """Return the input unchanged: its gradient is summed where the input is produced."""
     return inputs
 
 
 class SummedGradient:
-    """A forward hook: all ranks have the result, and each uses it for its own part."""
+    """Forward hook that sums the partial gradients of a module's replicated output over ranks."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
@@ -201,7 +201,7 @@ class SummedGradient:
 
 
 class ParameterSum:
-    """A hook on a parameter that all ranks have, each with a part of its gradient."""
+    """Gradient hook that sums the partial gradients of a replicated parameter over ranks."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group

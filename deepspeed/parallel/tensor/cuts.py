@@ -1,8 +1,8 @@
 """Division of one tensor over the ranks that share a layer.
 
-Pure arithmetic, but for ``take`` and ``joined``, which slice tensors. One description serves a layer's weights, its
-outputs and its ``Placement``: for every rank the intervals of the whole dim that it holds, in its own order. So fused
-projections, gated units in any order, groups of heads and heads that several ranks hold are all the same case.
+Pure arithmetic, except ``take`` and ``joined``, which slice tensors. One description serves a layer's weights, its
+outputs and its ``Placement``: the intervals of the whole dim that each rank holds, in local order. Fused projections,
+gated units in any order, head groups and replicated heads are thus all the same case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AXIS = "tp"
 
 
 def even_sizes(size: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
-    """Extents of ``size`` over ``ranks`` as equal as units of ``grain`` allow, the larger ones first.
+    """Divide ``size`` over ``ranks`` as evenly as units of ``grain`` allow, larger extents first.
 
     ValueError: ``grain`` does not divide ``size``.
     """
@@ -32,8 +32,8 @@ def even_sizes(size: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """``parts[rank]``: the half-open intervals of ``[0, size)`` along ``dim`` of the whole tensor that a rank holds, in
-    the order in which its own tensor has them. Ranks may hold the same elements; every element has a holder.
+    """Cut of one tensor along ``dim``. ``parts[rank]``: the half-open intervals of ``[0, size)`` that a rank holds, in
+    the order of its local tensor. Elements may be held by several ranks, and are held by at least one.
     """
 
     dim: int
@@ -57,20 +57,20 @@ class Cut:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, *, grain: int = 1, blocks: int = 1) -> Cut:
-        """As equal as units of ``grain`` allow. ``blocks``: the tensor is that many equal matrices side by side, each
-        of which is cut (the two of a gated unit)."""
+        """Cut as evenly as units of ``grain`` allow. ``blocks``: the tensor is that many equal matrices side by side,
+        each of which is cut (the two of a gated unit)."""
         if size % blocks:
             raise ValueError(f"{size} is not {blocks} equal blocks")
         return cls.fused(dim, [even_sizes(size // blocks, ranks, grain)] * blocks)
 
     @classmethod
     def of_sizes(cls, dim: int, sizes: Sequence[int]) -> Cut:
-        """Consecutive runs with these extents, one per rank."""
+        """Cut into consecutive runs of these extents, one per rank."""
         return cls.fused(dim, [sizes])
 
     @classmethod
     def fused(cls, dim: int, blocks: Sequence[Sequence[int]]) -> Cut:
-        """Several matrices side by side; ``blocks[i][rank]`` is a rank's extent of the i-th."""
+        """Cut several matrices side by side; ``blocks[i][rank]`` is a rank's extent of the i-th."""
         parts: list[list[Interval]] = [[] for _ in blocks[0]]
         position = 0
         for sizes in blocks:
@@ -82,7 +82,7 @@ class Cut:
 
     @classmethod
     def whole(cls, dim: int, size: int, ranks: int) -> Cut:
-        """Every rank holds all of it."""
+        """Return the cut under which every rank holds everything."""
         return cls(dim, size, (((0, size),),) * ranks)
 
     @property
@@ -91,7 +91,7 @@ class Cut:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Every rank's extent."""
+        """Local extent on each rank."""
         return tuple(sum(high - low for low, high in rank) for rank in self.parts)
 
     @property
@@ -105,7 +105,7 @@ class Cut:
         return position == self.size
 
     def along(self, dim: int) -> Cut:
-        """The same along another dim (bias and weight, output and weight)."""
+        """Return the same cut along another dim (bias and weight, output and weight)."""
         return Cut(dim, self.size, self.parts)
 
     def shared(self) -> tuple[Interval, ...]:
@@ -121,13 +121,13 @@ class Cut:
         return tuple(found)
 
     def elsewhere(self, rank: int) -> tuple[Interval, ...]:
-        """Return the intervals that ``rank`` shares with an earlier rank: those elements are counted there."""
+        """Return the intervals that ``rank`` shares with an earlier rank, which counts those elements."""
         earlier = [part for each in self.parts[:rank] for part in each]
         return _overlaps(self.parts[rank], earlier)
 
     def local(self, rank: int, intervals: Sequence[Interval]) -> tuple[tuple[Interval, Interval], ...]:
-        """Return the parts of ``intervals`` in the rank's own tensor, as pairs of (own interval, interval of the
-        whole).
+        """Return the parts of ``intervals`` in the rank's local tensor, as pairs of (local interval, global
+        interval).
         """
         found: list[tuple[Interval, Interval]] = []
         position = 0
@@ -138,7 +138,7 @@ class Cut:
         return tuple(found)
 
     def take(self, tensor: Tensor, rank: int) -> Tensor:
-        """The rank's part of a whole ``tensor``: a view if it is one interval, else a copy."""
+        """Return the rank's part of a whole ``tensor``: a view if it is one interval, else a copy."""
         if tensor.shape[self.dim] != self.size:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} is not {self.size} wide in dim {self.dim}"
@@ -149,13 +149,13 @@ class Cut:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of every rank's part."""
+        """Assemble the whole tensor from every rank's part."""
         if self.is_plain:
             return torch.cat(list(tensors), self.dim)
         shape = list(tensors[0].shape)
         shape[self.dim] = self.size
         whole = tensors[0].new_empty(shape)
-        for rank in reversed(range(self.ranks)):  # the first holder's values stay
+        for rank in reversed(range(self.ranks)):  # the first holder's values win
             position = 0
             for low, high in self.parts[rank]:
                 piece = tensors[rank].narrow(self.dim, position, high - low)
@@ -190,7 +190,7 @@ def _sorted(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _overlaps(own: Sequence[Interval], others: Sequence[Interval]) -> tuple[Interval, ...]:
-    """The parts of ``own`` that are in ``others``, ascending and disjoint."""
+    """Return the parts of ``own`` that are in ``others``, ascending and disjoint."""
     found: list[Interval] = []
     for low, high in sorted(
         (max(a, c), min(b, d)) for a, b in own for c, d in others if max(a, c) < min(b, d)

@@ -1,5 +1,5 @@
-"""Descriptions of parallel layers' parameters in the form of release 0.19: a dict on each parameter, and from all of
-them the ``universal_checkpoint_info`` of a model, by which tools of that release join the files of the ranks.
+"""Metadata of tensor-parallel parameters in the format of release 0.19: a dict on each parameter, and a model's
+``universal_checkpoint_info`` built from them, with which tools of that release merge the files of the ranks.
 
 Our own checkpoints need neither: they record a ``Placement`` for every tensor.
 """
@@ -18,11 +18,11 @@ from deepspeed.parallel.tensor.cuts import AXIS, Cut
 from deepspeed.zero import params as zero_params
 
 CONVERSION = "conversion"
-"""Key of the part of a parameter's dict by which files are joined. The rest is about this rank's own tensor."""
+"""Key of the part of a parameter's dict that describes how to merge files. The rest is about this rank's tensor."""
 
 
 def conversion_of(param: Tensor) -> dict[str, Any] | None:
-    """Return how the parts of ``param`` are joined; None: no parallel layer has described it."""
+    """Return how the parts of ``param`` are merged; None: no parallel layer has described it."""
     return getattr(param, constants.DS_AUTOTP_UC_META, {}).get(CONVERSION)
 
 
@@ -32,8 +32,8 @@ def is_split(model: nn.Module) -> bool:
 
 
 def _derived(placement: Placement) -> dict[str, Any] | None:
-    """``conversion_of`` a parameter that something else than our layers has split: a ``tp_plan``, a client's layers.
-    None: all ranks hold all of it."""
+    """Derive ``conversion_of`` for a parameter not split by our layers, but by a ``tp_plan`` or a client's layers.
+    None: it is replicated."""
     shape, boxes = placement.global_shape, placement.boxes
     if AXIS not in placement.split or not boxes:
         return None
@@ -41,7 +41,7 @@ def _derived(placement: Placement) -> dict[str, Any] | None:
     dim, step = dims[0], shape[dims[0]] // len(boxes)
     low, high = boxes[0][dim]
     even = all(box[dim] == (low + n * step, high + n * step) for n, box in enumerate(boxes))
-    # Others are of experts, stacked or over their own ranks, or of matrices of different sizes side by side.
+    # The format cannot express others: experts (stacked, or over their own ranks), unequal matrices side by side.
     has_words = len(dims) == 1 and dim < 2 and len(placement.split) == 1 and even
     sides = tuple(len(boxes) if side == dim else -1 for side in range(2))
     return {
@@ -65,10 +65,10 @@ def description(
     is_bias: bool = False,
     replicated: bool = False,
 ) -> dict[str, Any]:
-    """The dict of one parameter.
+    """Build the dict of one parameter.
 
-    ``logical_shape`` is the whole one's, ``target_partition_shape`` this rank's; ``sub_param_shape``: the matrices side
-    by side as ``SubParamLinearLayer`` takes them, ``sub_param_sizes``: their extents.
+    ``logical_shape``: of the whole parameter; ``target_partition_shape``: of this rank's part; ``sub_param_shape``: the
+    matrices side by side as ``SubParamLinearLayer`` takes them; ``sub_param_sizes``: their extents.
     """
     conversion = {
         "partition_type": partition_type,
@@ -91,8 +91,8 @@ def description(
 def describe(
     param: Tensor, cut: Cut | None, kind: str, *, is_bias: bool, shape: Sequence[Any] | None = None
 ) -> None:
-    """Leave its dict on a layer's ``param``, of which this rank has what ``cut`` says (None: all of it). ``shape``: how
-    the user has stated the matrices side by side."""
+    """Attach the dict to a layer's ``param``, cut by ``cut`` (None: replicated). ``shape``: the user's description of
+    the matrices side by side."""
     own = tuple(zero_params.full_shape(param))
     whole = own if cut is None else (*own[: cut.dim], cut.size, *own[cut.dim + 1 :])
     sizes = None if cut is None else _blocks(cut)
@@ -116,8 +116,8 @@ def describe(
 
 
 def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return how the ranks' parts of every parameter of ``model`` are joined, by regular expressions for their names.
-    Parameters in no list are joined along their first dim."""
+    """Return how to merge the ranks' parts of every parameter of ``model``, by regular expressions for their names.
+    Parameters in no list are concatenated along their first dim."""
     row, copies, unsupported = [], [], []
     fused: dict[tuple[Any, ...], list[str]] = {}
     for name, param in model.named_parameters():
@@ -142,11 +142,11 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
 
 
 _UNSUPPORTED = "unsupported"
-"""A cut that this form has no words for, such as heads that several ranks hold."""
+"""A cut that the format cannot express, such as replicated heads."""
 
 
 def _blocks(cut: Cut) -> tuple[int, ...] | None:
-    """The extents of the matrices side by side that ``cut`` splits each; None: it is none of that kind."""
+    """Return the extents of the matrices side by side that ``cut`` splits individually; None for other cuts."""
     pieces = [[high - low for low, high in rank] for rank in cut.parts]
     if len(set(map(len, pieces))) != 1:
         return (cut.size,) if cut.is_plain else None

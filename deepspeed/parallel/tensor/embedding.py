@@ -1,4 +1,4 @@
-"""Embeddings of which each tensor-parallel rank holds some of the vocabulary."""
+"""Vocabulary-parallel embeddings."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
-    """Each rank looks up the tokens whose rows it has; the others' are zeros, and the sum over ranks is exact.
+    """Each rank looks up the tokens whose rows it holds, with zeros for others; the sum over ranks is exact.
 
-    Takes the place of an ``nn.Embedding``, or of a subclass whose forward treats every token alike (a scale).
+    Replaces an ``nn.Embedding``, or a subclass whose forward treats every token alike (a scale).
 
     Args:
         module: with the whole weight [vocabulary, width].
         mp_group: the ranks that share it.
-        weight: the parameter that this rank has already, shared with another layer (tied embeddings).
-        cut: of the vocabulary into consecutive runs (``dim`` is 0). By default as even as can be.
-        sequence: give each rank its shard of the sequence.
+        weight: this rank's existing parameter, shared with another layer (tied embeddings).
+        cut: of the vocabulary into consecutive runs (``dim`` is 0). By default as even as possible.
+        sequence: reduce-scatter the output, so that each rank gets its shard of the sequence.
 
-    Input [..] token numbers, equal on all ranks; output [.., width].
+    Input [..] token ids, equal on all ranks; output [.., width].
 
     Raises:
         ValueError: ``max_norm`` or ``scale_grad_by_freq``, which need the whole matrix.

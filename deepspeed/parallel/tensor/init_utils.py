@@ -1,4 +1,4 @@
-"""``deepspeed.tp_model_init``: says before ``initialize`` that a model is to be tensor-parallel."""
+"""``deepspeed.tp_model_init``: requests tensor parallelism for a model before ``initialize``."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def tp_model_init(
     config: str | dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """Have ``deepspeed.initialize`` split ``model`` over ``tp_size`` neighbouring ranks.
+    """Have ``deepspeed.initialize`` split ``model`` over ``tp_size`` consecutive ranks.
 
     Args:
         model: the whole model, with the same weights on all ranks.
         tp_size: ranks that share each layer.
         dtype: floating-point dtype to which the model is cast.
-        config: the config that ``initialize`` will get, to check that it does not say otherwise.
-        kwargs: ``tp_group`` is not needed: the groups are made from the config. With it ``initialize`` takes no mpu.
+        config: the config for ``initialize``, to check that it does not contradict.
+        kwargs: ``tp_group`` is optional: groups are created from the config. With it, ``initialize`` accepts no mpu.
 
     Returns:
         ``model`` itself, not split yet.
 
     Raises:
-        ValueError: ``tp_size`` is less than 1, ``dtype`` is not one of floating-point numbers, or ``tp_group`` has
-            other ranks than those that will share layers.
+        ValueError: ``tp_size`` is less than 1, ``dtype`` is not floating-point, or ``tp_group`` has other ranks than
+            those that will share layers.
         DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``, or another 16-bit dtype.
     """
     if tp_size < 1:
@@ -59,9 +59,9 @@ def tp_model_init(
 
 
 def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
-    """``config`` as ``initialize`` uses it for a model that ``tp_model_init`` may have seen.
+    """Return ``config`` with the size that ``tp_model_init`` recorded on ``model``, if any.
 
-    DeepSpeedConfigError: it says another size, or both were told which ranks share layers.
+    DeepSpeedConfigError: the config has another size or 16-bit dtype, or both a ``tp_group`` and ``mpu`` were given.
     """
     size = vars(model).get(TENSOR_PARALLEL_SIZE)
     if size is None:
@@ -83,7 +83,7 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
 
 
 def _check_group(group: Any, size: int) -> None:
-    """ValueError: not the neighbours that ``initialize`` will have share layers."""
+    """Raise ValueError unless ``group`` has the consecutive ranks with which ``initialize`` will share layers."""
     if not isinstance(group, dist.ProcessGroup):
         return
     first = dist.get_rank() // size * size
@@ -96,7 +96,7 @@ def _check_group(group: Any, size: int) -> None:
 
 
 def _check_dtype(data: Mapping[str, Any], dtype: torch.dtype | None) -> None:
-    """DeepSpeedConfigError: ``tp_model_init`` has made the weights of one 16-bit type, the config trains the other."""
+    """Raise DeepSpeedConfigError if ``tp_model_init`` cast to one 16-bit dtype and the config trains in the other."""
     for section, other in (("fp16", torch.bfloat16), ("bf16", torch.float16)):
         stated = data.get(section)
         if isinstance(stated, Mapping) and stated.get("enabled") is True and dtype is other:

@@ -1,8 +1,8 @@
-"""Linear layers of which each tensor-parallel rank holds a part.
+"""Column- and row-parallel linear layers.
 
-A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; one after the other they need
-one sum (Shoeybi et al.: Megatron-LM, 2019). Both take the place of a layer of the model: they keep its class as a base
-(``isinstance(layer, nn.Linear)``), the names of its parameters and their layout, also Transformers' ``Conv1D``, whose
+A column-parallel layer splits the outputs over ranks, a row-parallel one the inputs; in sequence they need one sum
+(Shoeybi et al.: Megatron-LM, 2019). Both replace a layer of the model and keep its class as a base
+(``isinstance(layer, nn.Linear)``), its parameter names and their layout, including Transformers' ``Conv1D``, whose
 weight is [inputs, outputs]. Every parameter carries its ``Placement``.
 """
 
@@ -43,10 +43,9 @@ class InputRule(Protocol):
 
 
 class SharedInput:
-    """One input that several layers use (query, key and value): its gradient is summed once for all of them.
+    """The input of several layers (query, key and value), whose gradient is summed once for all of them.
 
-    The layers are given the same object of this class. It remembers what it made of the tensor that it saw last, until
-    that tensor is gone.
+    The layers share one instance. It caches the result for the last input tensor, as long as that is alive.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class SharedInput:
     def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None) -> Tensor:
         if group.size == 1:
             return inputs
-        if inputs.is_inference():  # changes of its values cannot be seen
+        if inputs.is_inference():  # no version counter: in-place changes would go unnoticed
             return copy_to(inputs, group) if sequence is None else sequence.gather(inputs)
         key = (inputs._version, torch.is_grad_enabled())
         if self._seen is None or self._seen() is not inputs or self._key != key or self._made is None:
@@ -83,9 +82,9 @@ def _joined_class(ours: type, original: type) -> type:
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer in the place of ``module``, whose class it has as a base. ``group``: the ranks that share it.
+    """A layer that replaces ``module`` and has its class as a base. ``group``: the ranks that share it.
 
-    ``cut``: how the dim that is split is spread over them.
+    ``cut``: how one dim is split over them.
     """
 
     group: Communicator
@@ -93,7 +92,7 @@ class TensorParallelLayer(nn.Module):
     keep_module_on_host: bool = False
 
     def __init__(self, mp_group: Communicator | ProcessGroup | None = None, **kwargs: Any) -> None:
-        """Initialize a layer of the user's. ``name``: of the layer."""
+        """Initialize a user-defined layer. ``name``: its name."""
         super().__init__()
         self.group = communicator_of(mp_group)
         self.name = kwargs.get("name")
@@ -112,26 +111,26 @@ class TensorParallelLayer(nn.Module):
         cls.keep_module_on_host = value
 
     def move(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the device, a copy."""
+        """Return a copy of ``tensor`` on the device."""
         kept = self.keep_module_on_host
         device = tensor.device if kept else torch.device(get_accelerator().current_device_name())
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
 
     def is_training_mode(self) -> bool:
-        """Layers can always be trained."""
+        """Return True: layers can always be trained."""
         return True
 
     def config_requires_grad(self, weight: Tensor | None) -> None:
-        """Nothing: a parameter keeps what it was."""
+        """Do nothing: parameters keep their ``requires_grad``."""
 
     def config_tp_params(self, weight: Tensor | None) -> None:
-        """Have the parameter know this layer's ``gather_params``."""
+        """Attach this layer's ``gather_params`` and ``_tp_partition`` to the parameter."""
         if weight is not None:
             vars(weight).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take over what the module is besides its parameters, also its class, buffers and hooks. (Not a ``forward``
-        that someone has put on the object, which would compute with the old parameters.)"""
+        """Take over everything of the module except parameters: class, attributes, buffers and hooks. (Not a
+        ``forward`` set on the instance, which would compute with the old parameters.)"""
         if not isinstance(self, type(module)):
             self.__class__ = _joined_class(type(self), type(module))
         nn.Module.__init__(self)
@@ -143,7 +142,8 @@ class TensorParallelLayer(nn.Module):
             self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
 
     def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
-        """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
+        """Register this rank's part of each parameter of ``module``; None: all of it. ``own``: it is the part
+        already."""
         given = {name: param for name, param in module.named_parameters(recurse=False) if name in cuts}
         with GatheredParameters(list(given.values())), torch.no_grad():
             for name, param in given.items():
@@ -153,9 +153,9 @@ class TensorParallelLayer(nn.Module):
 
 
 def part_of(param: nn.Parameter, cut: Cut | None, group: Communicator, *, own: bool = False) -> nn.Parameter:
-    """This rank's part of a whole ``param`` (None: all of it) as a new parameter with its placement.
+    """Return this rank's part of a whole ``param`` (None: all of it) as a new parameter with its placement.
 
-    ``own``: ``param`` is that part already. Inside ``GatheredParameters`` if ``zero.Init`` has partitioned it.
+    ``own``: ``param`` is that part already. Call it inside ``GatheredParameters`` if ``zero.Init`` has partitioned it.
     """
     data, shape = param.detach(), list(zero_params.full_shape(param))
     if cut is not None and own:
@@ -172,7 +172,7 @@ def part_of(param: nn.Parameter, cut: Cut | None, group: Communicator, *, own: b
 
 
 def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
-    """ValueError: ``cut`` is for another number of ranks, or another width."""
+    """Raise ValueError if ``cut`` is for another number of ranks or another width."""
     if cut.ranks != group.size or cut.size != size:
         raise ValueError(
             f"a cut of {cut.size} elements over {cut.ranks} ranks does not fit a layer that is {size} wide, on "
@@ -181,17 +181,17 @@ def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
 
 
 def forms_of(module: nn.Module) -> Mapping[str, type[Any]]:
-    """The classes that a layer of its own kind (a compressed one) names for itself when it is split: "column", "row",
+    """Return the classes that a special layer (a compressed one) declares for its split forms: "column", "row",
     "vocabulary"."""
     return getattr(type(module), "split_forms", {})
 
 
 _PART = "_ds_tp_part"
-"""Attribute of a parameter that is whole for now: the part that it was."""
+"""Attribute of a temporarily gathered parameter: its local part."""
 
 
 class OfLayer:
-    """A method of a layer as an attribute of its parameters; it does not keep the layer alive."""
+    """A layer's method as an attribute of its parameters, holding only a weak reference to the layer."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self.layer = weakref.ref(layer)
@@ -208,12 +208,12 @@ class OfLayer:
 
 
 def _of_no_layer(name: str) -> OfLayer:
-    """Stand in for the layer's description in a parameter that was pickled."""
+    """Return a stand-in for the method in an unpickled parameter, whose layer is unknown."""
     return OfLayer(nn.Module(), name)
 
 
 class _ParallelLinear(TensorParallelLayer):
-    """Common part of column- and row-parallel linear layers. ``transposed``: the weight is [inputs, outputs]."""
+    """Base of column- and row-parallel linear layers. ``transposed``: the weight is [inputs, outputs]."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -227,7 +227,7 @@ class _ParallelLinear(TensorParallelLayer):
         self.name = name
 
     def _choose_cut(self, module: nn.Module, cut: Cut | None, dim: int, own: bool) -> Cut:
-        """Along ``dim`` of the weight: 0 outputs, 1 inputs, as in ``nn.Linear``."""
+        """Return the cut along ``dim`` of the weight (0 outputs, 1 inputs, as in ``nn.Linear``), by default even."""
         weight: Any = module.weight
         size = zero_params.full_shape(weight)[1 - dim if self.transposed else dim]
         if cut is None and own:
@@ -238,7 +238,7 @@ class _ParallelLinear(TensorParallelLayer):
         return cut.along(1 - dim if self.transposed else dim)
 
     def _set_sizes(self) -> None:
-        """The documented attributes, as this rank has them."""
+        """Set the documented size attributes to this rank's sizes."""
         outputs, inputs = zero_params.full_shape(self.weight)
         if self.transposed:
             self.nx, self.nf = outputs, inputs
@@ -247,12 +247,13 @@ class _ParallelLinear(TensorParallelLayer):
 
     def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
         super()._keep(module, cuts, own=own)
-        for param in self.parameters(recurse=False):  # as clients call them: on the parameter
+        for param in self.parameters(recurse=False):  # clients call these methods on the parameter
             self.config_tp_params(param)
         self._describe()
 
     def _describe(self, shape: Sequence[Any] | None = None) -> None:
-        """``shape``: the matrices side by side, as the user has stated them."""
+        """Attach release 0.19's metadata to the parameters. ``shape``: the user's description of matrices side by
+        side."""
         kind, cuts = "column" if self._splits_bias else "row", self._cuts()
         for name, param in self.named_parameters(recurse=False):
             describe(param, cuts.get(name), kind, is_bias=name == "bias", shape=shape)
@@ -262,7 +263,7 @@ class _ParallelLinear(TensorParallelLayer):
         return {"weight": self.cut, **({"bias": self.cut.along(0)} if self._splits_bias else {})}
 
     def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
-        """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
+        """Gather these parameters of the layer in place. Collective; not for layers trained at stage 3."""
         for param, cut in self._split_of(params_list):
             part = param.data
             whole = gather_from(param.detach(), self.group, cut)
@@ -270,26 +271,26 @@ class _ParallelLinear(TensorParallelLayer):
             vars(param)[_PART] = part
 
     def _tp_partition(self, params_list: Sequence[nn.Parameter]) -> None:
-        """The opposite: leave this rank's part of whole parameters, in the memory where it was: an engine's, if one
-        trains the layer."""
+        """Undo ``gather_params``: copy this rank's part of the whole parameters back to its original memory, which may
+        be the engine's."""
         for param, cut in self._split_of(params_list):
             taken = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
             part = vars(param).pop(_PART, None)
             param.data = taken if part is None else part.copy_(taken)
 
     def _split_of(self, params_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
-        """Those of which each rank has a part, with their cuts."""
+        """Return the parameters that are split over ranks, with their cuts."""
         if self.group.size == 1:
             return []
         cuts = {id(self._parameters[name]): cut for name, cut in self._cuts().items()}
         return [(param, cuts[id(param)]) for param in params_list if id(param) in cuts]
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias that forward computes with."""
+        """Return the weight and bias that forward uses."""
         return self.weight, self.bias
 
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        """``weight`` may be a module instead, which has it in another form and computes the product with it."""
+        """Compute the product. ``weight`` may be a module that holds the weight in another form."""
         if isinstance(weight, nn.Module):
             output = weight(inputs)
             return output if bias is None else output + bias
@@ -303,22 +304,23 @@ class _ParallelLinear(TensorParallelLayer):
 
 
 class LinearLayer(_ParallelLinear):
-    """Column-parallel: each rank computes the outputs that its rows of the weight give.
+    """Column-parallel linear layer: each rank computes a part of the outputs.
 
     Args:
         module: ``nn.Linear`` or ``Conv1D`` with the whole weight, on any device, in any dtype, also partitioned by
             ``zero.Init`` (collective then over the ranks that hold it).
         mp_group: the ranks that share the layer.
-        skip_partition: ``module`` holds this rank's part already.
-        gather_output: give the whole output on every rank.
-        gather_in_evaluation: only in evaluation mode or without gradients: for a head whose loss takes logits in parts.
-        stand_in: the same, but in training the output stands for the whole one (``LogitsInParts``): for a model's own
+        skip_partition: ``module`` already holds only this rank's part.
+        gather_output: gather the whole output on every rank.
+        gather_in_evaluation: gather only in evaluation mode or without gradients, for a head with a vocabulary-parallel
             loss.
-        cut: of the outputs (``dim`` is not read). By default as even as can be. Elements that several ranks hold have
-            their gradients summed.
-        weight: the parameter that this rank has already, shared with another layer (tied embeddings).
-        sequence: the input is a shard of the sequence, gathered here.
-        shared_input: the same object for layers with the same input.
+        stand_in: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
+            (``LogitsInParts``), for the model's own loss.
+        cut: of the outputs (``dim`` is ignored). By default as even as possible. Gradients of elements held by several
+            ranks are summed.
+        weight: this rank's existing parameter, shared with another layer (tied embeddings).
+        sequence: the input is a shard of the sequence, to be gathered.
+        shared_input: one instance for all layers with the same input.
         overlap_comm: communicate the input's gradient while the weight's is computed. Not with ``shared_input``, whose
             gradient is complete only later.
 
@@ -368,7 +370,7 @@ class LinearLayer(_ParallelLinear):
         bias: Tensor | None = None,
         gather_output: bool = False,
     ) -> LinearLayer:
-        """A layer of one rank with ``weight`` [outputs, inputs] and ``bias``, or with random ones of ``weight_shape``
+        """Create a layer on one rank with ``weight`` [outputs, inputs] and ``bias``, or random ones of ``weight_shape``
         and ``dtype``."""
         if weight is None and weight_shape is None:
             raise ValueError("from_weights needs weight, or weight_shape and dtype")
@@ -401,7 +403,7 @@ class LinearLayer(_ParallelLinear):
         return output
 
     def _gives_whole(self) -> bool:
-        """Compiled code does not know logits in parts."""
+        """Return whether to gather the output. Compiled code does not support ``LogitsInParts``."""
         if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
             return True
         return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
@@ -411,15 +413,15 @@ class LinearLayer(_ParallelLinear):
 
 
 class LinearAllreduce(_ParallelLinear):
-    """Row-parallel: each rank multiplies the inputs that it has; the products are summed, and then the bias is added.
+    """Row-parallel linear layer: each rank multiplies its part of the inputs; results are summed, then the bias added.
 
     Args:
         module: as for ``LinearLayer``.
         mp_group: the ranks that share the layer.
-        skip_partition: ``module`` holds this rank's part of the weight already.
-        cut: of the inputs (``dim`` is not read); no two ranks may have the same. By default as even as can be.
-        split_input: the input is whole on every rank, which takes its part.
-        sequence: give each rank its shard of the sequence instead of all of it.
+        skip_partition: ``module`` already holds only this rank's part of the weight.
+        cut: of the inputs (``dim`` is ignored), without overlap between ranks. By default as even as possible.
+        split_input: the input is replicated, and each rank takes its part.
+        sequence: reduce-scatter the output, so that each rank gets its shard of the sequence.
 
     Input [.., this rank's in_features]; output [.., out_features].
     """
@@ -460,7 +462,7 @@ class LinearAllreduce(_ParallelLinear):
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return whether the weight is [inputs, outputs]. ValueError: the layer's computation is not known."""
+    """Return whether the weight is [inputs, outputs]. ValueError: the layer is no known kind of linear layer."""
     if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or forms_of(module)):
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):

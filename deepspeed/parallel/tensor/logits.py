@@ -1,9 +1,9 @@
-"""Logits of which each tensor-parallel rank has some of the vocabulary, in the place of the whole ones.
+"""Vocabulary-parallel logits that stand in for the whole ones.
 
-The head of an unchanged model returns them while it trains. To the code of the model they have the shape of the whole
-logits: casts, scaling, capping, views and slices of positions work on the own part, and cross-entropy sums over ranks
-(`deepspeed.parallel.split_vocabulary`). Whatever else reads them gets the whole logits, gathered then: a collective, so
-that all ranks have to do the same with them.
+The head of an unmodified model returns them in training. To the model's code they have the shape of the whole logits:
+casts, scaling, capping, views and slices of positions work on the local part, and cross-entropy reduces over ranks
+(`deepspeed.parallel.split_vocabulary`). Any other operation gathers the whole logits, which is a collective: all ranks
+must do the same with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from deepspeed.parallel.tensor.mappings import gather_from
 
 @dataclass(slots=True)
 class _State:
-    """``whole``: gathered, with the ``version`` that it had then. ``part_written``: the part was written in place."""
+    """``whole``: gathered logits, with their ``version`` at that time. ``part_written``: the part was written in
+    place."""
 
     whole: Tensor | None = None
     version: int = 0
@@ -40,10 +41,10 @@ class _State:
 
 
 class LogitsInParts(torch.Tensor):
-    """``local`` [.., this rank's vocabulary], by ``cut`` of the last dim; the shape is that of the whole.
+    """Wraps ``local`` [.., this rank's vocabulary], cut by ``cut`` along the last dim; has the shape of the whole.
 
-    It is a result of ``local`` for autograd too, so that code which torch functions do not reach (an autograd function
-    of a client's) gets the right values and gradients.
+    It is connected to ``local`` in autograd too, so that code that bypasses ``__torch_function__`` (a client's autograd
+    function) gets the right values and gradients.
     """
 
     local: Tensor
@@ -56,11 +57,11 @@ class LogitsInParts(torch.Tensor):
         return _StandIn.apply(local, group, cut.along(-1))
 
     def like(self, local: Tensor) -> LogitsInParts:
-        """The same part of another tensor."""
+        """Wrap another local part with the same cut."""
         return LogitsInParts.of(local, self.group, self.cut)
 
     def whole(self) -> Tensor:
-        """Gathered, and kept if it has the graph that later readers may need. Collective."""
+        """Gather the logits, and cache them if they have the graph that later readers may need. Collective."""
         if self.state.whole is not None:
             return self.state.whole
         whole = gather_from(self.local, self.group, self.cut)
@@ -69,7 +70,7 @@ class LogitsInParts(torch.Tensor):
         return whole
 
     def values(self) -> Tensor:
-        """The whole ones, without a graph. Collective."""
+        """Gather the logits without a graph. Collective."""
         whole = self.state.whole
         return gather_from(self.local.detach(), self.group, self.cut) if whole is None else whole.detach()
 
@@ -93,7 +94,7 @@ class LogitsInParts(torch.Tensor):
             found = _in_parts(first, func, args[1:], kwargs) if not first.state.whole_written else None
             if found is not None:
                 return found
-        # A reentrant checkpoint calls backward of what it has computed again where gradients are off.
+        # A reentrant checkpoint calls backward of its recomputed outputs with grad mode off.
         with torch.set_grad_enabled(torch.is_grad_enabled() or func is torch.autograd.backward):
             args, kwargs = tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -134,7 +135,7 @@ _OF_THE_PART = frozenset(
         torch.Tensor.retain_grad,
     }
 )
-"""The graph is the part's."""
+"""Autograd attributes and hooks, forwarded to the local part."""
 
 _IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
@@ -152,7 +153,7 @@ def _values(each: Any) -> Any:
 
 
 def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result without whole logits, or None if it takes them."""
+    """Return the result of ``func`` on the local parts, or None if it needs the whole logits."""
     if func in _ELEMENTWISE:
         if not all(_is_plain(value) for value in (*rest, *kwargs.values())):
             return None
@@ -171,7 +172,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
 
 
 def _is_plain(value: Any) -> bool:
-    """``is_plain``, also for numbers that are tensors."""
+    """Return whether ``value`` is a scalar-like operand, including 0-dim tensors."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not isinstance(value, LogitsInParts)
     return is_plain(value)
@@ -183,7 +184,7 @@ _SHAPES: frozenset[Callable[..., Tensor]] = frozenset(
 
 
 def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With another shape, if the last dim stays the vocabulary."""
+    """Reshape, if the last dim remains the vocabulary; else None."""
     if rest and isinstance(rest[0], torch.dtype):
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -196,7 +197,7 @@ def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dic
 
 
 def _cross_entropy(logits: LogitsInParts, given: dict[str, Any] | None) -> Tensor | None:
-    """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary], or None."""
+    """Compute cross-entropy of ``logits`` [tokens, vocabulary]; None if the call is not supported."""
     if given is None or given["weight"] is not None or logits.local.ndim != 2 or given["target"].ndim != 1:
         return None
     part = VocabularyPart.of_cut(logits.cut, logits.group)

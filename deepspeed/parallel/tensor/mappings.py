@@ -1,4 +1,4 @@
-"""Communication between the regions of a tensor-parallel block, with its gradients.
+"""Differentiable communication at the boundaries of tensor-parallel regions.
 
 Conjugate pairs (Shoeybi et al.: Megatron-LM, 2019, and Korthikanti et al.: Reducing Activation Recomputation in Large
 Transformer Models, 2022):
@@ -10,10 +10,10 @@ Transformer Models, 2022):
     split_to            own part         all-gather
     gather_sequence     all-gather       reduce-scatter
     scatter_sequence    reduce-scatter   all-gather
-    shared_weight       identity         all-reduce of what several ranks hold
+    shared_weight       identity         all-reduce of elements held by several ranks
     whole_of_part       all-gather       own part
 
-All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input where that is
+All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input if there is
 one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
 """
 
@@ -35,7 +35,7 @@ Map: TypeAlias = Callable[[Tensor], Tensor]
 
 @untraced
 def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
-    """``inputs``, equal on all ranks, into a region where each rank uses them for a part of the work: their gradient is
+    """Pass ``inputs``, equal on all ranks, into a region whose work is partitioned over the ranks: their gradient is
     summed."""
     if group.size == 1:
         return inputs
@@ -44,19 +44,19 @@ def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
 
 @untraced
 def reduce_from(inputs: Tensor, group: Communicator) -> Tensor:
-    """The sum of all ranks' ``inputs``, for work that is the same on all ranks."""
+    """Sum all ranks' ``inputs``, for work replicated on all ranks."""
     return inputs if group.size == 1 else _Sum.apply(inputs, group)
 
 
 @untraced
 def sum_own(inputs: Tensor, group: Communicator) -> Tensor:
-    """``reduce_from`` in place: for a result that nobody else has seen, and that its backward does not need."""
+    """Do ``reduce_from`` in place, for a fresh tensor that no one else uses and its backward does not need."""
     return inputs if group.size == 1 else _SumInPlace.apply(inputs, group)
 
 
 @untraced
 def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """The whole tensor of which each rank has its part by ``cut``, for work that is the same on all ranks."""
+    """Gather the tensor split by ``cut``, for work replicated on all ranks."""
     if group.size == 1:
         return inputs
     return _Mapping.apply(
@@ -66,7 +66,7 @@ def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 @untraced
 def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """The rank's part by ``cut`` of ``inputs``, which are equal on all ranks; no two ranks may have the same part."""
+    """Return the rank's part by ``cut`` of ``inputs``, equal on all ranks. Parts of the ranks must not overlap."""
     if group.size == 1:
         return inputs
     return _Mapping.apply(
@@ -76,9 +76,9 @@ def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 @untraced
 def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
-    """All ranks' ``inputs`` [.., n, ..], one after the other along ``dim``, for work of which each rank does a part.
+    """Concatenate all ranks' ``inputs`` [.., n, ..] along ``dim``, for work partitioned over the ranks.
 
-    ``length``: of the result, if less than ``n x ranks``: the last ranks' inputs end in padding then.
+    ``length``: of the result, if less than ``n x ranks`` because the last ranks' inputs end in padding.
     """
     if group.size == 1:
         return inputs
@@ -91,8 +91,8 @@ def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: i
 
 @untraced
 def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
-    """The rank's part along ``dim`` of the sum of all ranks' ``inputs`` [.., length, ..]: ``ceil(length / ranks)``
-    wide, padded with zeros where the length does not divide."""
+    """Return the rank's part along ``dim`` of the sum of all ranks' ``inputs`` [.., length, ..]: ``ceil(length /
+    ranks)`` wide, padded with zeros if the length does not divide."""
     if group.size == 1:
         return inputs
     length = inputs.shape[dim]
@@ -105,7 +105,7 @@ def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tenso
 
 @untraced
 def split_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
-    """The rank's part along ``dim`` of ``inputs`` that are equal on all ranks, padded as by ``scatter_sequence``."""
+    """Return the rank's part along ``dim`` of ``inputs``, equal on all ranks, padded as by ``scatter_sequence``."""
     if group.size == 1:
         return inputs
     length = inputs.shape[dim]
@@ -116,7 +116,7 @@ def split_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
 
 @untraced
 def join_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
-    """The opposite of ``split_sequence``, for work that is the same on all ranks."""
+    """Undo ``split_sequence``, for work replicated on all ranks."""
     if group.size == 1:
         return inputs
     return _Mapping.apply(
@@ -126,9 +126,9 @@ def join_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int
 
 @untraced
 def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -> Tensor:
-    """A weight whose elements are used on more than one rank, each for a part of the work: their gradients are summed.
+    """Return a weight whose elements are used by several ranks, each for a part of the work: gradients are summed.
 
-    ``cut``: which elements this rank holds of the whole; None: all ranks hold all of it.
+    ``cut``: of the weight; None: it is replicated.
     """
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
@@ -139,15 +139,15 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
 
 @untraced
 def whole_of_part(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """The whole of a tensor of which each rank has its part by ``cut``, and goes on with that part only, changed by
-    what it needs the whole for (the range of a quantization)."""
+    """Gather the tensor split by ``cut`` for ranks that then use only their own part, transformed with knowledge of the
+    whole (the range of a quantization)."""
     if group.size == 1:
         return part
     return _Mapping.apply(part, lambda own: _whole(own, group, cut), lambda grad: cut.take(grad, group.rank))
 
 
 class _Mapping(torch.autograd.Function):
-    """``forward(inputs)``; the gradient is ``backward(gradient of the result)``."""
+    """Computes ``forward(inputs)``; the gradient is ``backward(gradient of the result)``."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, forward: Map, backward: Map) -> Tensor:
@@ -192,14 +192,14 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _summed(tensor: Tensor, group: Communicator) -> Tensor:
-    """A new tensor: autograd may hand the same gradient to others, and a caller may use his input again."""
+    """All-reduce into a new tensor: autograd may pass the same gradient elsewhere, and callers may reuse inputs."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total).wait()
     return total
 
 
 def _parts(tensor: Tensor, group: Communicator) -> Tensor:
-    """[ranks, *shape]: every rank's ``tensor``, which has the same shape everywhere."""
+    """Gather every rank's ``tensor``, of the same shape everywhere, into [ranks, *shape]."""
     tensor = tensor.contiguous()
     parts = tensor.new_empty((group.size, *tensor.shape))
     group.all_gather(parts.view(-1), tensor.view(-1)).wait()
@@ -207,7 +207,7 @@ def _parts(tensor: Tensor, group: Communicator) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, extent: int) -> Tensor:
-    """``tensor`` with zeros behind it along ``dim``."""
+    """Pad ``tensor`` with zeros at the end of ``dim``, up to ``extent``."""
     missing = extent - tensor.shape[dim]
     if missing <= 0:
         return tensor
@@ -217,7 +217,7 @@ def _padded(tensor: Tensor, dim: int, extent: int) -> Tensor:
 
 
 def _whole(tensor: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """The tensor of which each rank has its part by ``cut``."""
+    """Gather the tensor split by ``cut``."""
     extents = cut.extents
     if tensor.shape[cut.dim] != extents[group.rank]:
         raise ValueError(
@@ -229,7 +229,7 @@ def _whole(tensor: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 
 def _own_part(grad: Tensor, rank: int, cut: Cut) -> Tensor:
-    """The rank's part by ``cut`` of the gradient of the whole, zero where the values came from another rank."""
+    """Return the rank's part by ``cut`` of the whole gradient, zero for elements taken from another rank."""
     own, elsewhere = cut.take(grad, rank), cut.elsewhere(rank)
     if elsewhere:
         own = own.clone()
@@ -250,7 +250,7 @@ def _reduce_scattered(tensor: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 class Scattering(NamedTuple):
-    """A reduce-scatter in flight: ``source`` is read until it has been waited for."""
+    """A reduce-scatter in flight; ``source`` must stay alive until ``wait``."""
 
     own: Tensor
     source: Tensor
@@ -262,11 +262,11 @@ class Scattering(NamedTuple):
 
 
 def begin_reduce_scatter(tensor: Tensor, group: Communicator, dim: int) -> Scattering:
-    """Start ``scatter_sequence`` and return a handle whose result is the same once waited for."""
+    """Start the reduce-scatter of ``scatter_sequence``, outside autograd, and return its handle."""
     dim = dim % tensor.dim()
     run = -(-tensor.shape[dim] // group.size)
     whole = _padded(tensor, dim, run * group.size)
-    # The rank's number becomes the first dim: a copy unless that is where the sequence is.
+    # The rank becomes the first dim: a copy unless the sequence is the first dim.
     parts = whole.unflatten(dim, (group.size, run)).movedim(dim, 0).contiguous()
     own = parts.new_empty(parts.shape[1:])
     return Scattering(own, parts, group.reduce_scatter(own.view(-1), parts.view(-1)))
@@ -280,7 +280,7 @@ def _own_run(tensor: Tensor, group: Communicator, dim: int) -> Tensor:
 
 
 def _summed_where_shared(grad: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """``grad`` with what other ranks hold too summed over them; only that is communicated."""
+    """Sum the elements of ``grad`` that several ranks hold over these ranks; only they are communicated."""
     shared = cut.shared()
     starts = [sum(b - a for a, b in shared[:i]) for i in range(len(shared))]
     shape = list(grad.shape)
@@ -288,7 +288,7 @@ def _summed_where_shared(grad: Tensor, group: Communicator, cut: Cut) -> Tensor:
     total = grad.new_zeros(shape)
 
     def places() -> list[tuple[int, int, int]]:
-        """(position in ``grad``, position in ``total``, extent)."""
+        """Return (position in ``grad``, position in ``total``, extent) of each run."""
         return [
             (own[0], start + whole[0] - interval[0], own[1] - own[0])
             for interval, start in zip(shared, starts, strict=True)

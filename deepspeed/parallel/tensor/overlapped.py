@@ -1,7 +1,7 @@
-"""A column-parallel product whose backward communicates the input's gradient while it computes the weight's.
+"""Column-parallel product whose backward overlaps communicating the input's gradient with computing the weight's.
 
-(Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.) The same sums
-in the same order as with ``copy_to`` or ``gather_sequence`` before the product, so the same bits.
+(Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.) Sums and
+their order are those of ``copy_to`` or ``gather_sequence`` before the product, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 def column_product(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, group: Communicator, sequence: SequenceRegion | None
 ) -> Tensor:
-    """``inputs`` [.., in] x ``weight`` [own outputs, in], which may be a transposed view; ``inputs`` are equal on all
-    ranks, or shards of ``sequence``, which are gathered."""
+    """Multiply ``inputs`` [.., in] by ``weight`` [own outputs, in], which may be a transposed view. ``inputs`` are
+    equal on all ranks, or shards of ``sequence`` to be gathered."""
     return _ColumnProduct.apply(inputs, weight, bias, group, sequence)
 
 
@@ -43,7 +43,7 @@ class _ColumnProduct(torch.autograd.Function):
         output = torch.nn.functional.linear(whole, weight, bias)
         return torch.ops.aten._unsafe_view(
             output, output.shape
-        )  # no view, so that an activation may write into it
+        )  # not marked as a view, so that an activation may work in place
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""Finds out by trying whether a layer of a class that is not known is linear."""
+"""Detection of linear layers of unknown classes, by running them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def transposed_by_trial(layer: nn.Module) -> bool | None:
     """Return whether ``layer(x)`` is ``x @ weight + bias`` (True), ``x @ weight.t() + bias`` (False), or neither
     (None).
 
-    Tried in fp64 with other weights, so that no values decide; only layers with ``weight`` [2-D], and maybe ``bias``,
-    as their only parameters are.
+    Runs in fp64 with random weights, so that special values do not mislead; only for layers whose only parameters are
+    ``weight`` [2-D] and optionally ``bias``.
     """
     params = dict(layer.named_parameters())
     if "weight" not in params or params.keys() - {"weight", "bias"}:
@@ -38,7 +38,7 @@ def transposed_by_trial(layer: nn.Module) -> bool | None:
         try:
             with torch.no_grad():
                 found = torch.func.functional_call(layer, tried, (inputs,))
-        except Exception:  # whatever it wants, it is not one matrix product of one tensor
+        except Exception:  # any error: it is no matrix product of a single tensor
             continue
         if isinstance(found, Tensor) and torch.allclose(found, nn.functional.linear(inputs, matrix, bias)):
             return transposed

@@ -1,7 +1,6 @@
-"""Random numbers in a tensor-parallel block: modules that draw the same on all ranks, and modules that draw different
-ones.
+"""RNG control in tensor-parallel blocks: modules that draw equal, or different, random numbers on all ranks.
 
-A dropout of replicated tensors has to be the same everywhere, as on one rank; one of tensors in parts has to differ.
+Dropout of replicated tensors must be equal on all ranks; dropout of split tensors must differ.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from deepspeed.transforms.recompute.rng import RegionNumbers
 
 
 def draw_differently(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
-    """Have the forward of ``module`` draw other random numbers on each rank. Returns ``module``, whose class becomes a
-    subclass of the one that it had. One ``numbers`` for all modules of a model."""
+    """Make the forward of ``module`` draw different random numbers on each rank. Returns ``module``, whose class is
+    replaced by a subclass. Use one ``numbers`` for all modules of a model."""
     return _convert(module, numbers, _Different)
 
 
 def draw_equally(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
-    """Have the forward of ``module``, which is within one that draws differently, draw the same on all ranks."""
+    """Make the forward of ``module``, nested in one that draws differently, draw the same numbers on all ranks."""
     return _convert(module, numbers, _Equal)
 
 

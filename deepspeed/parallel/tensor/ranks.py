@@ -1,4 +1,4 @@
-"""The ranks that share a layer, however they are given."""
+"""Normalization of the arguments that name the ranks sharing a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed.comm.collectives import Communicator, process_network
 
 
 def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
-    """Return the communicator of a process group; None is one rank alone."""
+    """Return the communicator of a process group; None means a single rank."""
     if isinstance(group, Communicator):
         return group
     if group is None or group.size() == 1:

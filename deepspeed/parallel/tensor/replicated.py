@@ -1,7 +1,7 @@
-"""Modules that every tensor-parallel rank holds whole, but uses for a part of the work.
+"""Replicated modules that each tensor-parallel rank uses for a part of the work.
 
-Norms on shards of the sequence, routers whose scores weigh only this rank's experts: each rank's gradient is a part,
-and the parts are summed over the ranks on their way to the parameter, at every stage alike.
+Norms on sequence shards, or routers whose scores weight only this rank's experts: each rank has a partial gradient, and
+these are summed over ranks in backward, before they reach the parameter, at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from deepspeed.parallel.tensor.mappings import shared_weight
 
 
 def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
-    """Have the gradients of ``module``'s own parameters summed over ``group``, from now on. Returns ``module``, whose
-    class becomes a subclass of the one that it had.
+    """Sum the gradients of ``module``'s direct parameters over ``group`` from now on. Returns ``module``, whose class
+    is replaced by a subclass.
 
-    ValueError: it has no parameters of its own.
+    ValueError: it has no direct parameters.
     """
     if group.size == 1:
         return module
@@ -38,7 +38,7 @@ def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
 
 
 def tell_replicated(module: nn.Module, group: Communicator) -> None:
-    """Mark the module's own parameters as equal on all ranks of ``group``: they start from the first rank's values."""
+    """Mark the module's direct parameters as replicated over ``group``: they start from the first rank's values."""
     for param in module.parameters(recurse=False):
         place(param, replicated(full_shape(param), group.rank))
 
@@ -48,7 +48,7 @@ class _Summing(nn.Module):
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, with other tensors in the place of its parameters."""
+        """Run the module's forward with its parameters replaced by tensors whose gradients are summed."""
         own = self._parameters
         summed: dict[str, Any] = {
             name: None if param is None else shared_weight(param, self.gradient_group)

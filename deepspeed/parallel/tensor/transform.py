@@ -25,7 +25,7 @@ _NO_HEAD = (
 
 
 class TensorParallelism:
-    """Splits the layers of a module over the tensor-parallel ranks, as its graph and the config say."""
+    """Splits the layers of a module over the tensor-parallel ranks, according to its graph and the config."""
 
     name = "tensor_parallel"
     after: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class TensorParallelism:
         if mesh.size("tp") == 1:
             context.say("one rank: nothing to split")
             return
-        # Of a stage: what all stages have in common (a vocabulary, a tied weight) is seen in the whole model only.
+        # For a pipeline stage, plan the whole model: stages share things (a vocabulary, a tied weight).
         staged = isinstance(module, Staged)
         whole, inputs = (module.whole_meta(), module.meta_inputs()) if staged else (module, None)
         rules = rules_of(whole, self.config)
@@ -59,7 +59,7 @@ class TensorParallelism:
 
 
 def _hint(module: nn.Module) -> str:
-    """Return advice on what else can be done about a model that cannot be traced."""
+    """Return advice to append to the error of a model that cannot be traced."""
     from deepspeed.ops.sparse_attention import SparseSelfAttention
 
     if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):

@@ -1,10 +1,10 @@
-"""A split is tried before it is made: a few tokens go through a stand-in of the model, whole and then split.
+"""Validation of a split before it is applied: a stand-in of the model runs a few tokens, whole and then split.
 
-The stand-in is what the plan was made from (one block for all that are alike), with random weights of its own: the
-user's module is not run, and weights that are not here yet, partitioned, or zero at the start of training hide nothing.
-Ranks do not communicate while they try: where they would, at row-parallel layers, split embeddings and gathered
-outputs, the split run goes on with what the whole one had there. So each layer is judged on its own, rounding does not
-add up, experts are chosen alike, and a rank that fails keeps no other waiting; then they agree on the verdict.
+The stand-in is the module that was planned (one block for all identical ones), with random weights: the user's module
+is not run, and weights that are missing, partitioned, or zero at the start of training hide no errors.
+Ranks do not communicate during the trial: where they would, at row-parallel layers, split embeddings and gathered
+outputs, the split run continues with the whole run's value. So each layer is judged separately, rounding does not
+accumulate, experts are chosen equally, and a failing rank leaves no other waiting; then they agree on the verdict.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import Example, PlanError, TensorParallelPlan
 
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference, relative in the 2-norm, that is rounding. A wrong split changes values by their own size."""
+"""Maximum relative difference (2-norm) attributed to rounding. A wrong split causes differences of order 1."""
 _TF32 = 2e-2
 _OUTPUT = "the output of "
 
 See = Callable[[str, Tensor], Tensor]
-"""(which tensor, its value in this run) -> its value in the whole run"""
+"""(name of the tensor, its value in this run) -> its value in the whole run."""
 
 
 def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
-    """Compare a split stand-in with the whole one; what came out, in words for the report. Collective.
+    """Compare a split stand-in with the whole one, and return the outcome as text for the report. Collective.
 
-    PlanError, on all ranks alike: the results differ. The text names the first layer where they do.
+    PlanError, on all ranks: the results differ. The text names the first layer where they do.
     """
     if plan.example is None:
         return "not compared with the whole model, which could not be followed"
@@ -60,7 +60,7 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
 
 
 class _Alone(Communicator):
-    """A rank of ``group`` that does not communicate: what it would get is left as it is."""
+    """A communicator that pretends to be a rank of ``group``, but communicates nothing: outputs are left unchanged."""
 
     def __init__(self, group: Communicator) -> None:
         self.rank, self.size, self.ranks = group.rank, group.size, group.ranks
@@ -76,7 +76,7 @@ class _Alone(Communicator):
 
 
 class _Whole:
-    """Keeps what the whole stand-in's layers got and gave."""
+    """Records inputs and outputs of layers in the whole run."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[Tensor]] = defaultdict(list)
@@ -90,7 +90,7 @@ class _Whole:
 
 
 class _TrialSplit:
-    """Compares the split one with it. ``errors``: relative differences in ``places``, in the order of the forward."""
+    """Compares the split run with the recorded one. ``errors``: relative differences at ``places``, in order."""
 
     def __init__(self, whole: _Whole) -> None:
         self.values = {place: iter(every) for place, every in whole.values.items()}
@@ -105,7 +105,7 @@ class _TrialSplit:
 
 
 def _difference(value: Tensor, whole: Tensor) -> float:
-    """Relative; infinite if the shapes differ."""
+    """Return the relative difference in the 2-norm; infinite if the shapes differ."""
     if whole.shape != value.shape:
         return math.inf
     finite = whole.isfinite()
@@ -117,14 +117,15 @@ def _difference(value: Tensor, whole: Tensor) -> float:
 def _run(
     module: nn.Module, inputs: Mapping[str, Tensor], plan: TensorParallelPlan, rank: int, see: See
 ) -> str | None:
-    """One forward in which ``see`` gets the inputs of row-parallel layers and the results; why it failed, if it did."""
+    """Run one forward in which ``see`` gets the inputs of row-parallel layers and the results. Returns the error, or
+    None."""
     hooks = list(_watch(module, plan, rank, see))
     try:
         result = module(**inputs)
         for number, leaf in enumerate(tree_leaves(dict(result) if isinstance(result, Mapping) else result)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 see(f"result {number} of the model", leaf)
-    except Exception as error:  # whatever it is, the caller names it
+    except Exception as error:  # reported by the caller
         return f"{type(error).__name__}: {error}"
     finally:
         for hook in hooks:
@@ -133,7 +134,7 @@ def _run(
 
 
 def _watch(module: nn.Module, plan: TensorParallelPlan, rank: int, see: See) -> Iterator[Any]:
-    """Hooks on the inputs of row-parallel layers, and on whatever outputs ranks would communicate for."""
+    """Hook the inputs of row-parallel layers, and all outputs that involve communication; yield the handles."""
     rows = {name.rpartition(".")[0]: each.cut for name, each in plan.parameters.items() if each.kind == "row"}
     for path, cut in rows.items():
 
@@ -162,7 +163,7 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
 def _judge(
     split: _TrialSplit, failed: str | None, limit: float, group: Communicator, device: torch.device
 ) -> str:
-    """PlanError on all ranks for the first difference that one of them has seen."""
+    """Return the outcome as text. PlanError, on all ranks, for the first difference that any of them has seen."""
     errors = split.errors
     wrong = [number for number, error in enumerate(errors) if not error <= limit]
     mine = wrong[0] if wrong else len(errors) if failed else math.inf
@@ -185,17 +186,17 @@ def _largest(value: float, group: Communicator, device: torch.device) -> float:
     return float(number)
 
 
-# A meta module given memory and random numbers: the same on all ranks, without communication.
+# A meta module is materialized with random numbers that are equal on all ranks, without communication.
 
 _PERIOD = 1_048_573
-"""Prime: random numbers are repeated, but no two rows or heads of a weight get the same ones."""
+"""Period of the random numbers, a prime: they repeat, but no two rows or heads of a weight get the same ones."""
 _MAX_FP32 = 2**31
-"""Elements of weights up to which they are in fp32, and beyond in bf16."""
+"""Number of weight elements up to which the stand-in is in fp32; beyond, it is in bf16."""
 
 
 def stand_in(example: Example, device: torch.device) -> nn.Module:
-    """A copy of the example's module on ``device`` in evaluation mode, with weights as of training, tied as they are.
-    Buffers have their values where the module had any."""
+    """Materialize the example's module on ``device`` in evaluation mode, with random weights of trained magnitude, and
+    ties preserved. Buffers keep the user's values if known."""
     module, numbers = example.module, _numbers(device)
     few = sum(param.numel() for param in module.parameters()) <= _MAX_FP32
     memo: dict[int, Any] = {}
@@ -206,13 +207,13 @@ def stand_in(example: Example, device: torch.device) -> nn.Module:
         known = example.buffers.get(name)
         memo[id(buffer)] = _unknown(buffer, device) if known is None else known.detach().to(device, copy=True)
     made = copy.deepcopy(module, memo).eval()
-    without_hooks(made)  # the user's: they are not for it
+    without_hooks(made)  # the user's hooks are not meant for the stand-in
     return made
 
 
 def example_values(example: Example, device: torch.device) -> dict[str, Any]:
-    """Return the example's inputs, nests of tensors too, with values: random tokens of the vocabulary, random numbers
-    elsewhere."""
+    """Return the example's inputs, including nests, with values: random tokens of the vocabulary, else random
+    numbers."""
     table = getattr(example.module, "get_input_embeddings", lambda: None)()
     tables = [table] if isinstance(table, nn.Embedding) else []
     tables = tables or [each for each in example.module.modules() if isinstance(each, nn.Embedding)]
@@ -234,12 +235,12 @@ def _value(meta: Tensor, tokens: int, source: torch.Generator) -> Tensor:
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """Normally distributed, fp32 [_PERIOD]"""
+    """Return normally distributed numbers, fp32 [_PERIOD]."""
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _random(shape: torch.Size, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Around 1 for norms and biases, otherwise so that a product keeps the size of its inputs."""
+    """Return random weights: around 1 for norms and biases, else scaled so that products keep the size of inputs."""
     made = torch.empty(shape, dtype=dtype, device=numbers.device)
     flat = made.view(-1)
     for start in range(0, flat.numel(), _PERIOD):
@@ -252,6 +253,6 @@ def _random(shape: torch.Size, numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unknown(buffer: Tensor, device: torch.device) -> Tensor:
-    """Values with which most forwards run: masks that hide nothing, first places, frequencies of 1."""
+    """Return values for a buffer with which most forwards run: all-visible masks, positions 0, frequencies 1."""
     fill = torch.zeros if not buffer.is_floating_point() and buffer.dtype is not torch.bool else torch.ones
     return fill(buffer.shape, dtype=buffer.dtype, device=device)

@@ -1,4 +1,4 @@
-"""The passes that are known, and the compiler backend that runs passes over the graphs of a model.
+"""Registry of graph passes, and the compiler backend that runs them over a model's graphs.
 
 Importing this module does not import torch's compiler.
 """
@@ -52,20 +52,20 @@ SETTINGS: dict[str, PassSetting] = {
         _setting(offload_adam_states.NAME_INIT, offload_adam_states.offload_adam_states_for_init, 1, 2, 3),
     )
 }
-"""The passes that come with the package, by name."""
+"""The built-in passes by name."""
 
 opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in SETTINGS.items()}
-"""Every pass that a schedule may name."""
+"""All passes that a schedule may name."""
 
 for _setting_ in SETTINGS.values():
     register_pass_contract(_setting_.name, _setting_.contract)
 
 
 def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContract | None = None) -> None:
-    """Make ``opt_pass_fn`` known to schedules as ``name``, in place of what had this name.
+    """Register ``opt_pass_fn`` under ``name`` for schedules, replacing any pass of this name.
 
-    It is called for each graph, forward (``bwd=False``) and backward, when the graph is compiled, and returns the
-    changed ``gm`` (or None). ``create_inputs_fn()`` gives inputs of the graph: ones, of the right shapes.
+    It is called when each graph is compiled, forward (``bwd=False``) and backward, and returns the changed ``gm`` (or
+    None). ``create_inputs_fn()`` returns inputs of the graph: ones, of the right shapes.
     """
     if not callable(opt_pass_fn):
         raise ValueError(f"register_compile_pass({name!r}): {opt_pass_fn!r} cannot be called")
@@ -79,7 +79,7 @@ def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContr
 
 @dataclass
 class CompileWork:
-    """Passes of one engine's compilation over each graph, and their cost.
+    """The passes that one engine's compilation runs over each graph, and their compile times.
 
     ``times``: ``(phase, index, graph_id, seconds)`` of each graph; phase is "fwd" or "bwd".
     """
@@ -90,14 +90,14 @@ class CompileWork:
     profiling_results: dict[int, ProfilingResult] = field(default_factory=dict)
 
     def begin(self, inputs: Sequence[Any]) -> int:
-        """A function was traced; returns the number of its graphs."""
+        """Register a traced function and return its graph id."""
         graph_id = len(self.profiling_results)
         needs = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
         self.profiling_results[graph_id] = ProfilingResult(needs_backward=needs)
         return graph_id
 
     def restart(self, passes: tuple[GraphPass, ...]) -> None:
-        """Every graph is compiled anew, with these passes."""
+        """Start over: every graph will be recompiled with these passes."""
         self.passes = passes
         self.profiling_results.clear()
 
@@ -106,7 +106,7 @@ class CompileWork:
         return [(graph_id, result.needs_backward) for graph_id, result in self.profiling_results.items()]
 
     def run(self, gm: Any, inputs: Sequence[Any], graph_id: int, *, bwd: bool) -> Any:
-        """``gm`` after all passes."""
+        """Run all passes over ``gm`` and return the result."""
         for run_pass in self.passes:
             changed = run_pass(
                 gm,
@@ -147,14 +147,14 @@ def make_backend(
     compile_kwargs: Mapping[str, Any] = {},
     owned_frames: CompileWork | None = None,
 ) -> Callable[[Any, Sequence[Any]], Any]:
-    """A backend for ``torch.compile`` that runs passes over the graphs of forward and backward.
+    """Make a backend for ``torch.compile`` that runs passes over the graphs of forward and backward.
 
     Args:
-        backend: "inductor"; "eager" or "aot_eager": the graphs run operation by operation.
-        compile_kwargs: of ``torch.compile``. ``mode`` and ``options`` are inductor's.
-        owned_frames: which passes to run; default: none.
+        backend: "inductor"; or "eager" or "aot_eager", which run graphs op by op.
+        compile_kwargs: of ``torch.compile``. ``mode`` and ``options`` are passed to inductor.
+        owned_frames: the passes to run; default: none.
 
-    ValueError: another backend, whose graphs cannot be reached.
+    ValueError: another backend, whose graphs are not accessible.
     """
     work = owned_frames if owned_frames is not None else CompileWork(debug_log=compile_config.debug_log)
     if backend in ("eager", "aot_eager"):
@@ -202,7 +202,7 @@ def _run_inductor(work: CompileWork, options: dict[str, Any], gm: Any, inputs: S
             bwd=bwd,
         )
 
-    # A cached function would be taken by the graph before the passes, and without them.
+    # The cache is keyed by the graph before the passes, so a hit would skip them.
     with functorch_config.patch(
         enable_autograd_cache=functorch_config.enable_autograd_cache and not work.passes
     ):
@@ -217,7 +217,7 @@ def _inductor_options(compile_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ones_like(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Values for the inputs of a graph, which at this time are only described."""
+    """Return values for the inputs of a graph, which are only fake tensors at compile time."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def value(described: Any) -> Any:

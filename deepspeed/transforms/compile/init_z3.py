@@ -1,4 +1,4 @@
-"""Compiling the module of an engine at stage 3 with a schedule of passes."""
+"""Compilation of a stage-3 engine's module with a schedule of passes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def init_z3(
     compile_kwargs: Mapping[str, Any],
     schedule: Any = None,
 ) -> Any:
-    """Let ``engine`` follow ``schedule`` (default: that of stage 3) from now on; returns the backend for
-    ``torch.compile``. ``engine.compile`` does this and compiles.
+    """Set the pass ``schedule`` of ``engine`` (default: that of stage 3) and return the backend for ``torch.compile``.
+    ``engine.compile`` does this and compiles.
 
-    ValueError: the engine is at another stage, or the schedule is not one.
+    ValueError: the engine is at another stage, or the schedule is invalid.
     """
     stage = engine.zero_optimization_stage()
     if stage != 3:

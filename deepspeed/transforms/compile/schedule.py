@@ -1,4 +1,4 @@
-"""A schedule of passes, read: which settings hold and which passes run from which step on."""
+"""Parsed pass schedules: which settings and passes apply from which step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deepspeed.transforms.compile.passes.builtin import GraphPass
 from deepspeed.transforms.compile.passes.contract import validate_schedule
 
 WARMUP = 5
-"""Steps after which it is known how much memory a step needs."""
+"""Number of steps after which the memory use of a step is known."""
 
 
 @dataclass(frozen=True)
 class Period:
-    """From ``step`` to the next period: the names of our passes that hold, and other passes in their order."""
+    """From ``step`` to the next period: the names of the active built-in passes, and other passes in order."""
 
     step: int
     settings: frozenset[str]
@@ -43,7 +43,8 @@ def default_schedule(config: CompileConfig, stage: int) -> list[tuple[int, list[
 
 
 def read_schedule(schedule: Sequence[Any], stage: int) -> list[Period]:
-    """Check what a user wrote: ``[(step, [pass, ...]), ...]``, each pass a known name or a function."""
+    """Parse a user's schedule ``[(step, [pass, ...]), ...]``, each pass a known name or a function. ValueError: it is
+    invalid."""
     if not isinstance(schedule, list):
         raise ValueError(f"schedule must be a list of (step, passes), not {schedule!r}")
     for entry in schedule:

@@ -1,4 +1,4 @@
-"""Queries of client code before it compiles."""
+"""Queries for client code before compiling."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from deepspeed.base.compiler import is_compile_supported
 
 
 def is_deepcompile_supported() -> bool:
-    """Return whether ``compile.deepcompile`` works here: wherever ``torch.compile`` does."""
+    """Return whether ``compile.deepcompile`` works in this environment: wherever ``torch.compile`` does."""
     return is_compile_supported()

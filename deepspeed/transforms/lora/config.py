@@ -11,17 +11,17 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 @dataclass
 class LoRAConfig:
-    """Low-rank adapters beside frozen weights. E. J. Hu et al.: LoRA: Low-rank adaptation of large language models,
+    """Low-rank adapters for frozen weights. E. J. Hu et al.: LoRA: Low-rank adaptation of large language models,
     2021.
 
     Args:
         lora_r: rank of the adapters.
-        lora_alpha: their output is multiplied with ``lora_alpha / lora_r``.
-        base_weight_sharding: 1 or the number of ranks, and the same with both: ZeRO stage 3 shards frozen weights, at
-            the other stages each rank has them whole (with a warning where sharding is asked for).
-        offload, offload_ratio: keep (that share of) the frozen weights in host memory and fetch them for use. A layer
-            that stands alone is offloaded from a share of 0.5 on.
-        delay_lora_init: make the adapters in `init_lora`, when the frozen weights have been loaded.
+        lora_alpha: adapter outputs are scaled by ``lora_alpha / lora_r``.
+        base_weight_sharding: 1 or the world size, with the same effect: ZeRO stage 3 shards frozen weights, at other
+            stages they are replicated (with a warning if sharding was requested).
+        offload, offload_ratio: keep (that share of) the frozen weights in host memory and fetch them for use. A single
+            layer is offloaded if the share is at least 0.5.
+        delay_lora_init: create the adapters in `init_lora`, after the frozen weights have been loaded.
         target_mods: names of layers that get adapters (`Init`).
     """
 
@@ -36,13 +36,13 @@ class LoRAConfig:
 
 @dataclass
 class QuantizationConfig:
-    """Frozen weights as small floating-point numbers (`deepspeed.ops.fp_quantizer.FP_Quantize`).
+    """Format of quantized frozen weights (`deepspeed.ops.fp_quantizer.FP_Quantize`).
 
     Args:
         q_bits: 4, 6, 8 or 12.
-        mantissa_bits: of the format; follows from ``q_bits``.
-        group_size: values that share a scale.
-        q_dtype: of the quantized tensor: ``torch.uint8``.
+        mantissa_bits: mantissa bits of the format; follows from ``q_bits``.
+        group_size: number of values that share a scale.
+        q_dtype: dtype of the quantized tensor: ``torch.uint8``.
     """
 
     q_bits: int = 8

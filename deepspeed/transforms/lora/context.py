@@ -1,4 +1,4 @@
-"""Making the linear layers of an unchanged model optimized ones."""
+"""Context manager that builds a model with optimized linear layers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MAKERS = ("from_pretrained", "from_config", "_from_config")
 
 
 class Init:
-    """``with Init(lora_config, quant_config): model = Model(...)`` makes `OptimizedLinear` layers where the model asks
-    for ``torch.nn.Linear``. Load weights, then call `init_lora`, which makes adapters and quantizes the layers among
-    ``target_mods``.
+    """``with Init(lora_config, quant_config): model = Model(...)`` creates `OptimizedLinear` layers instead of
+    ``torch.nn.Linear``. Load weights, then call `init_lora`, which creates the adapters of the layers in
+    ``target_mods`` and quantizes these layers.
 
-    Models of Transformers that are made in the context by ``from_pretrained`` or ``from_config`` (of
-    ``AutoModelForCausalLM`` or of their class) are complete when it returns: weights are quantized one by one as they
-    are loaded, adapters made, all else frozen.
+    Transformers models created in the context by ``from_pretrained`` or ``from_config`` (of ``AutoModelForCausalLM`` or
+    their own class) are complete when that returns: weights are quantized one by one during loading, adapters created,
+    and everything else frozen.
 
     Args:
         lora_config: None: no adapters.
-        quant_config: None: not quantized. Without adapters all layers are quantized when they are made.
+        quant_config: None: no quantization. Without adapters all layers are quantized on creation.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Init:
             return
         from transformers import AutoModelForCausalLM, PreTrainedModel
 
-        calls: list[str] = []  # those that are open: models make parts of themselves by the same functions
+        calls: list[str] = []  # active calls: models create submodels by the same functions
         for cls in (AutoModelForCausalLM, PreTrainedModel):
             for name in _MAKERS:
                 if hasattr(cls, name):
@@ -64,7 +64,7 @@ class Init:
 
 
 def _complete_what_is_made(cls: type, name: str, calls: list[str]) -> Callable[[], None]:
-    """Let `init_lora` follow ``cls.name``, unless that is called inside another one; returns what undoes that."""
+    """Call `init_lora` after every outermost ``cls.name``; returns a function that undoes the patch."""
     own = cls.__dict__.get(name)
     made_by: Any = getattr(cls, name).__func__
 
@@ -84,9 +84,9 @@ def _complete_what_is_made(cls: type, name: str, calls: list[str]) -> Callable[[
 
 
 def init_lora(model: nn.Module) -> None:
-    """Freeze ``model``, and make the adapters of its `LoRAOptimizedLinear` layers whose name is among their
-    ``target_mods``; the others stay plain layers. In a model that has no layer of such a name, all get adapters.
-    Adapters that exist already stay as they are, and are trained."""
+    """Freeze ``model``, and create adapters in its `LoRAOptimizedLinear` layers named in their ``target_mods``; the
+    others become plain layers. If no layer has such a name, all get adapters. Existing adapters are kept and
+    trained."""
     model.requires_grad_(False)
     layers = {
         path: module for path, module in model.named_modules() if isinstance(module, LoRAOptimizedLinear)
@@ -96,7 +96,7 @@ def init_lora(model: nn.Module) -> None:
     for path, module in layers.items():
         if meant and path not in meant:
             module.disable()
-        else:  # of every so many layers, one
+        else:  # offloaded layers are spread evenly
             config, seen = module.lora_config, seen + 1
             share = config.offload_ratio
             module.offloads = config.offload or int(seen * share) > int((seen - 1) * share)
@@ -108,7 +108,7 @@ def _is_target(path: str, module: LoRAOptimizedLinear) -> bool:
 
 
 def _note_name(parent: nn.Module, name: str, layer: nn.Module | None) -> None:
-    """A layer that is given a name of a target will be quantized: its weight may be as soon as it is loaded."""
+    """Let a layer registered under a target's name quantize its weight on loading."""
     if isinstance(layer, LoRAOptimizedLinear) and _is_target(name, layer):
         layer.quantizes_loaded = layer.quantization_config is not None
 
@@ -118,11 +118,11 @@ def _in_place_of(
 ) -> type[nn.Module]:
     class OfLinear(type(original)):
         def __instancecheck__(cls, instance: Any) -> bool:
-            """Models initialize their linear layers by ``isinstance``."""
+            """Accept optimized layers too: models use ``isinstance`` to initialize their linear layers."""
             return isinstance(instance, (original, LoRAOptimizedLinear))
 
     class Linear(original, metaclass=OfLinear):  # type: ignore[misc, valid-type]
-        """Replacement of ``torch.nn.Linear`` in the meantime; its instances are of other classes."""
+        """Temporary replacement of ``torch.nn.Linear``, which creates instances of other classes."""
 
         def __new__(
             cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None

@@ -24,15 +24,15 @@ from deepspeed.zero.gathering.gathered import GatheredParameters
 
 
 class OptimizedLinear(nn.Module):
-    """Makes the linear layer that the configs ask for: ``linear_cls`` without any, a `QuantizedLinear` with a
+    """Factory of linear layers by config: ``linear_cls`` without any, a `QuantizedLinear` with a
     ``quantization_config`` alone, else a `LoRAOptimizedLinear`.
 
     Args:
         input_dim, output_dim: sizes.
-        bias: whether it has one.
-        lora_config, quantization_config: what it is.
-        device, dtype: of its weights.
-        linear_cls: of plain layers.
+        bias: whether the layer has a bias.
+        lora_config, quantization_config: select the kind of layer.
+        device, dtype: of the weights.
+        linear_cls: class of plain layers.
     """
 
     def __new__(
@@ -63,20 +63,20 @@ class OptimizedLinear(nn.Module):
 
 
 class LoRAOptimizedLinear(nn.Module):
-    """``x @ weight.T + lora_alpha / lora_r * B(A(x))``: ``weight`` is frozen, and quantized with a
+    """Computes ``x @ weight.T + lora_alpha / lora_r * B(A(x))``: ``weight`` is frozen, and quantized if there is a
     ``quantization_config``; ``lora_weight_1`` (A, random) and ``lora_weight_2`` (B, zero) are trained.
 
-    With ``delay_lora_init`` the weight stays as it is, to be loaded, until `init_lora`; where ``quantizes_loaded`` is
-    set, a parameter that a loader puts in its place (as Transformers does) is quantized at once. The state dict has
-    ``weight`` as it is stored; loading takes floating-point values as well.
+    With ``delay_lora_init`` the weight stays unquantized, to be loaded, until `init_lora`; if ``quantizes_loaded`` is
+    set, a parameter that a loader assigns to it (as Transformers does) is quantized immediately. The state dict has
+    ``weight`` as stored; loading also accepts floating-point values.
 
     Args:
         input_dim, output_dim, bias, device, dtype, linear_cls: as for `OptimizedLinear`; the bias is frozen.
         lora_config: the adapters.
-        quantization_config: how ``weight`` is stored; None: as it is.
+        quantization_config: storage format of ``weight``; None: unquantized.
 
     Raises:
-        ValueError: no ``lora_config``, or one that cannot be (`LoRAConfig`).
+        ValueError: no ``lora_config``, or an invalid one (`LoRAConfig`).
     """
 
     def __init__(
@@ -105,18 +105,18 @@ class LoRAOptimizedLinear(nn.Module):
         self._initialized = False
         plain: Any = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
         self.quantizes_loaded = False
-        self.weight = plain.weight.requires_grad_(False)  # itself: it may be partitioned already
+        self.weight = plain.weight.requires_grad_(False)  # not a copy: it may already be partitioned
         self.bias = plain.bias.requires_grad_(False) if bias else None
         self.register_load_state_dict_pre_hook(quantize_loaded)
         if not lora_config.delay_lora_init:
             self.init_lora()
 
     def disable(self) -> None:
-        """Be a plain linear layer, without adapters and not quantized: before `init_lora`."""
+        """Make this a plain linear layer, without adapters or quantization. Call it before `init_lora`."""
         self.disabled = True
 
     def init_lora(self) -> None:
-        """Make the adapters, and quantize the weight; once. From then on the adapters are trained."""
+        """Create the adapters and quantize the weight, if not done yet. The adapters are then trained."""
         if self.disabled:
             return
         if self._initialized:
@@ -126,7 +126,7 @@ class LoRAOptimizedLinear(nn.Module):
         self._initialized = True
         config, like = self.lora_config, {"device": self.weight.device, "dtype": self.dtype}
         self.lora_scaling_factor = config.lora_alpha / config.lora_r
-        make: Any = self.linear_cls  # in `Init`, nn.Linear is another class
+        make: Any = self.linear_cls  # not nn.Linear, which `Init` replaces
         self.lora_weight_1 = make(self.input_dim, config.lora_r, bias=False, **like)
         self.lora_weight_2 = make(config.lora_r, self.output_dim, bias=False, **like)
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
@@ -138,11 +138,11 @@ class LoRAOptimizedLinear(nn.Module):
             self._offload()
 
     def full_weight(self) -> Tensor:
-        """The frozen weight [outputs, inputs] in floating point."""
+        """Return the frozen weight [outputs, inputs] in floating point."""
         return self.weight.dequantized() if isinstance(self.weight, QuantizedParameter) else self.weight
 
     def merged_weight(self) -> Tensor:
-        """The weight [outputs, inputs] of a plain layer that computes the same: with what the adapters add."""
+        """Return the weight [outputs, inputs] of an equivalent plain layer, with the adapters merged."""
         weight = self.full_weight().detach()
         if not self._initialized:
             return weight
@@ -150,7 +150,7 @@ class LoRAOptimizedLinear(nn.Module):
         return weight + (self.lora_scaling_factor * added).to(weight.device, weight.dtype)
 
     def linear_without_F_linear(self, input: Tensor, weight: Tensor) -> Tensor:
-        """``input @ weight.T`` as one product of two matrices."""
+        """Compute ``input @ weight.T`` as one matrix product."""
         rows = input.reshape(-1, input.shape[-1])
         return torch.matmul(rows, weight.t()).view(*input.shape[:-1], weight.shape[0])
 
@@ -192,14 +192,14 @@ def _check(config: LoRAConfig) -> None:
         raise ValueError(f"offload_ratio={config.offload_ratio}: the share of frozen weights is from 0 to 1")
 
 
-# A model with adapters as the plain model that computes the same.
+# Export of a model with adapters as the equivalent plain model.
 
 
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, on the host, of ``model`` without optimized layers: weights in floating point, with what the
-    adapters add. It loads into the model as its class makes it, to generate or to be saved.
+    """Return the state dict, on the host, of the plain model equivalent to ``model``: weights in floating point, with
+    adapters merged. It loads into the unmodified model class, for generation or saving.
 
-    At ZeRO stage 3 collective: one module after another is gathered, and every rank gets all of them.
+    Collective at ZeRO stage 3: modules are gathered one after another, and every rank gets all weights.
     """
     state: dict[str, Tensor] = {}
     _collect(model, "", state)

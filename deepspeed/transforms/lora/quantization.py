@@ -1,4 +1,4 @@
-"""Frozen weights that are stored quantized, and dequantized where they are used."""
+"""Frozen weights that are stored quantized and dequantized for use."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from deepspeed.zero.gathering.gathered import GatheredParameters
 
 
 class QuantizedParameter(nn.Parameter):
-    """A frozen parameter that becomes quantized as soon as it is on the accelerator (on the host itself if that is the
-    accelerator): uint8 [groups, bytes of a group and its scale]. ``dequantized()`` is its value.
+    """A frozen parameter that is quantized once it is on the accelerator (which may be the host): uint8 [groups, bytes
+    of a group and its scale]. ``dequantized()`` returns its value.
 
     Args:
         data: floating-point values.
         requires_grad: False.
         quantization_config: None: the default one.
         quantizer: None: an `FP_Quantize`.
-        full_shape, full_dtype: of the values, where ``data`` is already quantized: clients copy a parameter as
+        full_shape, full_dtype: of the values, if ``data`` is already quantized: clients copy a parameter as
             ``QuantizedParameter(p.data, **p.__dict__)``.
 
     Raises:
@@ -63,11 +63,11 @@ class QuantizedParameter(nn.Parameter):
         return self.dtype == self.quantization_config.q_dtype
 
     def dequantized(self) -> Tensor:
-        """The values, made anew each time."""
+        """Return the values, dequantized in every call."""
         return self.values_on(self.device)
 
     def values_on(self, device: torch.device) -> Tensor:
-        """The values on a device: the bytes are moved, and dequantized there."""
+        """Return the values on a device: the quantized bytes are moved and dequantized there."""
         data = self.data.to(device)
         if not self.is_quantized_now:
             return data
@@ -76,7 +76,7 @@ class QuantizedParameter(nn.Parameter):
         return self.quantizer.dequantize(data, out, config.q_bits, config.mantissa_bits)
 
     def offload(self, revert: bool = False) -> None:
-        """Move the values to host memory, or (``revert``) to the accelerator."""
+        """Move the data to host memory, or (``revert``) back to the accelerator."""
         accelerator = get_accelerator()
         target = accelerator.current_device_name() if revert else "cpu"
         self.data = self.data.to(target)
@@ -85,7 +85,7 @@ class QuantizedParameter(nn.Parameter):
         return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
 
     def to(self, *args: Any, **kwargs: Any) -> QuantizedParameter:
-        """As of any tensor; quantized values stay bytes whatever dtype is asked for."""
+        """Do as ``Tensor.to``, except that quantized data keeps its dtype."""
         wanted = torch.empty(0, dtype=self.full_dtype, device=self.device).to(*args, **kwargs)
         stays = self.is_quantized_now
         return self._with(self.data.to(wanted.device) if stays else self.data.to(wanted.device, wanted.dtype))
@@ -129,7 +129,7 @@ def _values(weight: nn.Parameter, like: Tensor) -> Tensor:
 
 
 def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-    """A linear layer whose weight is frozen: quantized, in host memory, both or neither."""
+    """Apply a linear layer with a frozen weight, which may be quantized and may be in host memory."""
     if not isinstance(weight, QuantizedParameter) and weight.device == input.device:
         return functional.linear(input, weight, bias)
     out = product_of_frozen(input, partial(_values, weight))
@@ -137,14 +137,14 @@ def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = Non
 
 
 def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
-    """A `QuantizedParameter` of ``data``."""
+    """Make a `QuantizedParameter` from ``data``."""
     make: Any = QuantizedParameter  # torch's metaclass hides its arguments from type checkers
     return make(data, quantization_config=config)
 
 
 def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
-    """``weight`` quantized; one that ``zero.Init`` has partitioned is gathered for that (collective). Of one on the
-    meta device only the size is known, for plans."""
+    """Quantize ``weight``; if ``zero.Init`` has partitioned it, it is gathered first (collective). On the meta device
+    the result only has the right size, for planning."""
     if weight.is_meta:
         made = quantized(weight.data, config)
         groups = -(-weight.numel() // config.group_size)
@@ -156,8 +156,8 @@ def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> Quantiz
 
 
 def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
-    """Return the value to store when a loader sets a layer's weight: a plain parameter with values is quantized. The
-    loader's notes on the parameter stay."""
+    """Return the value to store when a loader sets a layer's weight: a plain parameter with values is quantized,
+    keeping attributes that the loader has set on it."""
     plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedParameter)
     if not plain or not value.is_floating_point() or value.is_meta or is_zero_param(value):
         return value
@@ -183,9 +183,9 @@ class QuantizedLinear(FrozenLinear):
 
     Args:
         input_dim, output_dim: sizes.
-        bias: whether it has one, which is trained.
+        bias: whether the layer has a bias, which is trained.
         quantization_config: None: the default one.
-        dtype: of bias and values.
+        dtype: of the bias and the dequantized values.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class QuantizedLinear(FrozenLinear):
 
 
 def quantize_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Quantize floating-point values for ``module.weight`` in a state dict that is being loaded (a pre-hook)."""
+    """Quantize floating-point values for ``module.weight`` in a state dict to be loaded (a pre-hook)."""
     weight, given = module.weight, state_dict.get(f"{prefix}weight")
     if not isinstance(weight, QuantizedParameter) or not isinstance(given, Tensor):
         return

@@ -1,1 +1,1 @@
-"""Keeping a region's inputs instead of its activations: ``checkpointing`` is the interface."""
+"""Activation recomputation: ``checkpointing`` is the interface."""

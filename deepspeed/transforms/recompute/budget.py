@@ -1,12 +1,12 @@
-"""``activation_checkpointing.memory_budget``: a limit for what a forward keeps until backward, on models as they are.
+"""``activation_checkpointing.memory_budget``: limits the activations that an unmodified model keeps until backward.
 
 The repeated blocks of a model (``zero/partitioning.py``) are called through ``BudgetedCall``. In the first forward with
-gradients, one block of each kind runs as it is and is counted (``recorded.py``), the others keep only their inputs.
-When it ends, the ranks agree on what they counted, and ``choosing.py`` decides what each block keeps from then on.
-Counted is what runs, so parallel layers, adapters and autocast are in it.
+gradients, one block of each kind runs normally and is measured (``recorded.py``), the others keep only their inputs.
+At its end, the ranks agree on the measurements, and ``choosing.py`` decides what each block keeps from then on. What is
+measured is what actually runs, including parallel layers, adapters and autocast.
 
-A block that keeps less than everything runs under torch's non-reentrant checkpoint, with the results that were
-chosen kept (below): the same operations with the same random numbers, so the same bits.
+A block that does not keep everything runs under torch's non-reentrant checkpoint, with the chosen results kept (below):
+same operations and random numbers, so bit-identical results.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NOTHING: frozenset[Key] = frozenset()
 
 
 class Budget:
-    """Budget of activations that the blocks of one model keep. ``limit``: at most 1: a share of keeping everything;
-    else bytes.
+    """Activation budget of one model's blocks. ``limit``: up to 1, a share of the bytes without recomputation; above,
+    bytes.
     """
 
     def __init__(self, limit: float, ranks: AgreeingRanks | None) -> None:
@@ -50,24 +50,24 @@ class Budget:
         self.ranks = ranks
         self.choice: RecomputeChoice | None = None
         self.chosen: dict[nn.Module, frozenset[Key] | None] = {}
-        """What each block keeps; None: everything. Blocks that are missing keep their inputs alone."""
+        """Results that each block keeps; None: everything. Missing blocks keep only their inputs."""
         self.counting: Count | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
-        """Return the budget of a copy of the model, with blocks of its own."""
+        """Return the budget of a copy of the model, for the copied blocks."""
         made = memo[id(self)] = Budget(self.limit, self.ranks)
         made.choice = self.choice
         made.chosen = {copy.deepcopy(block, memo): chosen for block, chosen in self.chosen.items()}
         return made
 
     def decide(self, count: Count) -> None:
-        """Choose for what was counted on all ranks. DeepSpeedConfigError: the budget cannot be held."""
+        """Choose what to keep, from the counts of all ranks. DeepSpeedConfigError: the budget is too small."""
         counted = count.result()
         if self.ranks is not None:
             counted = agree(counted, self.ranks)
         budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
         try:
-            # A forward on the meta device is counted in one, in which nothing has values.
+            # When counting on the meta device, such a mode is active, in which tensors have no values.
             with _disable_current_modes():
                 choice = choose(counted, budget)
         except BudgetTooSmall as problem:
@@ -89,7 +89,7 @@ def _at_least(limit: float, least: int, counted: Footprint) -> str:
 
 
 class Count:
-    """The forward that is counted: calls of blocks in order, and what is saved outside them."""
+    """Measurement of one forward: calls of blocks in order, and bytes saved outside them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._outside = SavedBytes([*model.parameters(), *model.buffers()])
@@ -106,8 +106,9 @@ class Count:
         self._context.__exit__(None, None, None)
 
     def call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
-        """``run()`` and count it, if it is the first of its kind; else ``again()``, the same with only inputs kept."""
-        self._outside.paused = True  # what blocks keep is not outside them
+        """Run and measure ``run()`` if it is the first call of its kind; else call ``again()``, which keeps only
+        inputs."""
+        self._outside.paused = True  # do not count what blocks save as outside
         try:
             return self._call(block, run, again, inputs)
         finally:
@@ -142,7 +143,7 @@ class Count:
 
 
 def _kind(block: nn.Module, inputs: Any) -> Any:
-    """Return the key under which calls are alike: class, weights, and the inputs' shapes."""
+    """Return a key that is equal for equivalent calls: class, mode, weights, and the inputs' shapes."""
     weights = tuple((name, p.requires_grad) for name, p in block.named_parameters())
     sizes = tuple(getattr(p, "ds_shape", p.shape) for p in block.parameters())
     leaves = tree_leaves(inputs)
@@ -151,13 +152,13 @@ def _kind(block: nn.Module, inputs: Any) -> Any:
 
 
 class BudgetedCall:
-    """``forward`` of a block that keeps what ``budget`` says."""
+    """Replacement ``forward`` of a block that keeps what ``budget`` has chosen."""
 
     def __init__(self, block: nn.Module, budget: Budget) -> None:
         self.block = block
         self.budget = budget
         self.inner: Callable[..., Any] | None = vars(block).get("forward")
-        """A forward that somebody else has put in place of the class's."""
+        """An earlier replacement of the class's forward, if any."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.inner or partial(type(self.block).forward, self.block)
@@ -178,16 +179,16 @@ class BudgetedCall:
 
 @runtime_checkable
 class _Cache(Protocol):
-    """Keys and values of earlier tokens, which models of Transformers pass to their layers by default."""
+    """A KV cache, which Transformers models pass to their layers by default."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any: ...
     def get_seq_length(self, *args: Any) -> int: ...
 
 
 def _no_cache(value: Any) -> Any:
-    """None instead of an empty cache: a layer that runs again would add to it twice.
+    """Replace an empty cache by None: a recomputed layer would append to it twice.
 
-    ValueError: it holds something.
+    ValueError: the cache is not empty.
     """
     if not isinstance(value, _Cache) or isinstance(value, (Tensor, nn.Module)):
         return value
@@ -204,7 +205,7 @@ def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, k
 
 
 class MemoryBudget:
-    """The transform of the key."""
+    """The module transform of ``activation_checkpointing.memory_budget``."""
 
     name = "memory_budget"
     after: tuple[str, ...] = ()
@@ -214,7 +215,7 @@ class MemoryBudget:
         self.limit = limit
 
     def apply(self, module: nn.Module, context: Any) -> None:
-        """DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
+        """Install the budget. DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
         if any(kind.__name__ == "PipelineModule" for kind in type(module).__mro__):
             raise DeepSpeedConfigError(
                 f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
@@ -225,7 +226,7 @@ class MemoryBudget:
 
 
 def budget_blocks(module: nn.Module, limit: float, ranks: AgreeingRanks | None) -> Budget:
-    """Have the blocks of ``module`` called within a budget that is decided in its first forward with gradients."""
+    """Run the blocks of ``module`` within a budget, allocated after its first forward with gradients."""
     blocks = blocks_of(module)
     if not blocks:
         raise DeepSpeedConfigError(
@@ -241,7 +242,7 @@ def budget_blocks(module: nn.Module, limit: float, ranks: AgreeingRanks | None) 
 
 
 class _FirstForward:
-    """Counts the first forward of ``module`` that has gradients, then goes."""
+    """Hooks that measure the first forward of ``module`` with gradients, then remove themselves."""
 
     def __init__(self, module: nn.Module, budget: Budget) -> None:
         self.module, self.budget = module, budget
@@ -265,7 +266,7 @@ class _FirstForward:
         if count is None:
             return
         count.end()
-        if outputs is None:  # it failed
+        if outputs is None:  # the forward raised
             return
         for handle in self._handles:
             handle.remove()
@@ -285,7 +286,7 @@ def refuse_own_checkpoints(module: nn.Module) -> None:
 
 
 def report(choice: RecomputeChoice) -> str:
-    """Describe in a few lines what is kept and what is recomputed."""
+    """Format a report of what is kept and what is recomputed, a few lines."""
     counted = choice.counted
     lines = [
         f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} that everything takes; "
@@ -299,7 +300,7 @@ def report(choice: RecomputeChoice) -> str:
 
 
 def _runs(choice: RecomputeChoice) -> Sequence[tuple[int, int, Any, Block]]:
-    """Neighbours that do the same: first and last block, way, block."""
+    """Group consecutive blocks that do the same: (first block, last block, way, block)."""
     found: list[tuple[int, int, Any, Block]] = []
     for number, (way, block) in enumerate(zip(choice.ways, choice.counted.blocks, strict=True)):
         if found and found[-1][2] == way and found[-1][3] == block:
@@ -334,11 +335,11 @@ def _limit(limit: float) -> str:
     return f"{limit:.0%}" if limit <= 1 else _size(int(limit))
 
 
-# Ranks that run one model decide alike: each counts its own batch, and the largest numbers of all count.
+# Ranks that run one model decide equally: each measures its own batch, and the maximum over ranks is used.
 
 
 class AgreeingRanks:
-    """Those with the same layers: replicas, and those that share each layer or sequence."""
+    """The ranks that run the same layers: replicas, and ranks that share each layer or sequence."""
 
     def __init__(self, mesh: ProcessMesh, module: nn.Module) -> None:
         self._mesh = mesh
@@ -349,13 +350,13 @@ class AgreeingRanks:
 
     @property
     def groups(self) -> list[Communicator]:
-        """The largest of all is the largest along one axis after the other: a model-parallel unit may have no group
-        of all."""
+        """One group per axis: the overall maximum is taken axis by axis, as a model-parallel unit may have no group of
+        all these ranks."""
         axes = (("dp", "sp"), ("tp",))
         return [self._mesh.communicator(*names) for names in axes if self._mesh.size(*names) > 1]
 
     def largest(self, numbers: list[int]) -> list[int]:
-        """Elementwise, over all ranks. Collective."""
+        """Return the elementwise maximum over all ranks. Collective."""
         device = next((p.device for p in self._module.parameters()), torch.device("cpu"))
         values = torch.tensor(numbers, dtype=torch.int64, device=device)
         for group in self.groups:
@@ -369,11 +370,11 @@ class AgreeingRanks:
 
 
 def agree(counted: Footprint, ranks: AgreeingRanks) -> Footprint:
-    """The largest bytes and FLOPs of all ranks, which may have batches of different sizes. Where their blocks do not
-    run the same operations (experts without tokens), only whole blocks are chosen from.
+    """Take the maximum bytes and FLOPs over all ranks, which may have batches of different sizes. If the ranks' blocks
+    run different operations (experts without tokens), only whole blocks can be recomputed.
 
     Raises:
-        RuntimeError: their blocks run in different orders.
+        RuntimeError: the ranks run blocks in different orders.
     """
     if not ranks.groups:
         return counted
@@ -394,7 +395,7 @@ def _digest(value: object) -> int:
 
 
 def _without_choices(record: BlockRecord) -> BlockRecord:
-    """One operation that does everything."""
+    """Merge all operations into one that cannot be kept."""
     ops = record.ops[: record.needed]
     if not ops:
         return record
@@ -421,7 +422,7 @@ def _largest(record: BlockRecord, ranks: AgreeingRanks) -> BlockRecord:
     return replace(record, ops=tuple(ops), needed=needed, inputs=inputs, saved=saved)
 
 
-# Results of chosen operations of a checkpointed region, kept from its first run and used in its second one.
+# Keep the results of chosen operations in the first run of a checkpointed region, and reuse them in the second.
 #
 # (Selective recomputation: Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022.)
 
@@ -442,7 +443,7 @@ class _Numbering(TorchDispatchMode):
 
 
 class _Keep(_Numbering):
-    """The first run."""
+    """Mode for the first run: keeps the chosen results."""
 
     def __init__(self, chosen: Collection[Key], kept: dict[Key, Any]) -> None:
         super().__init__()
@@ -456,7 +457,7 @@ class _Keep(_Numbering):
 
 
 class _Reuse(_Numbering):
-    """The second run, and any after it."""
+    """Mode for the second and later runs: returns the kept results instead of computing them."""
 
     def __init__(self, kept: dict[Key, Any]) -> None:
         super().__init__()
@@ -490,6 +491,6 @@ def _unchanged(func: Any, kept: Any) -> Any:
 
 
 def keeping(chosen: Collection[Key]) -> tuple[_Keep, _Reuse]:
-    """Contexts of the first and of the second run of a region (``context_fn`` of ``torch.utils.checkpoint``)."""
+    """Return the contexts of a region's first and second run (``context_fn`` of ``torch.utils.checkpoint``)."""
     kept: dict[Key, Any] = {}
     return _Keep(chosen, kept), _Reuse(kept)

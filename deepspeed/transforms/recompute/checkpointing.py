@@ -2,12 +2,11 @@
 
 (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.)
 
-How inputs are kept, and the named random states, belong to an engine whose config has the section, and are in force in
-its ``forward``; all other regions have those of the process. Functions that are called outside a forward, such as
-``configure``, act on the newest such engine, else on the process's. Recomputation, random states of the default
-generators, autocast and detached inputs are handled by torch (``torch.utils.checkpoint``). Added here:
-structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs in
-``kept_inputs.py``, and timing.
+The settings for keeping inputs, and the named RNG states, belong to an engine whose config has the section, and apply
+inside its ``forward``; all other regions use the process-wide settings. Functions called outside a forward, such as
+``configure``, act on the newest such engine, else on the process-wide settings. Torch (``torch.utils.checkpoint``)
+handles recomputation, RNG states of the default generators, autocast and detached inputs. This module adds structured
+arguments and results, the named RNG states of ``rng.py``, storage of inputs (``kept_inputs.py``), and timing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SECTION = "activation_checkpointing"
 
 @dataclass(eq=False)
 class Settings:
-    """Settings of one engine, or of the process."""
+    """Settings of one engine, or process-wide."""
 
     configured: bool = False
     mpu: Any = None
@@ -53,12 +52,12 @@ class Settings:
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
     network: Network = process_network
     layers: list[Any] = field(default_factory=list)
-    """Hooks on layers that a model checkpoints itself."""
+    """Handles of hooks on layers that the model checkpoints itself."""
     tensor_ranks: Communicator | None = None
-    """Those of the engine, where no model-parallel unit says who they are."""
+    """The engine's tensor-parallel ranks, for use without a model-parallel unit."""
 
     def group(self) -> Communicator:
-        """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
+        """Return the ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
         if not self.section.partition_activations:
             return Communicator(None)
         for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
@@ -68,12 +67,12 @@ class Settings:
         return self.tensor_ranks or Communicator(None)
 
     def keep_layers(self, module: Any) -> None:
-        """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if this says so."""
+        """Offload the inputs of layers that ``module`` checkpoints itself to host memory too, if configured."""
         if self is not _state.process and self.section.cpu_checkpointing:
             self.layers = keep_inputs_of_layers(module, lambda: _keeping_inputs(self))
 
     def leave(self) -> None:
-        """Their engine is destroyed: the functions here act on the one before it."""
+        """Unregister the settings of a destroyed engine: module functions then act on the previous one."""
         for handle in self.layers:
             handle.remove()
         self.layers = []
@@ -102,17 +101,17 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets how checkpointed regions keep their inputs. Arguments that are given override the config.
+    """Configure how checkpointed regions keep their inputs. Given arguments override the config.
 
     Args:
-        mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: those of the newest engine.
-        deepspeed_config: Path, dict or object with an ``activation_checkpointing`` section.
-        partition_activations: Partition inputs across the tensor-parallel ranks, which all hold the same ones.
-        contiguous_checkpointing: Keep inputs in buffers allocated once, for ``num_checkpoints`` regions. Needs
+        mpu_: model-parallel unit, whose tensor-parallel ranks share the inputs. None: those of the newest engine.
+        deepspeed_config: path, dict or object with an ``activation_checkpointing`` section.
+        partition_activations: partition inputs across the tensor-parallel ranks, which hold replicas of them.
+        contiguous_checkpointing: keep inputs in preallocated buffers, for ``num_checkpoints`` regions. Needs
             ``partition_activations``.
-        checkpoint_in_cpu: Keep inputs in host memory.
-        synchronize: Wait for the device at the edges of each region.
-        profile: Print the time and memory of each region.
+        checkpoint_in_cpu: offload inputs to host memory.
+        synchronize: synchronize with the device at the boundaries of each region.
+        profile: print the time and memory of each region.
     """
     given = {
         "partition_activations": partition_activations,
@@ -157,7 +156,7 @@ def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
 
 
 class _CheckpointState:
-    """Owner of the settings in force. ``process``: what was configured before there was an engine with its own."""
+    """All settings. ``process``: process-wide, configured before any engine had its own."""
 
     def __init__(self) -> None:
         self.process = Settings()
@@ -168,7 +167,7 @@ _state = _CheckpointState()
 
 
 def _current() -> Settings:
-    """Those of the engine whose forward, or recomputation, runs; else of the newest; else of the process."""
+    """Return the settings of the engine whose forward or recomputation runs; else of the newest; else the process's."""
     found = running.get()
     if found is PROCESS:
         return _state.process
@@ -178,10 +177,10 @@ def _current() -> Settings:
 def settings_for(
     config: Any, mpu: Any, network: Network, tensor_ranks: Communicator | None = None
 ) -> Settings:
-    """Those of a new engine whose config has the section.
+    """Create the settings of a new engine whose config has the section.
 
-    If there is no other engine with its own, it takes over what the process was told before: what ``configure`` was
-    given stays in force, and random states that were seeded are its own. Else it starts with a copy of the newest's.
+    If no other engine has settings, it takes over the process-wide ones: arguments of ``configure`` stay in effect, and
+    seeded RNG states become the engine's. Otherwise it starts with a copy of the newest engine's RNG states.
     """
     given: DeepSpeedActivationCheckpointingConfig = config.activation_checkpointing_config
     newest, settings = _state.engines.get(), _state.process
@@ -195,7 +194,7 @@ def settings_for(
 
 @contextlib.contextmanager
 def in_force(settings: Settings) -> Iterator[None]:
-    """Around what runs with an engine's ``settings``."""
+    """Apply an engine's ``settings`` inside the block."""
     before = begin_forward(settings)
     try:
         yield
@@ -204,12 +203,12 @@ def in_force(settings: Settings) -> Iterator[None]:
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that checkpointed regions restore when they are recomputed."""
+    """Return the tracker whose states are restored when checkpointed regions are recomputed."""
     return _current().tracker
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_CUDA_RNG_STATE_TRACKER":  # what clients read instead of calling get_cuda_rng_tracker()
+    if name == "_CUDA_RNG_STATE_TRACKER":  # some clients read this instead of calling get_cuda_rng_tracker()
         return get_cuda_rng_tracker()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -220,33 +219,33 @@ def is_configured() -> bool:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Number of checkpointed regions in a forward pass: how many inputs a contiguous buffer holds."""
+    """Set the number of checkpointed regions per forward, i.e. of inputs that a contiguous buffer holds."""
     settings = _current()
     settings.section.number_checkpoints = nlayers
     settings.arena = None
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turns the partitioning of inputs on or off."""
+    """Turn partitioning of inputs on or off."""
     _current().section.partition_activations = partition_activation
 
 
 def reset() -> None:
-    """Releases the contiguous buffers, for steps with a different number or size of regions."""
+    """Release the contiguous buffers, for steps with a different number or size of regions."""
     arena = _current().arena
     if arena is not None:
         arena.clear()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds what tensor-parallel ranks draw alike with ``seed``, and what they draw independently with
-    a different seed each.
+    """Seed the RNG for numbers that tensor-parallel ranks draw equally with ``seed``, and the named state for numbers
+    drawn independently with a different seed on each rank.
     """
     seed_model_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Reseeds what tensor-parallel ranks draw independently."""
+    """Reseed only the named state, for numbers that tensor-parallel ranks draw independently."""
     reseed_tensor_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
 
 
@@ -254,15 +253,14 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 class _Region:
-    """One call of a checkpointed function, in the form torch's checkpoint takes: flat in, flat out, run
-    twice.
+    """One call of a checkpointed function, adapted to torch's checkpoint: flat inputs and outputs, run twice.
 
     It holds no tensor: ``KeptInputs`` decides how the inputs are kept until backward.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.settings = _current()  # also of the recomputation, whatever is in force then
+        self.settings = _current()  # the recomputation uses them too, whatever is current then
         self._input_spec: Any = None
         self._output_spec: Any = None
         self._rng_states: dict[str, Tensor] | None = None
@@ -296,11 +294,11 @@ class _Region:
 
 
 class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
-    """The reentrant form: one autograd node for the region; its backward runs the region again and
+    """Reentrant checkpointing: one autograd node for the region, whose backward runs the region again and
     backpropagates through it.
 
-    ``apply(run_function, all_outputs, *args)``: results of ``run_function(*args)``, tensors among the
-    arguments passed flat, are returned and added to the list ``all_outputs``.
+    ``apply(run_function, all_outputs, *args)``: returns the results of ``run_function(*args)``, with tensor arguments
+    passed flat, and appends them to the list ``all_outputs``.
     """
 
     @staticmethod
@@ -309,8 +307,8 @@ class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
         outputs = torch.utils.checkpoint.CheckpointFunction.forward(
             ctx, run_function, preserve_rng_state, *args
         )
-        # Autograd makes this node the origin of the very tensors that are returned. One that was not computed here (a
-        # constant of the module, a parameter) would then lead backward into this region again, without an end.
+        # Autograd makes this node the grad_fn of the returned tensors themselves. For one that was not computed here (a
+        # constant of the module, a parameter), backward would then re-enter this region endlessly.
         if isinstance(outputs, Tensor):
             outputs = outputs.detach()
         else:
@@ -325,12 +323,12 @@ class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, recomputed in backward instead of kept.
+    """Compute ``function(*args, **kwargs)`` without keeping activations; it is recomputed in backward.
 
-    Arguments and results may hold tensors in dicts, lists and tuples, and anything else. The function
-    must not depend on anything that changes between forward and backward, and works with ``.backward()``
-    but not ``torch.autograd.grad``. If no argument requires a gradient, ``non_reentrant_checkpoint`` is
-    used, as the parameters would get no gradients otherwise.
+    Arguments and results may be tensors in dicts, lists and tuples, or anything else. The function must not depend on
+    state that changes between forward and backward. Works with ``.backward()`` but not with ``torch.autograd.grad``. If
+    no argument requires a gradient, ``non_reentrant_checkpoint`` is used, as parameters would get no gradients
+    otherwise.
     """
     region = _Region(function)
     leaves = region.flatten(args, kwargs)
@@ -342,8 +340,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``checkpoint`` with saved-tensor hooks: also works for ``torch.autograd.grad`` and frozen inputs, and stops
-    recomputing as soon as backward has what it needs."""
+    """Do as ``checkpoint``, with saved-tensor hooks: also works with ``torch.autograd.grad`` and frozen inputs, and
+    stops recomputing as soon as backward has what it needs."""
     region = _Region(function)
     return _without_reentry(region, region.flatten(args, kwargs))
 
@@ -351,7 +349,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def selective_checkpoint(
     function: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], args: Any, kwargs: Any
 ) -> Any:
-    """``non_reentrant_checkpoint(function, *args, **kwargs)`` whose two runs are inside ``contexts()``."""
+    """Do ``non_reentrant_checkpoint(function, *args, **kwargs)`` with its two runs inside ``contexts()``."""
     region = _Region(function)
     return _without_reentry(region, region.flatten(args, kwargs), context_fn=contexts)
 
@@ -364,7 +362,7 @@ def _without_reentry(region: _Region, leaves: list[Any], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _keeping_inputs(settings: Settings) -> Iterator[None]:
-    """Inside the block, what autograd saves (a region's inputs) is kept as configured."""
+    """Keep what autograd saves inside the block (a region's inputs) as configured."""
     section = settings.section
     if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
         yield
@@ -376,7 +374,7 @@ def _keeping_inputs(settings: Settings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _boundary(phase: str, region: Any) -> Iterator[None]:
-    """Marks the edges of a region's forward or backward: waits for the device and measures, as configured."""
+    """Synchronize and measure at the boundaries of a region's forward or backward, as configured."""
     section = region.settings.section if isinstance(region, _Region) else _current().section
     if section.synchronize_checkpoint_boundary:
         synchronize_stream()
@@ -399,19 +397,19 @@ def _boundary(phase: str, region: Any) -> Iterator[None]:
         )
 
 
-# ``cpu_checkpointing`` for models that checkpoint their layers themselves, as those of Transformers do.
+# ``cpu_checkpointing`` for models that checkpoint their layers themselves, such as Transformers models.
 
 
 SWITCH = "gradient_checkpointing"
-"""The attribute of a module that says whether it runs under ``torch.utils.checkpoint``."""
+"""Module attribute that enables ``torch.utils.checkpoint``."""
 
 
 def keep_inputs_of_layers(
     module: nn.Module, keeping: Callable[[], AbstractContextManager[None]]
 ) -> list[Any]:
-    """Enter ``keeping()`` around each call of a checkpointed layer of ``module``. Returns handles of hooks.
+    """Enter ``keeping()`` around each call of a checkpointed layer of ``module``. Returns hook handles.
 
-    What a checkpoint inside saves for itself does not reach a context around it, its inputs do.
+    Tensors that a checkpoint inside saves internally bypass the surrounding context; its inputs do not.
     """
     handles: list[Any] = []
     for layer in _checkpointed(module):
@@ -420,7 +418,7 @@ def keep_inputs_of_layers(
 
 
 def _checkpointed(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost modules with the switch: layers, or a model that calls the checkpoint for its layers."""
+    """Yield the innermost modules with the switch: layers, or a model that checkpoints its layers."""
     for each in module.modules():
         below = (child for child in each.modules() if child is not each)
         if hasattr(each, SWITCH) and not any(hasattr(child, SWITCH) for child in below):

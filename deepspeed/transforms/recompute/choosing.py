@@ -1,12 +1,12 @@
-"""Choice of the results to keep and those to recompute: the fewest FLOPs within a number of bytes.
+"""Choice of results to keep or recompute: minimal FLOPs within a byte budget.
 
-Two knapsacks. In one block every operation's result can be kept for its bytes or recomputed for its FLOPs; the best
-sets for all sizes are the block's *ways* to run, beside keeping everything as autograd does. Over the blocks, one way
-each is chosen. Both are solved by dynamic programming over bytes, in units that are rounded up, so that the bytes hold.
+Two knapsack problems. Within a block, each operation's result is kept, for its bytes, or recomputed, for its FLOPs; the
+best sets for all sizes are the block's *ways* to run, besides keeping everything like autograd. Over the blocks, one
+way each is chosen. Both are solved by dynamic programming over bytes, in units rounded up, so the budget holds.
 
-[Note: the last blocks] Backward runs a block again before it goes through it, so all that the block would have saved is
-there while later blocks are gone. Recomputing the last block therefore saves no peak unless what follows it is as
-large; and of blocks that are alike, those that keep more come last.
+[Note: the last blocks] Backward reruns a block before backpropagating through it, so all that the block would have
+saved is alive then, while later blocks are already freed. Recomputing the last block thus does not lower the peak
+unless what follows it is as large; and of identical blocks, those that keep more come last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeWay:
-    """``kept``: bytes from forward to backward, ``again``: once it has run again. ``cost``, ``flops``: of running
-    again. ``chosen``: whose results are kept; None: everything is, and nothing runs again."""
+    """A way to run a block. ``kept``: bytes kept from forward to backward, ``again``: bytes after the rerun. ``cost``,
+    ``flops``: of the rerun. ``chosen``: operations whose results are kept; None: everything is kept, without a
+    rerun."""
 
     kept: int
     again: int
@@ -37,7 +38,7 @@ class RecomputeWay:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of a model in the order of calls: its kind, and how often it is called."""
+    """One block of a model, in call order: its kind, and the number of calls per forward."""
 
     kind: int
     calls: int = 1
@@ -45,8 +46,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """A forward. ``outside``: bytes saved outside blocks, ``before`` of them until the last block ends; ``kinds``: one
-    call of each kind of block."""
+    """Memory footprint of a forward. ``outside``: bytes saved outside blocks, ``before`` of them before the last block
+    ends; ``kinds``: one call of each kind of block."""
 
     kinds: Sequence[BlockRecord]
     blocks: Sequence[Block]
@@ -55,18 +56,18 @@ class Footprint:
 
     @property
     def everything(self) -> int:
-        """Bytes without recomputation."""
+        """Bytes kept without recomputation."""
         return self.outside + sum(self.kinds[b.kind].saved * b.calls for b in self.blocks)
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of the blocks, forward and backward (twice as many)."""
+        """FLOPs of the blocks, forward and backward (twice the forward)."""
         return 3 * sum(self.kinds[b.kind].flops * b.calls for b in self.blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeChoice:
-    """``ways``: one for each block. ``peak``: bytes, ``extra``: FLOPs run again."""
+    """The chosen ``ways``, one per block. ``peak``: in bytes; ``extra``: recomputed FLOPs."""
 
     counted: Footprint
     ways: Sequence[RecomputeWay]
@@ -80,12 +81,12 @@ class RecomputeChoice:
 
     @property
     def extra_share(self) -> float:
-        """Return the recomputed share of all FLOPs of the blocks' forward and backward."""
+        """Recomputed FLOPs as a share of the blocks' forward and backward."""
         return self.extra / self.counted.flops if self.counted.flops else 0.0
 
 
 class BudgetTooSmall(ValueError):
-    """Not even recomputing everything keeps to the bytes; ``least`` is what does."""
+    """The budget is exceeded even with everything recomputed; ``least``: the minimum feasible bytes."""
 
     def __init__(self, least: int) -> None:
         super().__init__(f"the least that blocks can keep is {least} bytes")
@@ -93,7 +94,7 @@ class BudgetTooSmall(ValueError):
 
 
 def ways_of(record: BlockRecord) -> list[RecomputeWay]:
-    """From the fewest bytes to the most; the last one keeps everything."""
+    """Return the ways to run a block, by increasing bytes; the last one keeps everything."""
     whole = RecomputeWay(kept=record.saved, again=record.saved, cost=0, flops=0, chosen=None)
     needed = record.ops[: record.needed]
     items = [op for op in needed if op.keepable and op.out and op.cost]
@@ -104,7 +105,7 @@ def ways_of(record: BlockRecord) -> list[RecomputeWay]:
         way = RecomputeWay(
             kept=nbytes,
             again=record.saved + sum(op.out for op in kept if not op.saved),
-            cost=1 + cost - sum(op.cost for op in kept),  # running again is never free
+            cost=1 + cost - sum(op.cost for op in kept),  # a rerun is never free
             flops=flops - sum(op.flops for op in kept),
             chosen=frozenset(op.key for op in kept),
         )
@@ -114,7 +115,7 @@ def ways_of(record: BlockRecord) -> list[RecomputeWay]:
 
 
 def _best_sets(items: Sequence[RecordedOp], most: int) -> list[list[RecordedOp]]:
-    """Those that save the highest cost for their bytes, from none to ``most`` bytes."""
+    """Return the sets of results that save the highest cost for their bytes, from none to ``most`` bytes."""
     unit = max(1, -(-most // UNITS_OF_BLOCK))
     best: list[tuple[int, int]] = [(0, 0)] * (UNITS_OF_BLOCK + 1)  # cost, and the set as bits
     for number, op in enumerate(items):
@@ -128,7 +129,7 @@ def _best_sets(items: Sequence[RecordedOp], most: int) -> list[list[RecordedOp]]
 
 
 def choose(counted: Footprint, budget: int) -> RecomputeChoice:
-    """The cheapest ways whose peak is at most ``budget`` bytes.
+    """Choose the cheapest ways with a peak of at most ``budget`` bytes.
 
     Raises:
         BudgetTooSmall: there are none.
@@ -153,7 +154,7 @@ def choose(counted: Footprint, budget: int) -> RecomputeChoice:
 def _within(
     counted: Footprint, options: Sequence[Sequence[RecomputeWay]], budget: int, last_whole: bool
 ) -> RecomputeChoice | None:
-    """Note: the last blocks. What is kept is lowered until the peak fits as well."""
+    """Solve for the kept bytes, lowering them until the peak fits too (Note: the last blocks); None if impossible."""
     room = budget - counted.outside
     for _ in range(ROUNDS):
         ways = _solved(counted, options, room, last_whole)
@@ -212,7 +213,7 @@ def _larger_last(blocks: Sequence[Block], ways: list[RecomputeWay]) -> list[Reco
 
 
 def peak_of(counted: Footprint, ways: Sequence[RecomputeWay]) -> int:
-    """Bytes kept at the end of forward, or while a block that runs again is whole, whichever is more."""
+    """Return the maximum of the bytes kept at the end of forward and those while any rerun block is alive."""
     kept = [way.kept * block.calls for way, block in zip(ways, counted.blocks, strict=True)]
     peak, so_far = counted.outside + sum(kept), counted.before
     for block, way, nbytes in zip(counted.blocks, ways, kept, strict=True):

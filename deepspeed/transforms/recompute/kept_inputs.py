@@ -1,12 +1,11 @@
-"""Storage of the inputs of a checkpointed region until backward recomputes it.
+"""Storage of a checkpointed region's inputs until backward recomputes it.
 
-Used as saved-tensors hooks: ``pack`` when autograd saves an input, ``unpack`` when backward asks for it.
-Three things can be done to an input, alone or together: partition it across a group of ranks that all
-hold the same one, move it to host memory, and put it into a buffer that lives as long as training does
-(so that long-lived inputs do not fragment the memory between short-lived tensors).
+Used as saved-tensors hooks: ``pack`` when autograd saves an input, ``unpack`` when backward needs it. An input can be
+partitioned across a group of ranks that hold replicas of it, offloaded to host memory, and placed in a persistent
+buffer (so that long-lived inputs do not fragment memory between short-lived tensors), in any combination.
 
-[Note: fetched ahead] Backward asks for inputs in the reverse order. When it asks for one in host memory, the copy of
-the one that was kept before it begins, beside the computation, so that at most two are on the device at a time.
+[Note: fetched ahead] Backward needs inputs in reverse order. When it requests one from host memory, the copy of the
+preceding one starts, overlapping computation; at most two are on the device at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from deepspeed.transforms.recompute.side_stream import SideStream
 
 
 class InputSlot:
-    """A piece of an arena; returned when its last reference is dropped."""
+    """A slot of an arena; returned when its last reference is dropped."""
 
     def __init__(self, tensor: Tensor, free: list[Tensor]) -> None:
         self.tensor = tensor
@@ -34,8 +33,8 @@ class InputSlot:
 
 
 class Arena:
-    """Buffers of ``slots_per_buffer`` equal pieces for each size, dtype and device; another one is added when
-    all pieces are taken.
+    """Buffers of ``slots_per_buffer`` equal slots for each size, dtype and device; another buffer is added when all
+    slots are taken.
     """
 
     def __init__(self, slots_per_buffer: int) -> None:
@@ -50,7 +49,7 @@ class Arena:
         return InputSlot(free.pop(), free)
 
     def clear(self) -> None:
-        """Drops the buffers; pieces in use stay valid."""
+        """Drop the buffers; slots in use stay valid."""
         self._free = {}
 
 
@@ -58,7 +57,7 @@ class Arena:
 class KeptTensors:
     """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros.
 
-    ``before``: the one in host memory that was kept before this one; ``fetched``: a copy on its way to the device.
+    ``before``: the preceding input in host memory; ``fetched``: its copy to the device, in flight or complete.
     """
 
     local: Tensor
@@ -71,7 +70,7 @@ class KeptTensors:
 
 @dataclass(eq=False)
 class InHost:
-    """The inputs of one owner that are in host memory: the last one, and the stream that copies them."""
+    """Inputs of one owner in host memory: the last one, and the stream for copies."""
 
     last: weakref.ref[KeptTensors] | None = None
     stream: SideStream = field(default_factory=SideStream)
@@ -80,7 +79,7 @@ class InHost:
         kept.before, self.last = self.last, weakref.ref(kept)
 
     def take(self, kept: KeptTensors) -> Tensor:
-        """``kept.local`` on its device; the one before it follows (Note: fetched ahead)."""
+        """Return ``kept.local`` on its device, and start fetching the preceding one (Note: fetched ahead)."""
         found = self.stream.arrived(kept.fetched if kept.fetched is not None else self._fetch(kept))
         kept.fetched = None
         before = kept.before() if kept.before is not None else None
@@ -93,14 +92,12 @@ class InHost:
 
 
 def leaves_device(device: torch.device) -> bool:
-    """Return whether host memory is apart from the memory of ``device``."""
+    """Return whether host memory is separate from the memory of ``device``."""
     return device.type != "cpu"
 
 
 class KeptInputs:
-    """``pack`` and ``unpack`` for one configuration. All ranks of the group pack and unpack in the same
-    order.
-    """
+    """``pack`` and ``unpack`` for one configuration. All ranks of the group must call them in the same order."""
 
     def __init__(
         self, communicator: Communicator, *, offload: bool, arena: Arena | None, in_host: InHost | None = None
@@ -111,7 +108,7 @@ class KeptInputs:
         self._in_host = in_host or InHost()
 
     def pack(self, tensor: Tensor) -> Any:
-        # Masks and positions are small, and in some models differ between ranks: they stay as they are.
+        # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
         if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
             return tensor
         part = self._part(tensor)
@@ -123,7 +120,7 @@ class KeptInputs:
             slot = self._arena.take(numel, tensor.dtype, device, pinned)
             local = slot.tensor
         elif numel == tensor.numel() and not to_host:
-            return tensor  # whole, and where it is
+            return tensor  # neither partitioned nor moved
         else:
             slot = None
             local = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
@@ -145,12 +142,12 @@ class KeptInputs:
             full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
             self._communicator.all_gather(full, local).wait()
         else:
-            # The piece returns to the arena while the recomputed region may still hold its input.
+            # Cloned, because the slot returns to the arena while the recomputed region may still hold its input.
             full = local.clone() if local is kept.local and kept.slot is not None else local
         return full[: kept.shape.numel()].view(kept.shape)
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """This rank's elements of the flattened tensor."""
+        """Return this rank's elements of the flattened tensor."""
         size, rank = self._communicator.size, self._communicator.rank
         numel = -(-tensor.numel() // size)
         return tensor.detach().reshape(-1)[rank * numel : (rank + 1) * numel]

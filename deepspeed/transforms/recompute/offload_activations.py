@@ -1,8 +1,8 @@
-"""Inputs of layers that recompute themselves, in host memory: for models that call ``torch.utils.checkpoint`` without
-reentrance, as those of Transformers do. ``checkpointing.py`` has its own way for regions that it checkpoints.
+"""Offload of the inputs of self-checkpointing layers to host memory, for models that use non-reentrant
+``torch.utils.checkpoint``, such as Transformers models. Regions of ``checkpointing.py`` are handled there.
 
-A marked tensor goes to the host when autograd saves it, beside the computation. The newest few stay: backward asks for
-them first. When it asks for one, the copy of the one before begins.
+A marked tensor is copied to the host when autograd saves it, overlapping computation. The newest few stay, as backward
+needs them first. When it requests one, the copy of the preceding one starts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckpointActivationOffloadStats:
 
 
 class _Input:
-    """A saved input: on the device, in host memory, or both. Its host memory goes back to the pool with it."""
+    """A saved input: on the device, in host memory, or both. Its host buffer returns to the pool on deletion."""
 
     def __init__(self, tensor: Tensor, before: _Input | None, release: Callable[[Tensor], None]) -> None:
         self.tensor: Tensor | None = tensor
@@ -54,18 +54,18 @@ class _Input:
 
 
 class CheckpointHiddenStatesOffload(saved_tensors_hooks):
-    """A context around forward (and backward): what is marked lies in host memory between the two.
+    """Context manager around forward (and backward) that offloads marked tensors to host memory in between.
 
-    Inside it, layers of Transformers that checkpoint themselves mark their hidden states; others call ``mark``. On a
-    CPU nothing is moved.
+    Inside it, self-checkpointing layers of Transformers mark their hidden states automatically; other code calls
+    ``mark``. On a CPU nothing is moved.
 
     Args:
-        use_pin_memory: page-locked host memory, from which copies overlap with computation.
-        use_streams: copy on a stream of its own.
-        min_offload_bytes: smaller tensors stay.
-        max_fwd_stash_count: of so many tensors whose copy was begun last the memory on the device is held until then.
-        max_cpu_buffer_pool_count: most host buffers that wait for another use.
-        keep_last_count: the newest that are not moved.
+        use_pin_memory: use pinned host memory, so that copies overlap computation.
+        use_streams: copy on a separate stream.
+        min_offload_bytes: smaller tensors stay on the device.
+        max_fwd_stash_count: number of most recently sent tensors whose device memory is not freed yet.
+        max_cpu_buffer_pool_count: maximum number of free host buffers kept for reuse.
+        keep_last_count: number of newest tensors that are not moved.
 
     ValueError: one of the numbers is negative.
     """
@@ -98,7 +98,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self.reset()
 
     def reset(self) -> None:
-        """Forget marks and counts, and let host memory go that no graph needs."""
+        """Clear marks and statistics, and free host memory that no graph needs."""
         self.stats = CheckpointActivationOffloadStats()
         self._marks: dict[Any, weakref.ref[Tensor]] = {}
         self._pool: dict[Any, list[Tensor]] = {}
@@ -111,7 +111,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._last: weakref.ref[_Input] | None = None
 
     def mark(self, tensor: Tensor) -> None:
-        """Move this tensor when it is saved next."""
+        """Offload this tensor when it is next saved."""
         self.stats.marked_tensors += 1
         self._marks[_storage_key(tensor)] = weakref.ref(tensor)
 
@@ -138,7 +138,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         finally:
             _contexts.leave(self)
             self._marks.clear()
-            self._forget_order()  # graphs hold what they need
+            self._forget_order()  # graphs keep what they need alive
 
     # Saved tensors ------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
 
     def _take_mark(self, tensor: Tensor) -> bool:
         marked = self._marks.pop(_storage_key(tensor), None)
-        return marked is not None and marked() is not None  # else its memory may be another tensor's
+        return marked is not None and marked() is not None  # else its memory may have been reused
 
     def _can_move(self, tensor: Tensor) -> bool:
         overlaps = tensor.numel() > 1 and 0 in tensor.stride()
@@ -213,14 +213,14 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         return self._stream.copy(source, target) if self.use_streams else target.copy_(source)
 
     def _take_back(self, host: Tensor) -> None:
-        """Copies run in order, so that the next one into this memory comes after the last one out of it."""
+        """Return a host buffer to the pool. Copies run in order, so the next one into it follows the last one out."""
         if self._pooled < self.max_cpu_buffer_pool_count:
             self._pool.setdefault((host.size(), host.dtype), []).append(host)
             self._pooled += 1
 
 
 def _storage_key(tensor: Tensor) -> Any:
-    """By which a tensor is found again: autograd saves another object for the same memory."""
+    """Return a key that identifies a tensor's memory: autograd saves another tensor object for it."""
     return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 
 
@@ -246,7 +246,7 @@ def get_checkpoint_hidden_states_offloading_ctx_manager(
 
 
 class _Contexts:
-    """The contexts that are open, innermost last, and the patch of Transformers' layers while there are some."""
+    """The active contexts, innermost last, and the patch of Transformers' layer class while there are any."""
 
     def __init__(self) -> None:
         self.open: list[CheckpointHiddenStatesOffload] = []
@@ -262,7 +262,7 @@ class _Contexts:
             _layer_class().__call__, self._plain_call = self._plain_call, None
 
     def patch(self) -> None:
-        """Replace the call of the class, where layers of a model have imported it."""
+        """Patch ``__call__`` of the layer class, if it has been imported."""
         kind = _layer_class()
         if kind is None or self._plain_call is not None:
             return

@@ -1,5 +1,5 @@
-"""Record of what one call of a block computes and keeps for backward, counted while it runs: on a device, or simulated
-on the meta device.
+"""Recording of the operations of one block call and the bytes it saves for backward, on a device or simulated on the
+meta device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.utils._pytree import tree_leaves
 from deepspeed.comm.collectives import OPERATIONS, Communicator
 
 Key = tuple[Any, int]
-"""An operation of a block: which one, and how many of its kind came before it."""
+"""An operation of a block: (function, number of earlier calls of it)."""
 
 BYTE_AS_FLOPS = 10
-"""What a moved byte costs, in FLOPs: nothing is recomputed in vain, and products weigh far more than the rest."""
+"""Cost of a moved byte in FLOPs: makes every recomputation cost something, while products still dominate."""
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _UNFILLED = ("empty", "new_empty", "zeros", "new_zeros", "ones", "new_ones", "full", "new_full", "_to_copy")
-"""Filled by somebody else later, or cast from a weight: not worth keeping."""
+"""Operations whose results are filled later, or cast from a weight: not worth keeping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
-    """``out``: bytes of memory that its results add. ``cost``: FLOPs, and the bytes that it moves, in FLOPs.
-    ``keepable``: whether its results can take its place in a second run. ``saved``: whether autograd keeps them.
-    ``label``: the layer whose weight it uses, else its own name."""
+    """One operation. ``out``: bytes that its results allocate. ``cost``: FLOPs, plus moved bytes in FLOPs.
+    ``keepable``: whether its results can replace it in a rerun. ``saved``: whether autograd saves them. ``label``: the
+    layer whose weight it uses, else the operation's name."""
 
     key: Key
     flops: int
@@ -47,8 +47,8 @@ class RecordedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRecord:
-    """One call. Bytes: ``inputs`` that have gradients; ``saved`` by autograd, each memory once, without weights and
-    what is only read. Running it again for backward means its first ``needed`` operations."""
+    """One call of a block. In bytes: ``inputs`` that require gradients; ``saved`` by autograd, each storage once,
+    without weights and other inputs. A rerun for backward needs the first ``needed`` operations."""
 
     ops: tuple[RecordedOp, ...]
     needed: int
@@ -61,7 +61,7 @@ class BlockRecord:
 
 
 def is_counted(func: Any) -> bool:
-    """Return whether an operation has a number: checkpoints add some ``detach`` of their own."""
+    """Return whether an operation is numbered; ``detach`` is not, as checkpoints add extra ones."""
     return func is not torch.ops.aten.detach.default and func.namespace != "prim"
 
 
@@ -70,7 +70,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class SavedBytes:
-    """Bytes that autograd saves inside ``counting()``, each memory once, weights and ``ignored`` memory not at all."""
+    """Counts bytes that autograd saves inside ``counting()``, each storage once, without weights and ``ignored``."""
 
     def __init__(self, ignored: Iterable[Tensor] = (), at_pack: Callable[[int], None] | None = None) -> None:
         self._ignored = {storage_key(each) for each in ignored}
@@ -96,7 +96,8 @@ class SavedBytes:
 
 
 def record_block(block: nn.Module, call: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Any, BlockRecord]:
-    """``call()``, which is ``block`` on ``inputs`` (any structure of tensors), with gradients; and what it did."""
+    """Run ``call()``, which is ``block`` on ``inputs`` (any nest of tensors), with gradients; return its outputs and
+    record."""
     tensors = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Tensor)]
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.requires_grad}
     recorder = _Recorder(block)
@@ -110,7 +111,7 @@ def record_block(block: nn.Module, call: Callable[[], Any], inputs: Iterable[Any
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation. ``needed``: how many there were when autograd saved something for the last time."""
+    """Records every operation. ``needed``: number of operations before autograd's last save."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -123,13 +124,13 @@ class _Recorder(TorchDispatchMode):
         self._saved: set[int] = set()
 
     def mark(self, key: int) -> None:
-        """Autograd saves this memory."""
+        """Note that autograd saves this storage."""
         self.needed = len(self._ops)
         if key in self._made_by:
             self._saved.add(self._made_by[key])
 
     def written(self, tensors: Iterable[Tensor]) -> None:
-        """Their memory changes after it was computed: whoever made it must be run again."""
+        """Note that storages were modified after they were computed: their producers must be rerun."""
         self._spoilt |= {self._made_by[key] for t in tensors if (key := storage_key(t)) in self._made_by}
 
     def finished(self) -> Iterator[RecordedOp]:
@@ -154,7 +155,7 @@ class _Recorder(TorchDispatchMode):
             written = [a for a, s in zip(args, schema.arguments, strict=False) if _is_written(s)]
             written += [kwargs.get(s.name) for s in schema.arguments if _is_written(s) and s.name in kwargs]
             self.written(leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
-        old = {storage_key(t) for t in read}  # not all views say in their schema that they are
+        old = {storage_key(t) for t in read}  # not all view ops declare aliasing in their schema
         fresh = {key: t.untyped_storage().nbytes() for t in made if (key := storage_key(t)) not in old}
         number = len(self._ops)
         self._made_by.update(dict.fromkeys(fresh, number))
@@ -181,14 +182,14 @@ def _is_written(argument: Any) -> bool:
 
 
 def _can_be_kept(func: Any, args: Any, kwargs: Any) -> bool:
-    """Random numbers are drawn again, so that those after them are the same ones."""
+    """Return whether results can be kept. Random draws are repeated, so that later ones get the same numbers."""
     if func._schema.is_mutable or func.namespace in _COMMUNICATION:
         return False
     return not _draws(func, args, kwargs) and not func._schema.name.partition("::")[2].startswith(_UNFILLED)
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the operation draws random numbers. Attention can, and does so only with dropout."""
+    """Return whether the operation draws random numbers. Attention does only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     arguments = func._schema.arguments
@@ -204,11 +205,11 @@ def _address(tensor: Tensor) -> tuple[int, int]:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Return the FLOPs of products, convolutions and attention, by torch's formulas; 0 for all else."""
+    """Return the FLOPs of products, convolutions and attention by torch's formulas; 0 for all else."""
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name
-    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":  # has no formula there
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":  # torch has no formula for it
         query, key, value = args[:3]
         rows, width = math.prod(query.shape[:-1]), query.shape[-1] + value.shape[-1]
         return 2 * rows * key.shape[-2] * width
@@ -218,7 +219,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
 
 @contextlib.contextmanager
 def _communication_seen(written: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
-    """Inside, ``written`` hears of tensors that a ``Communicator`` fills, which no operation of torch shows."""
+    """Report tensors that a ``Communicator`` fills to ``written`` inside the block: no torch operation shows them."""
     before = {name: getattr(Communicator, name) for name in OPERATIONS}
 
     def heard(method: Callable[..., Any]) -> Callable[..., Any]:

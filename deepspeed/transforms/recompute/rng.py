@@ -1,9 +1,9 @@
-"""Named random states, so that ranks draw the same or different numbers, as each computation requires.
+"""Named RNG states, so that ranks draw equal or different numbers, as each computation requires.
 
-Ranks of one tensor-parallel group hold pieces of the same layer. Replicated computation (a dropout on the
-layer's output) has to draw the same numbers on each rank; partitioned computation (a dropout inside the
-layer) different ones. The former uses the device's own generator, the latter a named state of the tracker
-(Shoeybi et al., *Megatron-LM*, 2019), as in layers written for it, or ``RegionNumbers``, as in our own.
+Ranks of a tensor-parallel group hold parts of the same layer. Replicated computation (dropout on the layer's output)
+must draw equal numbers on each rank; partitioned computation (dropout inside the layer) different ones. The former uses
+the device's default generator, the latter a named state of the tracker (Shoeybi et al., *Megatron-LM*, 2019), in layers
+written for it, or ``RegionNumbers``, in our own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps tensor-parallel seeds distinct from 
 
 
 def set_device_state(new_state: torch.Tensor, device: int = -1) -> None:
-    """Set the state of an accelerator's random generator, by default the current one's. ``new_state`` is copied."""
+    """Set the RNG state of a device, by default the current one. ``new_state`` is copied."""
     get_accelerator().set_rng_state(new_state.clone(), device if device >= 0 else None)
 
 
 class CudaRNGStatesTracker:
-    """Named states of the accelerator's random generator (the CPU's where that is the accelerator)."""
+    """Named RNG states of the accelerator (which may be the CPU)."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -39,20 +39,20 @@ class CudaRNGStatesTracker:
         self.seeds_ = set()
 
     def copy(self) -> CudaRNGStatesTracker:
-        """Another tracker that starts with the same states."""
+        """Return a new tracker with the same states."""
         result = CudaRNGStatesTracker()
         result.states_, result.seeds_ = dict(self.states_), set(self.seeds_)
         return result
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the table; the states in it are never written to."""
+        """Return a copy of the table; the states in it are never modified."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Adds a state that starts at ``seed``. ValueError if the name or the seed is in use."""
+        """Add a state seeded with ``seed``. ValueError: the name or the seed is in use."""
         if name in self.states_:
             raise ValueError(f"The random state {name!r} exists already; reset() the tracker to start over.")
         if seed in self.seeds_:
@@ -66,7 +66,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, random numbers come from the named state, which advances; the outer state is untouched."""
+        """Draw random numbers from the named state inside the block, advancing it; the outer state is restored."""
         if name not in self.states_:
             raise ValueError(f"There is no random state {name!r}; add({name!r}, seed) comes first.")
         accelerator = get_accelerator()
@@ -80,7 +80,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def replay(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the table is ``states``; afterwards it is restored."""
+        """Use ``states`` as the table inside the block; afterwards the previous one is restored."""
         now = self.get_states()
         self.set_states(states)
         try:
@@ -97,39 +97,37 @@ def _tensor_parallel_rank(mpu: Any) -> int:
 
 
 def seed_model_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -> None:
-    """Seeds the accelerator with ``seed`` and the tracker's named state with a different seed per tensor-parallel
-    rank.
-    """
+    """Seed the accelerator with ``seed``, and the tracker's named state differently on each tensor-parallel rank."""
     tracker.reset()
     get_accelerator().manual_seed(seed)
     tracker.add(MODEL_PARALLEL_RNG, seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
 
 
 def reseed_tensor_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -> None:
-    """Restarts only the named state, from ``seed``."""
+    """Reseed only the named state, from ``seed``."""
     with tracker.fork():
         get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
 
 
 class RegionNumbers:
-    """Random numbers of a region of which each rank of ``group`` has a part: different on each, and the same again when
-    a checkpointed region is recomputed, by whoever recomputes it.
+    """Random numbers of a region that is partitioned over ``group``: different on each rank, and reproduced when a
+    checkpointed region is recomputed, by any checkpointing implementation.
 
-    A named state of the tracker would not do for the latter: ``torch.utils.checkpoint`` restores the device's own
-    generator and nothing else. So a region's numbers start from that generator's state and the rank's place, and the
-    generator moves on by one number, on all ranks alike, that the next region has others. The two are swapped with get
-    and set, without waiting for the device.
+    A named state of the tracker would not achieve the latter: ``torch.utils.checkpoint`` restores only the device's
+    default generator. So a region is seeded from that generator's state and the rank, and the generator then advances
+    by one number, equally on all ranks, so that the next region differs. States are swapped by get and set, without
+    synchronizing with the device.
     """
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
         self._equal: torch.Tensor | None = (
-            None  # state of the device's generator while the other one is in its place
+            None  # the default generator's state while a region's state replaces it
         )
 
     @contextlib.contextmanager
     def different(self) -> Iterator[None]:
-        """Inside, each rank draws its own numbers."""
+        """Draw different numbers on each rank inside the block."""
         if self.group.size == 1 or self._equal is not None:
             yield
             return
@@ -145,7 +143,7 @@ class RegionNumbers:
 
     @contextlib.contextmanager
     def equal(self) -> Iterator[None]:
-        """Within ``different``: inside, all ranks draw the same numbers again."""
+        """Draw equal numbers on all ranks inside the block, nested in ``different``."""
         if self._equal is None:
             yield
             return
@@ -164,8 +162,8 @@ class RegionNumbers:
 
 
 def share_random_states(group: Communicator) -> None:
-    """The first rank's states of the host's and the device's generator on every rank of ``group``, which then draw
-    alike. Collective."""
+    """Broadcast the first rank's RNG states of host and device over ``group``, so that all ranks draw equal numbers.
+    Collective."""
     if group.size == 1:
         return
     accelerator = get_accelerator()

@@ -1,7 +1,7 @@
-"""Say whose settings of activation checkpointing are in force, for engines that may have none.
+"""Selection of the current activation-checkpointing settings, for engines that may have none.
 
-An engine whose config has no such section has the settings of the process: it is content with ``PROCESS``, and what
-recomputes (``checkpointing.py``) is imported by whoever checkpoints.
+An engine whose config has no such section uses ``PROCESS``, the process-wide settings; ``checkpointing.py`` is imported
+only by code that checkpoints.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, Protocol
 
 
 class RecomputeSettings(Protocol):
-    """Settings of activation checkpointing that an engine keeps."""
+    """Activation-checkpointing settings held by an engine."""
 
     def keep_layers(self, module: Any) -> None:
-        """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if these settings say so."""
+        """Offload the inputs of layers that ``module`` checkpoints itself to host memory too, if configured."""
 
     def leave(self) -> None:
-        """Their engine is destroyed: the functions of ``checkpointing`` act on the one before it."""
+        """Unregister the settings of a destroyed engine: ``checkpointing``'s functions then act on the previous one."""
 
 
 class _OfProcess:
-    """Stands for the settings of the process, whatever they are when they are asked for."""
+    """Placeholder for the process-wide settings, resolved at use."""
 
     def keep_layers(self, module: Any) -> None: ...
     def leave(self) -> None: ...
@@ -30,9 +30,9 @@ class _OfProcess:
 PROCESS: RecomputeSettings = _OfProcess()
 
 running: ContextVar[Any] = ContextVar("deepspeed_checkpointing", default=None)
-"""Those of the engine whose forward, or recomputation, runs; None outside."""
+"""Settings of the engine whose forward or recomputation runs; None outside."""
 
 begin_forward = running.set
-"""An engine's forward begins: its settings are in force until ``end_forward`` is called with what this returns."""
+"""Make an engine's settings current, until ``end_forward`` is called with the returned token."""
 
 end_forward = running.reset

@@ -1,4 +1,4 @@
-"""Copies between device and host beside the computation; without streams (a CPU), plain copies."""
+"""Copies between device and host that overlap computation; plain copies on a CPU, which has no streams."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from deepspeed.base.accelerator import get_accelerator
 
 
 class SideStream:
-    """One stream of copies, made when it is first needed. Copies run in the order in which they were asked for."""
+    """A stream for copies, created on first use. Copies run in the order in which they were requested."""
 
     def __init__(self) -> None:
         self._stream: Any = None
         self.copies = 0
 
     def copy(self, source: Tensor, target: Tensor) -> Tensor:
-        """Begin to fill ``target``, after what the current stream has to do to either. Returns ``target``."""
+        """Start copying ``source`` to ``target``, ordered after the current stream's work. Returns ``target``."""
         self.copies += 1
         on_device = [each for each in (source, target) if each.device.type == "cuda"]
         if not on_device:
@@ -29,11 +29,11 @@ class SideStream:
         with accelerator.stream(self._stream):
             target.copy_(source, non_blocking=True)
         for each in on_device:
-            each.record_stream(self._stream)  # its memory must not be used again before
+            each.record_stream(self._stream)  # its memory must not be reused before the copy completes
         return target
 
     def arrived(self, target: Tensor) -> Tensor:
-        """``target`` for the current stream, which waits for all copies that were asked for so far."""
+        """Return ``target``, after making the current stream wait for all copies requested so far."""
         if self._stream is not None:
             current: Any = get_accelerator().current_stream()
             current.wait_stream(self._stream)

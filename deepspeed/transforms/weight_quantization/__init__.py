@@ -1,1 +1,1 @@
-"""Weights in groups of few bits for ZeRO-Inference: the config section ``weight_quantization``."""
+"""Groupwise weight quantization for ZeRO-Inference: the config section ``weight_quantization``."""

@@ -1,4 +1,4 @@
-"""Tensors as integers of 8 or 4 bits with a scale and a smallest value for each group."""
+"""Groupwise quantization to 8- or 4-bit integers with a scale and a minimum per group."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deepspeed.ops.formats.integers import levels_above
 from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 
 ALIGN = 64
-"""Bytes: where parts of a joined parameter start."""
+"""Alignment of the parts of a joined parameter, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """``num_bits`` 8 or 4; ``group_size`` values along ``group_dim`` have one scale. ``symmetric``: 0 is one of the
-    levels."""
+    """Quantization format. ``num_bits``: 8 or 4; ``group_size`` values along ``group_dim`` share a scale.
+    ``symmetric``: 0 is one of the levels."""
 
     num_bits: int
     group_size: int
@@ -28,7 +28,7 @@ class Grouping:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Grouping:
-        """ValueError: a key is missing or unknown, or a value is not possible."""
+        """Parse a config, with defaults for missing keys. ValueError: an unknown key or invalid value."""
         known = {"num_bits", "group_size", "group_dim", "symmetric"}
         unknown = sorted(set(config) - known)
         if unknown:
@@ -48,29 +48,30 @@ class Grouping:
         return made
 
     def fits(self, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Return whether groups divide such a tensor."""
+        """Return whether groups divide a tensor of this shape."""
         return -len(shape) <= self.group_dim < len(shape) and shape[self.group_dim] % self.group_size == 0
 
     def split(
         self, shape: torch.Size | tuple[int, ...], size: int | None = None
     ) -> tuple[int, tuple[int, ...]]:
-        """(the dim of a group's values, the shape with it): ``group_dim`` becomes two. ``size``: of a group."""
+        """Split ``group_dim`` in two; return (dim of the values in a group, new shape). ``size``: of a group."""
         dim, size = self.group_dim % len(shape), size or self.group_size
         return dim + 1, (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
 
 
 class GroupwiseQuantizer:
-    """``config``: ``num_bits``, ``group_size``, ``group_dim``, ``symmetric``. ValueError: see ``Grouping.of``."""
+    """Quantizer. ``config``: ``num_bits``, ``group_size``, ``group_dim``, ``symmetric``. ValueError: as in
+    ``Grouping.of``."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.grouping = Grouping.of(config)
 
     def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(integers, scales, smallest values): values are integers times scale plus the smallest.
+        """Return (integers, scales, minima): a value is its integer times the scale plus the minimum.
 
-        Integers are uint8 in the tensor's shape; of 4 bits, two lie in a byte, so ``group_dim`` is half as long.
-        Scales and smallest values have a number for each group: fp16 for fp16 tensors, else fp32.
+        Integers are uint8 in the tensor's shape; with 4 bits, two are packed into a byte, and ``group_dim`` is half as
+        long. Scales and minima have one number per group: fp16 for fp16 tensors, else fp32.
 
         ValueError: groups do not divide the tensor.
         """
@@ -97,7 +98,7 @@ class GroupwiseQuantizer:
 
 
 class GroupwiseDequantizer:
-    """``config``: as of the ``GroupwiseQuantizer``. ``dtype``: of the values."""
+    """Dequantizer. ``config``: as for ``GroupwiseQuantizer``. ``dtype``: of the values."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         self.config = config
@@ -105,7 +106,7 @@ class GroupwiseDequantizer:
         self.dtype = dtype
 
     def dequantize(self, tensor: Tensor, quant_scale: Tensor, quant_min: Tensor) -> Tensor:
-        """The values, in the shape that was quantized."""
+        """Return the values, in the original shape."""
         grouping = self.grouping
         dim, grouped = grouping.split(tensor.shape, grouping.group_size * grouping.num_bits // 8)
         levels = unpack_bits(tensor.reshape(grouped), grouping.num_bits, dim=dim).float()
@@ -118,7 +119,7 @@ Quantizer, DeQuantizer = GroupwiseQuantizer, GroupwiseDequantizer
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
-    """Put ``module`` at the dotted path ``module_name`` of ``model``, with the hooks of what was there."""
+    """Replace the submodule at the dotted path ``module_name`` of ``model`` by ``module``, keeping its hooks."""
     parent, _, name = module_name.rpartition(".")
     keep_hooks(model.get_submodule(module_name), module)
     setattr(model.get_submodule(parent), name, module)
@@ -127,8 +128,8 @@ def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> 
 def concat_to_compat_param(
     quantized_weight: Tensor, quant_scale: Tensor, quant_min: Tensor, return_param: bool = True
 ) -> nn.Parameter | Tensor:
-    """Integers, scales and smallest values as one uint8 tensor, which can be partitioned, moved and gathered as any
-    parameter; ``parts_of_param`` takes it apart. ``return_param``: as a frozen parameter."""
+    """Join integers, scales and minima into one uint8 tensor, which can be partitioned, moved and gathered like any
+    parameter; ``parts_of_param`` splits it again. ``return_param``: return a frozen parameter."""
     parts = [_padded(each) for each in (quant_scale, quant_min, quantized_weight)]
     joined = torch.cat(parts)
     return nn.Parameter(joined, requires_grad=False) if return_param else joined
@@ -137,14 +138,14 @@ def concat_to_compat_param(
 def parts_of_param(
     joined: Tensor, config: dict[str, Any], shape: torch.Size, kept: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """(integers, scales, smallest values) of what ``concat_to_compat_param`` has joined: views, of a tensor of
-    ``shape`` whose scales are ``kept``."""
+    """Split a result of ``concat_to_compat_param`` into (integers, scales, minima), as views if aligned. ``shape``: of
+    the original tensor; ``kept``: dtype of scales and minima."""
     grouping = Grouping.of(config)
     dim, grouped = grouping.split(shape)
     small = tuple(1 if number == dim else size for number, size in enumerate(grouped))
     words = list(shape)
     words[grouping.group_dim] //= 8 // grouping.num_bits
-    if joined.data_ptr() % kept.itemsize:  # cut from the middle of something else
+    if joined.data_ptr() % kept.itemsize:  # a misaligned view of a larger buffer
         joined = joined.clone()
     count = torch.Size(small).numel()
     step = -(-count * kept.itemsize // ALIGN) * ALIGN

@@ -1,1 +1,1 @@
-"""Messages between stages: channels and what travels in them."""
+"""Messages between stages: channels and their encoding."""

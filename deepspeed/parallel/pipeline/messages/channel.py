@@ -1,15 +1,15 @@
-"""Messages between two stages, in one direction and in order.
+"""Ordered, one-way message channels between two stages.
 
-Between ranks of one host they go through shared memory (``LocalSender``), otherwise over the process group.
+Ranks of one host communicate through shared memory (``LocalSender``), others over the process group.
 
-Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. On CPUs the receives of the next
-frame and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
-receive costs gloo milliseconds. On a GPU a receive that waits for a message to come would hold up whatever waits for
-the device. The frame holds the description of the message (``describe``) only where that has changed, and else its
-number of bytes; a description that is too long follows by itself.
+Over a group, a message is a *frame*, int64 [FRAME], followed by the bytes of its tensors. On CPUs the receives of the
+next frame and bytes are posted ahead, so that the message arrives while the stage computes; a receive posted only when
+needed costs gloo milliseconds. On a GPU, a receive pending for a future message would block anything that synchronizes
+with the device. The frame has the number of bytes, and the description of the message (``describe``) only if that
+changed; a description too long for the frame follows separately.
 
-gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
-message of another size is preceded by as many bytes without meaning.
+gloo aborts the process if a receive buffer is too small. So the buffer posted ahead has the size of the previous
+message, and a message of another size is preceded by that many padding bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from deepspeed.comm.transports.host_messages import NeighbourReceiver, Neighbour
 from deepspeed.parallel.pipeline.errors import PipelineError
 
 FRAME = 64
-_NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # what a frame begins with
+_NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # offsets of the frame's header fields
 _SAME = -1
-"""Number of words of a description that is that of the message before."""
+"""Word count that means: same description as the previous message."""
 
 
 class SendLink(Protocol):
@@ -52,8 +52,8 @@ class ReceiveLink(Protocol):
 
 
 class Handover:
-    """From one chunk to the next on the same stage: both ends in one object. Like a message, what is received has no
-    graph."""
+    """Both ends of a link between two chunks on the same stage. Received tensors are detached, like those of a
+    message."""
 
     def __init__(self) -> None:
         self._waiting: deque[Any] = deque()
@@ -67,18 +67,18 @@ class Handover:
         return self._waiting.popleft()
 
     def clear(self) -> None:
-        """After a batch that failed."""
+        """Drop pending messages after a failed batch."""
         self._waiting.clear()
 
     def post_receives(self, messages: int) -> None:
-        """It is there when it is needed."""
+        """Do nothing: messages are available once sent."""
 
     def flush(self) -> None:
-        """Nothing is on the way."""
+        """Do nothing: nothing is in flight."""
 
 
 class LocalSender:
-    """Sends to a rank of this host. What was sent may change at once."""
+    """Sends to a rank of this host. Sent tensors may be modified immediately."""
 
     def __init__(self, link: NeighbourSender) -> None:
         self.link, self.peer = link, link.peer
@@ -88,7 +88,7 @@ class LocalSender:
         self._specs: list[TensorSpec] = []
 
     def send(self, value: Any) -> None:
-        """``value``: as ``describe`` takes it."""
+        """Send ``value``, a nest that ``describe`` supports."""
         words, tensors = describe(value)
         note = array("q", (self.sent,))
         if words != self._words:
@@ -100,12 +100,12 @@ class LocalSender:
         self.sent += 1
 
     def flush(self) -> None:
-        """Wait until the other rank could receive everything without this one."""
+        """Wait until the peer can receive everything without this rank."""
         self.link.flush()
 
 
 class LocalReceiver:
-    """Receives what the ``LocalSender`` of a rank of this host sends: tensors lie where they were put."""
+    """Receives from the ``LocalSender`` of a rank of this host, without copying: tensors are views of shared memory."""
 
     def __init__(self, link: NeighbourReceiver) -> None:
         self.link, self.peer = link, link.peer
@@ -114,10 +114,10 @@ class LocalReceiver:
         self._specs: list[TensorSpec] = []
 
     def post_receives(self, messages: int) -> None:
-        """They come by themselves."""
+        """Do nothing: shared memory needs no posted receives."""
 
     def receive(self, left: int = 0) -> Any:
-        """The next message, as from ``Receiver``."""
+        """Return the next message, as ``Receiver`` does."""
         note, data = self.link.receive()
         number, *words = memoryview(note).cast("q")
         _check_number(number, self.received, self.peer)
@@ -132,7 +132,7 @@ class LocalReceiver:
 
 
 def _check_number(number: int, expected: int, peer: int) -> None:
-    """PipelineError: a message was lost."""
+    """Raise PipelineError unless the message is the ``expected`` one."""
     if number != expected:
         raise PipelineError(
             f"rank {peer} sent message {number}, but {expected} was expected: the stages do not run the same order of "
@@ -141,7 +141,7 @@ def _check_number(number: int, expected: int, peer: int) -> None:
 
 
 class Sender:
-    """Sends to the rank ``peer`` without waiting for it. ``tag``: one per direction of a pair of ranks."""
+    """Sends to the rank ``peer`` asynchronously. ``tag``: one per direction of a pair of ranks."""
 
     def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
         self.peer, self.group, self.device, self.tag = peer, group, device, tag
@@ -153,7 +153,7 @@ class Sender:
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, value: Any) -> None:
-        """``value``: as ``describe`` takes it. Its tensors must not change before ``flush``."""
+        """Send ``value``, a nest that ``describe`` supports. Its tensors must not change before ``flush``."""
         words, tensors = describe(value)
         frame = [self.sent, 0, _SAME]
         rest: list[int] = []
@@ -195,7 +195,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives what the ``Sender`` at rank ``peer`` with the same ``tag`` sends."""
+    """Receives from the ``Sender`` at rank ``peer`` with the same ``tag``."""
 
     def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
         self.peer, self.group, self.device, self.tag = peer, group, device, tag
@@ -203,7 +203,7 @@ class Receiver:
         self._words: Sequence[int] | None = None
         self._specs: list[TensorSpec] = []
         self._ahead: list[tuple[Any, Tensor]] = []
-        """The receives of the next frame, and of as many bytes as the last message had, if any."""
+        """Posted receives of the next frame, and of as many bytes as the last message had, if any."""
         self._last_bytes = 0
         self._posts_ahead = device.type == "cpu"
 
@@ -223,8 +223,8 @@ class Receiver:
         return dist.irecv(data, self.peer, group=self.group, tag=self.tag), data
 
     def receive(self, left: int = 0) -> Any:
-        """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
-        will follow. PipelineError: a message was lost."""
+        """Return the next message; its tensors require gradients if they did at the sender. ``left``: messages still to
+        come after this one. PipelineError: a message was lost."""
         self._post_next()
         (work, frame), *ahead = self._ahead
         self._ahead = []
@@ -232,7 +232,7 @@ class Receiver:
         head = frame.tolist()
         _check_number(head[_NUMBER], self.received, self.peer)
         self.received += 1
-        for work, _ in ahead:  # before what follows it
+        for work, _ in ahead:  # before posting the receives of what follows
             work.wait()
         count = head[_WORDS]
         if count != _SAME:
@@ -257,11 +257,11 @@ class Receiver:
         return data
 
 
-# Encoding of messages between stages as numbers and bytes: any nest of tuples, lists and dicts of tensors, None, bool,
-# int, float and str.
+# Encoding of messages as numbers and bytes: any nest of tuples, lists and dicts of tensors, None, bool, int, float and
+# str.
 #
-# A message is *described* by a list of int64: the nest, what is no tensor, and of each tensor dtype, shape and whether
-# its gradient comes back. Two messages with equal descriptions differ only in the bytes of their tensors.
+# A message is *described* by a list of int64: the nest, the values that are not tensors, and each tensor's dtype, shape
+# and whether its gradient comes back. Messages with equal descriptions differ only in the bytes of their tensors.
 
 
 DTYPES = (
@@ -270,12 +270,12 @@ DTYPES = (
 )  # fmt: skip
 _NONE, _BOOL, _INT, _FLOAT, _STR, _TENSOR, _TUPLE, _LIST, _DICT = range(9)
 ALIGNMENT = 64
-"""Bytes: tensors begin at multiples of it, as those that torch makes."""
+"""Tensors start at multiples of this many bytes, as torch's own allocations do."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """``start``: of its bytes in the message."""
+    """A tensor of a message; ``start``: offset of its bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -288,7 +288,7 @@ class TensorSpec:
 
 
 def describe(value: Any) -> tuple[list[int], list[Tensor]]:
-    """The description of ``value``, and its tensors in order. PipelineError: it holds something that cannot be sent."""
+    """Return the description of ``value`` and its tensors in order. PipelineError: it holds an unsupported type."""
     words: list[int] = []
     tensors: list[Tensor] = []
     _describe(value, words, tensors)
@@ -346,7 +346,7 @@ def total_bytes(found: Sequence[TensorSpec]) -> int:
 
 
 def rebuild(words: Sequence[int], tensors: Sequence[Tensor]) -> Any:
-    """The value that was described, with these tensors in its places."""
+    """Reconstruct the described value with these tensors."""
     left = iter(tensors)
     return _rebuild(iter(words), lambda *_: next(left))
 
@@ -375,7 +375,7 @@ def _rebuild(words: Iterator[int], tensor: Any) -> Any:
 
 
 def pack(tensors: Sequence[Tensor], found: Sequence[TensorSpec]) -> Tensor:
-    """The bytes of a message, uint8 [total_bytes]: of a single tensor without a copy where it is contiguous."""
+    """Return the bytes of a message, uint8 [total_bytes]; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
         return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
     device = tensors[0].device if tensors else None
@@ -385,13 +385,13 @@ def pack(tensors: Sequence[Tensor], found: Sequence[TensorSpec]) -> Tensor:
 
 
 def pack_into(packed: Tensor, tensors: Sequence[Tensor], found: Sequence[TensorSpec]) -> None:
-    """Put the bytes of a message into ``packed``, uint8 [total_bytes]."""
+    """Write the bytes of a message into ``packed``, uint8 [total_bytes]."""
     for tensor, spec in zip(tensors, found, strict=True):
         _part(packed, spec).copy_(tensor.detach())
 
 
 def unpack(packed: Tensor, found: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of a message. Each counts its own versions, though they share memory."""
+    """Return the tensors of a message. Each has its own version counter, though they share memory."""
     return [_part(packed, spec).data.requires_grad_(spec.needs_grad) for spec in found]
 
 

@@ -1,4 +1,4 @@
-"""The channels of a stage: one each way for every pair of neighbouring pieces of the model."""
+"""Channels of a stage: one in each direction for every pair of adjacent pieces (chunks) of the model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
 from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
-_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages after the first piece; those of the next follow
+_ACTIVATIONS, _GRADIENTS = 1, 2  # tags between pieces 0 and 1; each later pair adds 2
 
 
 class Connections:
-    """``links``: those of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this pipeline.
-    Collective over ``group``, these ranks."""
+    """Creates the ``links`` of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this
+    pipeline. Collective over ``group``, these ranks."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Connections:
         self.links = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
 
     def _edges(self) -> list[Edge]:
-        """Between any two stages, by tag."""
+        """Return the edges between different stages, keyed by tag."""
         found = []
         for number in range(self.layout.stages * self.layout.chunks - 1):
             before, after = self._rank_of(number), self._rank_of(number + 1)
@@ -61,8 +61,8 @@ class Connections:
         return found
 
     def _groups_of_edges(self) -> dict[Hashable, ProcessGroup]:
-        """Make a group for each direction of this stage's links, by tag: NCCL knows no tags, and transfers between two
-        ranks of one group wait in one queue, where two that send before they receive would wait for each other."""
+        """Create a group for each direction of this stage's links, by tag: NCCL has no tags and queues all transfers
+        between two ranks of a group in order, so two ranks that both send first would deadlock."""
         own = self.ranks[self.stage]
         return {
             edge.key: new_group(sorted((edge.source, edge.target)), apart=True)
@@ -71,7 +71,7 @@ class Connections:
         }
 
     def _rank_of(self, number: int) -> int:
-        """The rank that has a piece of the model."""
+        """Return the rank that holds a piece of the model."""
         return self.ranks[stage_on_chain(number, self.layout.stages, self.layout.zigzag)]
 
     def _of_chunk(self, chunk: int) -> ChunkLinks:
@@ -87,7 +87,7 @@ class Connections:
         return links
 
     def _inlet(self, source: int, tag: int) -> ReceiveLink:
-        """From a piece of the model."""
+        """Return the receiving end of a link from the piece ``source``."""
         peer, local = self._rank_of(source), self._local.get(tag)
         if peer == self.ranks[self.stage]:
             return self._handovers.setdefault(tag, Handover())
@@ -108,7 +108,7 @@ class Connections:
         )
 
     def named(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
-        """Yield each channel to or from a neighbour with a name that says what it carries."""
+        """Yield each channel to or from a neighbour, with the name of its payload."""
         for links in self.links:
             for name, channel in (
                 ("activations", links.inputs),
@@ -120,7 +120,7 @@ class Connections:
                     yield name, channel
 
     def clear(self) -> None:
-        """After a batch that failed."""
+        """Drop messages left by a failed batch."""
         for handover in self._handovers.values():
             handover.clear()
 
@@ -129,5 +129,5 @@ class Connections:
         for end in self._local.values():
             end.close()
         for group in self._groups.values():
-            with contextlib.suppress(ValueError):  # where the job's groups are destroyed already
+            with contextlib.suppress(ValueError):  # the job's groups are already destroyed
                 dist.destroy_process_group(group)

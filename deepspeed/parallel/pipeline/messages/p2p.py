@@ -1,6 +1,6 @@
-"""The documented functions that send tensors from one stage to a neighbour, for loops of one's own.
+"""The documented functions that send tensors between neighbouring stages, for custom training loops.
 
-The engine does not use them: its channels (``channel.py``) also tell the other side what comes.
+The engine does not use them: its channels (``channel.py``) also transmit shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 
 @dataclass(slots=True)
 class _P2PState:
-    """The grid that was registered last, and what is on its way."""
+    """The registered grid, and the operations in flight."""
 
     grid: PipelineParallelGrid | None = None
     pending: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -28,7 +28,7 @@ _state = _P2PState()
 
 
 def init_process_groups(grid: PipelineParallelGrid) -> None:
-    """Let stages be those of ``grid`` from now on. ValueError: it has a single one."""
+    """Register ``grid``, whose stages later calls refer to. ValueError: it has a single stage."""
     if grid.pipe_parallel_size < 2:
         raise ValueError(
             "init_process_groups() needs a grid of at least 2 stages: a single one has no neighbour"
@@ -38,10 +38,10 @@ def init_process_groups(grid: PipelineParallelGrid) -> None:
 
 
 def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
-    """Send ``tensor`` (contiguous) to a neighbouring stage of the same pipeline, where ``recv`` gets it.
+    """Send ``tensor`` (contiguous) to a neighbouring stage of the same pipeline, which calls ``recv``.
 
-    The first and the last stage are neighbours too. ``async_op``: returns at once, and ``wait()`` ends it; the tensor
-    must not change until then. PipelineError: the stage is no neighbour, or no grid was registered.
+    The first and the last stage are neighbours too. ``async_op``: return at once; the tensor must not change until
+    ``wait()``. PipelineError: the stage is no neighbour, or no grid was registered.
     """
     grid, rank = _neighbour(dest_stage)
     if not tensor.is_contiguous():
@@ -52,7 +52,7 @@ def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
 
 
 def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
-    """Receive into ``tensor``, of the same shape and dtype as what a neighbouring stage sends. As ``send``."""
+    """Receive into ``tensor``, of the shape and dtype that a neighbouring stage sends. Otherwise like ``send``."""
     grid, rank = _neighbour(src_stage)
     if not tensor.is_contiguous():
         raise PipelineError("recv() takes a contiguous tensor: make it with torch.empty()")
@@ -62,7 +62,7 @@ def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
 
 
 def wait() -> None:
-    """End what was started with ``async_op``, in that order."""
+    """Wait for all operations started with ``async_op``, in order."""
     while _state.pending:
         _state.pending.pop(0)[0].wait()
     get_accelerator().synchronize()

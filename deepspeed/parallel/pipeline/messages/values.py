@@ -1,4 +1,4 @@
-"""Nests of tuples, lists and dicts, as data sets and layers give them: moved, without a graph, averaged."""
+"""Utilities for nests of tuples, lists and dicts of tensors: move, detach, average."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """In the order in which they are sent."""
+    """Return the tensors of a nest in sending order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -36,8 +36,8 @@ class _Alias(torch.autograd.Function):
 
 
 def writable(value: Any) -> Any:
-    """The same memory, which layers may change in place: autograd refuses that of a leaf that wants a gradient, such as
-    a message, and layers such as ``nn.ReLU(inplace=True)`` do it."""
+    """Alias tensors that require gradients as non-leaves of the same memory, so that layers such as
+    ``nn.ReLU(inplace=True)`` may modify them: autograd forbids that for leaves, such as received tensors."""
     if isinstance(value, Tensor):
         return _Alias.apply(value) if value.requires_grad else value
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def mean_of(values: list[Any]) -> Any:
-    """Tensor by tensor, of nests that are alike; of what is no tensor the first one. ValueError: shapes differ."""
+    """Average nests of equal structure tensor by tensor; other values are the first's. ValueError: shapes differ."""
     first = values[0]
     if isinstance(first, Tensor):
         if any(value.shape != first.shape for value in values):

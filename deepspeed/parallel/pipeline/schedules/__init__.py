@@ -1,1 +1,1 @@
-"""Schedules: in which order stages work, as data that is simulated without processes."""
+"""Pipeline schedules as data that can be simulated without processes."""

@@ -1,4 +1,4 @@
-"""Choice of the order for a batch: the one that ``pipeline.schedule`` names, or the best for measured durations."""
+"""Choice of a batch's order: the one that ``pipeline.schedule`` names, or the fastest for measured durations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deepspeed.parallel.pipeline.schedules.orders import Durations, Kind, Order,
 from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
 
 AUTO = "auto"
-_SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # what "auto" learns from each of its first batches
+_SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # phases of "auto", one per batch until an order is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLayout:
-    """Arrangement of the layers: ``chunks`` per stage, assigned round-robin, or forth and back (``zigzag``)."""
+    """Arrangement of the layers: ``chunks`` per stage, assigned round-robin, or back and forth (``zigzag``)."""
 
     stages: int
     chunks: int = 1
@@ -34,7 +34,7 @@ class ScheduleLayout:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``held``: of how many micro-batches a stage may hold activations; 0: as many as 1F1B."""
+    """Constraints of an order. ``held``: micro-batches whose activations a stage may hold; 0: as many as 1F1B."""
 
     held: int = 0
     durations: Durations = orders.TYPICAL
@@ -64,8 +64,8 @@ Maker = Callable[[ScheduleLayout, int, Limits], Order]
 
 
 def makers(layout: ScheduleLayout) -> Mapping[str, Maker]:
-    """The orders that fit a layout, by the value of ``pipeline.schedule``: the first is without split backwards, if
-    there is such a one."""
+    """Return the makers of the orders that a layout supports, by value of ``pipeline.schedule``. The first one has no
+    split backwards, if there is such an order."""
     if layout.zigzag:
         return {"zero-bubble-v": _zero_bubble}
     if layout.chunks > 1:
@@ -75,10 +75,10 @@ def makers(layout: ScheduleLayout) -> Mapping[str, Maker]:
 
 @dataclass(slots=True)
 class OrderChoice:
-    """``order(micro_batches)`` of the next batch. DeepSpeedConfigError: the schedule does not fit the layout.
+    """Chooses the order of the next batch. DeepSpeedConfigError: the layout does not support the schedule.
 
-    "auto" runs its first batches with and without split backwards, and measures them (``timed``, ``learn``); then it
-    takes the order with the shortest simulated batch. Every order gives the same bits.
+    "auto" runs its first batches with and without split backwards and times them (``timed``, ``learn``); then it picks
+    the order with the shortest simulated batch. All orders give bit-identical results.
     """
 
     schedule: str
@@ -117,7 +117,7 @@ class OrderChoice:
             try:
                 self._known = self._make(self._current(), micro_batches)
             except DeepSpeedConfigError:
-                # Interleaved, of a number of micro-batches that stages do not divide.
+                # Interleaved 1F1B, and the stages do not divide the number of micro-batches.
                 if self.schedule != AUTO:
                     raise
                 self.phase, self.chosen = _CHOSEN, "zero-bubble"
@@ -137,7 +137,8 @@ class OrderChoice:
             raise DeepSpeedConfigError(f"pipeline.schedule={self.schedule!r}: {error}") from error
 
     def learn(self, seconds: Mapping[Kind, Sequence[float]], stage: int, device: torch.device) -> None:
-        """After a batch: what a stage has measured. Collective over all ranks, which decide alike."""
+        """Record what this stage measured in a batch, and move to the next phase. Collective over all ranks, which
+        reach the same decision."""
         if self.phase == _CHOSEN:
             return
         if self.timed:
@@ -162,7 +163,7 @@ def _slowest(durations: Sequence[Durations]) -> Durations:
 
 
 def _exchanged(own: Sequence[float], stage: int, stages: int, device: torch.device) -> list[Durations]:
-    """By stage: the longest of its replicas."""
+    """Return each stage's durations, the maximum over its replicas."""
     table = torch.zeros(stages, len(own), dtype=torch.float32, device=device)
     table[stage] = torch.tensor(own)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)

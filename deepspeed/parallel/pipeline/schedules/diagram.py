@@ -1,4 +1,4 @@
-"""Orders of a pipeline as a picture: who does what when, and who waits."""
+"""SVG timelines of pipeline orders."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ COLOURS = {Kind.FORWARD: "#d7e8f4", Kind.BACKWARD: "#fbe3d3", Kind.WEIGHTS: "#e0
 INK, BORDER, WAIT = "#1d2b36", "#7d8b96", "#f4f6f8"
 LEFT, ROW, GAP, TITLE = 76, 26, 16, 22
 LEGIBLE = 13
-"""Narrower boxes, in pixels, have no text."""
+"""Minimum width of a box with text, in pixels."""
 
 
 def picture(simulations: Sequence[Simulation], width: int = 960) -> str:
-    """SVG: below each other, a row per stage and a box per action, all on one scale of time; grey is waiting. Boxes
-    have the numbers of micro-batches; those of later chunks have a thick edge."""
+    """Draw timelines one below the other as SVG, on a common time scale: a row per stage, a box per action, labelled
+    with its micro-batch; grey is idle time. Boxes of later chunks have a thick border."""
     scale = (width - LEFT - GAP) / max(each.makespan for each in simulations)
     parts: list[str] = []
     top = GAP

@@ -1,8 +1,7 @@
-"""Schedules of one stage as pure lists of instructions, step by step: nothing here communicates or computes.
+"""Schedules of one stage as lists of instructions per step: pure data, without communication or computation.
 
-A schedule is seen from one stage. In each step the stages of a pipeline do one forward or one backward of a
-micro-batch, and neighbours exchange what the step before produced. The order of exchanges within a step is such that
-even sends that wait for their receiver cannot wait in a circle.
+In each step a stage runs one forward or one backward of a micro-batch, and neighbours exchange the results of the
+previous step. Exchanges within a step are ordered such that even blocking sends cannot deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def _is_odd(number: int) -> bool:
 
 
 class PipeInstruction:
-    """One thing that a stage does. ``kwargs`` become attributes; equal if type and attributes are."""
+    """One instruction of a stage. ``kwargs`` become attributes; instructions are equal if type and attributes are."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -48,7 +47,7 @@ class ReduceGrads(PipeInstruction):
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Sum the gradients of weights that several stages share over these stages."""
+    """Sum the gradients of tied weights over the stages that share them."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -69,7 +68,7 @@ class ForwardPass(BufferOpInstruction):
 
 
 class BackwardPass(BufferOpInstruction):
-    """Back-propagate through the layers of this stage."""
+    """Backpropagate through the layers of this stage."""
 
 
 class SendActivation(BufferOpInstruction):
@@ -89,14 +88,14 @@ class RecvGrad(BufferOpInstruction):
 
 
 class CommitP2P(PipeInstruction):
-    """Do the sends and receives since the last one, all at once, and wait for them: where a schedule has this
-    instruction, the others only announce."""
+    """Launch the sends and receives queued since the last ``CommitP2P`` as one batch, and wait for them: in a schedule
+    with this instruction, the send and receive instructions only queue."""
 
 
 class PipeSchedule(ABC):
     """The instructions of stage ``stage_id`` of ``stages`` for a batch of ``micro_batches``.
 
-    Iterating gives one list of instructions per step; all stages have the same number of steps.
+    Iterating yields one list of instructions per step; all stages have the same number of steps.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -112,7 +111,7 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One list of instructions per step."""
+        """Yield one list of instructions per step."""
 
     def num_pipe_buffers(self) -> int:
         """Return the maximum number of micro-batches that the stage holds at a time."""
@@ -134,7 +133,7 @@ class PipeSchedule(ABC):
         return self.steps()
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
-        """For schedules of one's own."""
+        """Return whether the micro-batch exists; for custom schedules."""
         return 0 <= micro_batch_id < self.micro_batches
 
     def _valid_stage(self, stage_id: int) -> bool:
@@ -144,7 +143,7 @@ class PipeSchedule(ABC):
         return micro_batch_id % self.num_pipe_buffers()
 
     def _before_forward(self, buffer: int) -> list[PipeInstruction]:
-        """Return the instructions that bring inputs (and labels) into a buffer."""
+        """Return the instructions that fill a buffer with inputs (and labels)."""
         found: list[PipeInstruction] = []
         if not self.is_first_stage:
             found.append(RecvActivation(buffer))
@@ -154,7 +153,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only: micro-batch ``i`` is on stage ``s`` in step ``i + s``, and its outputs leave in the step after."""
+    """Forward only: micro-batch ``i`` is on stage ``s`` in step ``i + s``; its outputs are sent in the next step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in range(self.micro_batches + self.stages - 1):
@@ -165,21 +164,21 @@ class InferenceSchedule(PipeSchedule):
             )
             if self._valid_micro_batch(now - 1) and not self.is_last_stage:
                 send = SendActivation(self._buffer_idx(now - 1))
-                # neighbours differ in who sends first, so that sends which wait do not wait for each other
+                # even stages send first, odd ones receive first, so that blocking sends cannot deadlock
                 instructions.insert(0 if _is_even(self.stage_id) else len(instructions), send)
             if arrives:
                 instructions.append(ForwardPass(self._buffer_idx(now)))
             yield instructions
 
     def num_pipe_buffers(self) -> int:
-        """One to compute with, one that is still being sent."""
+        """Return 2: one buffer to compute with, one still being sent."""
         return 2
 
 
 class TrainSchedule(PipeSchedule):
     """One forward, one backward (1F1B; Narayanan et al.: PipeDream, SOSP 2019, with the flush of its 2021 successor).
 
-    Stage ``s`` does the forward of micro-batch ``i`` in step ``s + 2i`` and its backward in step
+    Stage ``s`` runs the forward of micro-batch ``i`` in step ``s + 2i`` and its backward in step
     ``2 stages - 1 - s + 2i``; so it holds at most ``stages - s`` micro-batches, and is idle in ``2 (stages - 1)`` of
     ``2 (micro_batches + stages - 1)`` steps.
     """
@@ -210,18 +209,18 @@ class TrainSchedule(PipeSchedule):
             before = now
 
     def num_pipe_buffers(self) -> int:
-        """The micro-batches between forward and backward, and at least two, so that one can be sent meanwhile."""
+        """Return the number of micro-batches between forward and backward, at least two: one may still be in flight."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """The micro-batch of a step, and whether the step is its forward; no valid one: the stage is idle."""
+        """Return the micro-batch of a step (an invalid one if the stage is idle), and whether it is a forward step."""
         is_forward = _is_even(step_id - self.stage_id)
         first = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
         return (step_id - first) // 2, is_forward
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Plain accumulation on a single stage."""
+    """Plain gradient accumulation on a single stage."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for micro_batch in range(self.micro_batches):
@@ -235,13 +234,13 @@ class DataParallelSchedule(PipeSchedule):
 
 
 class DualPipeVSchedule(PipeSchedule):
-    """Two runs of layers per stage, passed forth and back: rank ``s`` of n has chunk ``s`` (``phase`` 0) and chunk
-    ``2n - 1 - s`` (``phase`` 1), so that the first rank reads the data and has the loss (DeepSeek-V3, 2024).
+    """Two chunks of layers per stage, traversed back and forth: rank ``s`` of n has chunk ``s`` (``phase`` 0) and chunk
+    ``2n - 1 - s`` (``phase`` 1), so the first rank both reads the data and computes the loss (DeepSeek-V3, 2024).
 
-    In each step every rank computes at most one forward or backward, then all announce what they exchange and commit:
-    both ends of a message are in the same step, in which all ranks announce in one order of channels; so nobody waits
-    in a circle. Backwards come first, and at most ``2n`` micro-batches are under way. Micro-batch ``i`` of a phase has
-    buffer ``phase * micro_batches + i``.
+    In each step every rank computes at most one forward or backward, then queues its exchanges and commits. Both ends
+    of a message are in the same step, and all ranks queue in the same order of channels, so they cannot deadlock.
+    Backwards take precedence, and at most ``2n`` micro-batches are in flight. Micro-batch ``i`` of a phase has buffer
+    ``phase * micro_batches + i``.
 
     ``forward_only``: evaluation. ValueError: fewer than ``2n`` micro-batches.
     """
@@ -281,7 +280,7 @@ class DualPipeVSchedule(PipeSchedule):
             onward = (made.phase == 0) is not made.is_backward  # to the next rank
             receiver = sender + (1 if onward else -1)
             if not self._valid_stage(receiver) or self.stage_id not in (sender, receiver):
-                continue  # the ends of the way, and where it turns
+                continue  # the ends of the pipeline, and the last rank, which keeps its output for its second chunk
             kinds = (SendGrad, RecvGrad) if made.is_backward else (SendActivation, RecvActivation)
             buffer = made.phase * self.micro_batches + made.micro_batch
             instruction = kinds[self.stage_id == receiver](buffer, phase=made.phase)
@@ -293,13 +292,13 @@ _OURS = {kind.__name__: (kind, kind.steps) for kind in (TrainSchedule, Inference
 
 
 def replaced(name: str) -> bool:
-    """Return whether a trainer has replaced the schedule ``name``, or its ``steps``."""
+    """Return whether a trainer has monkey-patched the schedule ``name`` or its ``steps``."""
     kind, steps = _OURS[name]
     return globals()[name] is not kind or kind.steps is not steps
 
 
 def check_dual_pipe(stages: int, micro_batches: int) -> None:
-    """ValueError: too few micro-batches for DualPipeV."""
+    """Raise ValueError if there are too few micro-batches for DualPipeV."""
     if micro_batches < 2 * stages:
         raise ValueError(
             f"DualPipeV over {stages} stages needs at least {2 * stages} micro-batches, not {micro_batches}: raise "
@@ -314,12 +313,12 @@ class _Computation(NamedTuple):
 
 
 def _v_rounds(stages: int, micro_batches: int, forward_only: bool) -> Iterator[dict[int, _Computation]]:
-    """Yield the computations of each stage, round by round: whatever is ready, backwards first."""
+    """Yield the computation of each stage, round by round: the first one that is ready, backwards before forwards."""
     last = stages - 1
     kinds = [(kind, phase) for kind in (True, False) for phase in (1, 0)]
     following = {
         (stage, *kind): 0 for stage in range(stages) for kind in kinds
-    }  # micro-batches keep their order
+    }  # the next micro-batch of each kind: micro-batches stay in order
     done: set[tuple[int, _Computation]] = set()
 
     def is_ready(stage: int, what: _Computation) -> bool:

@@ -1,11 +1,11 @@
-"""In which order each stage of a pipeline computes: pure data, made, simulated and drawn without processes.
+"""Orders of the actions of pipeline stages: pure data, constructed, simulated and drawn without processes.
 
-An *order* is a tuple of actions per stage. What is communicated follows from it: a forward waits for the outputs of the
-chunk before, a backward for the gradients of the chunk after, and both send what they make at once. A *chunk* is a run
-of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on
-the way of a micro-batch through the model.
+An *order* is a tuple of actions per stage. Communication follows from it: a forward waits for the outputs of the
+previous chunk, a backward for the gradients of the next one, and both send their results immediately. A *chunk* is a
+run of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is the ``chain(c, s)``-th
+that a micro-batch passes through.
 
-1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021. Orders whose backwards are split are in
+1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021. Orders with split backwards are in
 ``zero_bubble.py``.
 """
 
@@ -21,7 +21,7 @@ from deepspeed.base.exceptions import ExplainedError
 class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
-    """The gradients of inputs; of weights as well where no action of kind WEIGHTS follows."""
+    """Input gradients; weight gradients too if no WEIGHTS action follows."""
     WEIGHTS = "W"
 
 
@@ -37,7 +37,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Times of one chunk, in any unit. A backward that is not split takes ``backward + weights``."""
+    """Durations of one chunk's actions, in any unit. An unsplit backward takes ``backward + weights``."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -53,18 +53,18 @@ class Durations:
 
 
 EQUAL = Durations()
-"""What the formulas of the papers assume."""
+"""The assumption behind the papers' formulas."""
 
 TYPICAL = Durations(forward=1.0, backward=1.25, weights=0.8)
-"""What to plan for before anything is measured. Only products with weights have a part that can be put off; attention,
-norms and losses do all of their backward at once. An order that fits equal durations exactly (F B F B W W on the last
-of two stages) makes its neighbours wait as soon as B takes longer than W; one that fits these loses nothing there."""
+"""Assumption before anything is measured. Only matrix products with weights have a part of backward that can be
+deferred; attention, norms and losses do all of it at once. An order that exactly fits equal durations (F B F B W W on
+the last of two stages) stalls its neighbours once B takes longer than W; one made for these durations does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """``actions[s]``: what stage ``s`` does. ``split``: backwards leave the gradients of weights to later actions.
-    ``zigzag``: chunks go forth and back (V) instead of round and round."""
+    """All actions of a batch; ``actions[s]``: of stage ``s``. ``split``: backwards defer weight gradients to later
+    actions. ``zigzag``: chunks go back and forth (V) instead of round-robin."""
 
     name: str
     micro_batches: int
@@ -78,11 +78,11 @@ class Order:
         return len(self.actions)
 
     def chain(self, chunk: int, stage: int) -> int:
-        """Number of a chunk on the way of a micro-batch."""
+        """Return the position of a chunk in a micro-batch's forward order."""
         return place_on_chain(chunk, stage, self.stages, self.zigzag)
 
     def check(self) -> Order:
-        """ValueError: an action is missing, or twice, or out of order for one stage alone."""
+        """Return self. ValueError: on some stage an action is missing, duplicated, or before one it depends on."""
         kinds = (Kind.FORWARD, Kind.BACKWARD, *((Kind.WEIGHTS,) if self.split else ()))
         for stage, actions in enumerate(self.actions):
             place = {action: number for number, action in enumerate(actions)}
@@ -100,8 +100,8 @@ class Order:
         return self
 
     def held(self, stage: int) -> int:
-        """Most micro-batches x chunks of which the stage holds activations at a time. Those that a split backward
-        still needs for the weights count until then."""
+        """Return the maximum number of micro-batches x chunks whose activations the stage holds at a time. With split
+        backwards, activations are held until WEIGHTS."""
         last = Kind.WEIGHTS if self.split else Kind.BACKWARD
         now = most = 0
         for action in self.actions[stage]:
@@ -111,20 +111,20 @@ class Order:
 
 
 def place_on_chain(chunk: int, stage: int, stages: int, zigzag: bool) -> int:
-    """The number of a chunk of a stage on the way of a micro-batch through the model."""
+    """Return the position of a stage's chunk in a micro-batch's forward order."""
     back = zigzag and chunk % 2
     return chunk * stages + (stages - 1 - stage if back else stage)
 
 
 def stage_on_chain(number: int, stages: int, zigzag: bool) -> int:
-    """The stage that holds a chunk, by the number of the chunk on that way."""
+    """Return the stage that holds the chunk at a position in forward order; inverse of ``place_on_chain``."""
     chunk, place = divmod(number, stages)
     return stages - 1 - place if zigzag and chunk % 2 else place
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """``times[s]``: start and end of each action of stage ``s``."""
+    """Simulated timeline of an order; ``times[s]``: start and end of each action of stage ``s``."""
 
     order: Order
     times: tuple[tuple[tuple[float, float], ...], ...]
@@ -135,13 +135,13 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of the time, from the first start to the last end, in which a stage does nothing: the mean over
-        stages. Time after a stage's last action counts: an update waits for all."""
+        """Fraction of the makespan in which a stage is idle, averaged over stages. Time after a stage's last action
+        counts, as the optimizer step waits for all stages."""
         busy = [sum(end - start for start, end in stage) for stage in self.times]
         return 1 - sum(busy) / (len(busy) * self.makespan)
 
     def chart(self, width: float = 1.0) -> str:
-        """One line per stage, one column per ``width`` of time."""
+        """Draw the timeline as text: one line per stage, one column per ``width`` of time."""
         lines = []
         for stage, (actions, times) in enumerate(zip(self.order.actions, self.times, strict=True)):
             cells = ["."] * round(self.makespan / width)
@@ -153,13 +153,13 @@ class Simulation:
 
 
 class DeadlockError(ExplainedError, ValueError):
-    """Stages wait for each other in a circle."""
+    """Stages of an order wait for each other in a cycle."""
 
 
 def arrival(
     action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order
 ) -> float | None:
-    """When what an action needs from other chunks has arrived, without the time to send it; None: not yet."""
+    """Return the time at which the other chunks have produced an action's inputs, excluding transfer; None: not yet."""
     number = order.chain(action.chunk, stage)
     if action.kind is Kind.FORWARD:
         return 0.0 if number == 0 else ends.get((Kind.FORWARD, action.micro_batch, number - 1))
@@ -169,9 +169,9 @@ def arrival(
 
 
 def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -> Simulation:
-    """When everything would happen, with ``durations`` for all stages or one each. DeadlockError: never.
+    """Simulate an order, with the same ``durations`` for all stages or one each. DeadlockError: stages deadlock.
 
-    A send overlaps computation, and arrives ``send`` after the end of the action that made it.
+    A send overlaps computation and arrives ``send`` after the end of its action.
     """
     each = [durations] * order.stages if isinstance(durations, Durations) else list(durations)
     ends: dict[tuple[Kind, int, int], float] = {}
@@ -205,7 +205,7 @@ def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
-    """1F1B: stage ``s`` holds at most ``stages - s`` micro-batches; bubble ``(p - 1) / (m + p - 1)``."""
+    """Return 1F1B: stage ``s`` holds at most ``stages - s`` micro-batches; bubble ``(p - 1) / (m + p - 1)``."""
     actions = []
     for stage in range(stages):
         ahead = min(stages - stage - 1, micro_batches)
@@ -219,7 +219,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1, *, zigzag: bool = False) -> Order:
-    """Evaluation: as many micro-batches as there are stages pass a chunk before the next chunk begins."""
+    """Return the order of an evaluation: each chunk processes ``stages`` micro-batches before the next chunk starts."""
     own = [
         Action(Kind.FORWARD, number, chunk)
         for start in range(0, micro_batches, stages)
@@ -230,7 +230,7 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1, *, zigzag: bo
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
-    """Interleaved 1F1B: each stage holds ``chunks`` runs of layers, and the bubble is ``chunks`` times smaller.
+    """Return interleaved 1F1B: each stage holds ``chunks`` runs of layers, and the bubble is ``chunks`` times smaller.
     ValueError: ``stages`` does not divide ``micro_batches``."""
     if micro_batches % stages:
         raise ValueError(
@@ -239,7 +239,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
     total = micro_batches * chunks
 
     def action(kind: Kind, number: int) -> Action:
-        """The ``number``-th of its kind: ``stages`` micro-batches through each chunk in turn."""
+        """Return the ``number``-th action of its kind: ``stages`` micro-batches through each chunk in turn."""
         turn, within = divmod(number, stages * chunks)
         chunk, offset = divmod(within, stages)
         return Action(kind, turn * stages + offset, chunk if kind is Kind.FORWARD else chunks - 1 - chunk)

@@ -1,7 +1,6 @@
-"""Orders of a pipeline whose backwards are split into gradients of inputs (B) and of weights (W): what can wait, the W,
-fills what would be bubbles.
+"""Orders with backwards split into input gradients (B) and weight gradients (W): deferred W fill the bubbles.
 
-Qi et al.: Zero bubble pipeline parallelism, ICLR 2024; the V-shaped way: Pipeline parallelism with controllable memory,
+Qi et al.: Zero bubble pipeline parallelism, ICLR 2024; the V shape: Pipeline parallelism with controllable memory,
 NeurIPS 2024.
 """
 
@@ -27,10 +26,10 @@ from deepspeed.parallel.pipeline.schedules.orders import (
 def zero_bubble(
     stages: int, micro_batches: int, *, durations: Durations = EQUAL, held: int | None = None
 ) -> Order:
-    """Backwards split into B and W, one chunk per stage: W fills what would be bubbles.
+    """Return the best zero-bubble order with one chunk per stage.
 
-    ``held``: of how many micro-batches a stage may hold activations; default ``stages``, the most that 1F1B holds.
-    With ``2 stages - 1`` no bubble is left between the first B and the last.
+    ``held``: micro-batches whose activations a stage may hold; default ``stages``, the maximum of 1F1B. With
+    ``2 stages - 1`` no bubble is left between the first B and the last.
     """
     limit = stages if held is None else held
     empty = Order("zero-bubble", micro_batches, ((),) * stages, split=True)
@@ -41,7 +40,7 @@ def zero_bubble(
 
 
 def _with_lag(stages: int, micro_batches: int) -> Order:
-    """1F1B whose W follows its B by as many micro-batches as the number of the stage (ZB-H1 of the paper)."""
+    """Return 1F1B in which W lags behind B by as many micro-batches as the index of the stage (the paper's ZB-H1)."""
     actions = []
     for stage in range(stages):
         ahead, lag = min(stages - stage, micro_batches), stage
@@ -66,10 +65,10 @@ def zero_bubble_v(
     durations: Durations = EQUAL,
     held: int | None = None,
 ) -> Order:
-    """The same over several chunks per stage, of which every second one is passed in the opposite direction: with two,
-    the last chunk is on the first stage, so that its backwards begin at once. The wait for the first micro-batch is
-    ``chunks`` times shorter. ``zigzag=False``: round and round. ``held`` counts chunks: ``chunks stages`` is what 1F1B
-    holds. ``durations`` are those of a chunk."""
+    """Return the best zero-bubble order with several chunks per stage, every second one traversed in the opposite
+    direction: with two, the last chunk is on the first stage, so that its backwards start at once. Warm-up is
+    ``chunks`` times shorter. ``zigzag=False``: round-robin. ``held`` counts chunks: 1F1B holds ``chunks stages``.
+    ``durations`` are per chunk."""
     limit = chunks * stages if held is None else held
     name = "zero-bubble-v" if zigzag else "zero-bubble"
     empty = Order(name, micro_batches, ((),) * stages, chunks, split=True, zigzag=zigzag)
@@ -82,12 +81,12 @@ def zero_bubble_v(
 
 _OTHER_ASSUMPTIONS = (Durations(1.2, 1.2, 0.5), Durations(1.0, 1.0, 0.75))
 _LARGE = 4096
-"""Of so much work, only the two assumptions that matter most are tried: each takes seconds."""
+"""Above this much work, only the two most useful assumptions are tried: each takes seconds."""
 
 
 def _assumptions(durations: Durations, work: int) -> list[Durations]:
-    """For which durations to be greedy: being so for the exact ones is not always best in the end. The others are those
-    that won most often among many, for 4 stages and what stages of transformers take."""
+    """Return the durations to run the greedy algorithm with: the exact ones do not always give the best order. The
+    others won most often in a search, for 4 stages and durations typical of transformers."""
     others = _OTHER_ASSUMPTIONS if work <= _LARGE else ()
     return list(dict.fromkeys((durations, EQUAL, *others)))
 
@@ -101,8 +100,8 @@ _ORDERINGS: tuple[Callable[[Action], tuple[int, ...]], ...] = (
 
 
 def _greedy(empty: Order, durations: Durations, limit: int) -> Order:
-    """The best of a few greedy schedules: whenever a stage is free it takes what others wait for most. ``empty``: the
-    order without actions; ``limit``: of how many micro-batches x chunks a stage may hold activations."""
+    """Return the best of a few greedy orders, in which an idle stage takes the action that others need most. ``empty``:
+    the order without actions; ``limit``: micro-batches x chunks whose activations a stage may hold."""
     found = [
         _GreedyRun(empty, durations, limit, ordering, weights_last).order()
         for ordering in _ORDERINGS[: 1 if empty.chunks == 1 else None]
@@ -116,12 +115,12 @@ def _greedy(empty: Order, durations: Durations, limit: int) -> Order:
 
 @dataclass(slots=True)
 class _Stage:
-    """State of a stage in the greedy run: actions done and actions left."""
+    """State of a stage in the greedy run."""
 
     left: dict[tuple[Kind, int], int]
-    """Of each kind and chunk the next micro-batch: they keep their order."""
+    """Next micro-batch of each kind and chunk: micro-batches stay in order."""
     weights: deque[Action] = field(default_factory=deque)
-    """The W of the B that are done."""
+    """Pending W, whose B are done."""
     done: list[Action] = field(default_factory=list)
     free: float = 0.0
     held: int = 0
@@ -132,7 +131,7 @@ class _Stage:
 
 
 class _Candidate(NamedTuple):
-    """A possible next action of a stage. The smallest is taken first; no two compare equal before the action."""
+    """A possible next action of a stage. The smallest is taken first; ties are broken before ``action`` is compared."""
 
     start: float
     rank: int  # B goes before F, F before W
@@ -142,9 +141,9 @@ class _Candidate(NamedTuple):
 
 
 class _GreedyRun:
-    """Event by event. A W is done where nothing else is ready, or where activations are at their limit.
-    ``weights_last``: it begins a moment later than it could, so that whatever else is possible at that time goes first,
-    on other stages as well."""
+    """Event-driven greedy scheduler. A W runs when nothing else is ready, or activations are at their limit.
+    ``weights_last``: delay each W infinitesimally, so that anything else possible at that time goes first, also on
+    other stages."""
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class _GreedyRun:
         self._ends: dict[tuple[Kind, int, int], float] = {}
 
     def order(self) -> Order | None:
-        """None: with so few micro-batches held, no stage can go on."""
+        """Return the order; None if the limit on held micro-batches blocks all stages."""
         coming = [self._next(stage) for stage in range(self._empty.stages)]
         while any(stage.busy for stage in self._stages):
             chosen = min((each for each in coming if each is not None), default=None)
@@ -175,7 +174,7 @@ class _GreedyRun:
         return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
-        """Return the stage's best next action, with the time it could begin and how many others wait for it."""
+        """Return the stage's best next action with its earliest start time and rank."""
         stage = self._stages[number]
         candidates = []
         for (kind, chunk), micro_batch in stage.left.items():
@@ -190,7 +189,7 @@ class _GreedyRun:
         return min(candidates, default=None)
 
     def _ready(self, action: Action, number: int) -> float | None:
-        """When a stage may begin with an F or B, without the time to send what it needs; None: not yet."""
+        """Return the earliest time at which an F or B may start, excluding transfer of its inputs; None: not yet."""
         empty = self._empty
         ready = arrival(action, number, self._ends, empty)
         if action.kind is Kind.BACKWARD:
@@ -201,7 +200,7 @@ class _GreedyRun:
         return None if full else ready
 
     def _do(self, chosen: _Candidate) -> Sequence[int]:
-        """Returns the stages whose next action may be another one from now on."""
+        """Apply the chosen action and return the stages whose next action may have changed."""
         stage, action = self._stages[chosen.stage], chosen.action
         stage.free = chosen.start + self._durations.of(action, split=True)
         stage.done.append(action)
@@ -218,7 +217,7 @@ class _GreedyRun:
             stage.weights.append(replace(action, kind=Kind.WEIGHTS))
         place = self._empty.chain(action.chunk, chosen.stage)
         self._ends[action.kind, action.micro_batch, place] = stage.free
-        after = place + (1 if action.kind is Kind.FORWARD else -1)  # what has waited for this
+        after = place + (1 if action.kind is Kind.FORWARD else -1)  # the chunk that depends on this one
         if 0 <= after < self._empty.stages * self._empty.chunks:
             return chosen.stage, stage_on_chain(after, self._empty.stages, self._empty.zigzag)
         return (chosen.stage,)

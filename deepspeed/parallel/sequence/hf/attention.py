@@ -1,4 +1,4 @@
-"""The attention of Transformers models over shards of a sequence (Ulysses, with a ring where heads do not suffice).
+"""Attention of Transformers models over sequence shards (Ulysses, plus a ring if there are fewer heads than ranks).
 
 S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
 models, 2023; for the ring see ``deepspeed.parallel.sequence.ring``.
@@ -25,26 +25,26 @@ from deepspeed.parallel.sequence.ring import Ring, ring_attention
 from deepspeed.parallel.sequence.visibility import Visibility
 
 _REFUSED = ("position_bias", "s_aux", "cache", "layer_head_mask", "head_mask")
-"""Arguments that belong to single heads, or to a cache: shards would get the wrong part of them."""
+"""Arguments per head, or for a cache: shards would get the wrong part of them."""
 
 
 class UlyssesSPAttentionHF(nn.Module):
-    """An attention of Transformers' interface for a shard of a sequence: [batch, heads, own tokens, head size] ->
-    ([batch, own tokens, heads, head size], None).
+    """Sequence-parallel attention with Transformers' interface: [batch, heads, own tokens, head size] -> ([batch, own
+    tokens, heads, head size], None).
 
-    Two all-to-alls surround ``attn``, the attention of one rank (an entry of ``ALL_ATTENTION_FUNCTIONS``), which sees
-    all tokens and this rank's heads. Any number of heads of queries and of keys fits any number of ranks: with fewer
-    heads than ranks, circles of ranks divide the heads and pass keys and values on in a ring. Shards may have different
-    lengths. Packed documents (position ids), padding and sliding windows are those of the whole sequence.
+    Two all-to-alls surround ``attn``, the local attention (an entry of ``ALL_ATTENTION_FUNCTIONS``), which sees all
+    tokens and this rank's heads. Any number of query and key heads works with any number of ranks: with fewer heads
+    than ranks, circles of ranks split the heads and pass keys and values on in a ring. Shards may have different
+    lengths. Packed documents (position ids), padding and sliding windows refer to the whole sequence.
 
     Args:
-        attn: the attention of one rank.
-        batch_size, attn_head_size, num_hidden_layers, global_seq_length: accepted for compatibility; tensors tell them.
-        attn_head_count, kv_head_count: of the model; a layer that has others is computed with its own.
+        attn: the local attention.
+        batch_size, attn_head_size, num_hidden_layers, global_seq_length: accepted for compatibility; read from tensors.
+        attn_head_count, kv_head_count: of the model; a layer with other counts uses its own.
         process_group: the ranks that share a sequence, in its order.
-        seq_length_is_variable: False says that all shards always have the same length, which saves exchanging it.
+        seq_length_is_variable: False means that all shards always have the same length, which saves exchanging it.
         local_seq_length: that length; checked if given and not variable.
-        disable_in_eval: in evaluation mode every rank is given whole sequences, for which ``attn`` is used as it is.
+        disable_in_eval: in evaluation mode every rank gets whole sequences and calls ``attn`` directly.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class UlyssesSPAttentionHF(nn.Module):
         self.disable_in_eval = disable_in_eval
         self._model: weakref.ref[nn.Module] | None = None
         self.calls = 0
-        """How often it ran on shards: 0 after a forward tells of a model that computes attention elsewhere."""
+        """Number of calls on shards: if 0 after a forward, the model computes attention elsewhere."""
 
     @classmethod
     def register_with_transformers(
@@ -84,25 +84,25 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> Any:
-        """Register this attention with Transformers as "ulysses", and make it that of the model.
+        """Register this attention with Transformers as "ulysses", and set it on the model.
 
         Args:
-            model_name_or_path: a model, or the name of one that is loaded afterwards with
+            model_name_or_path: a model, or the name of one to be loaded later with
                 ``attn_implementation="ulysses"``.
-            core_attn_implementation: the attention of one rank: "sdpa", "flash_attention_2" and so on; None: the
+            core_attn_implementation: the local attention: "sdpa", "flash_attention_2" and so on; None: the
                 model's own.
-            sequence_parallel_size: how many neighbouring ranks share a sequence.
+            sequence_parallel_size: number of consecutive ranks that share a sequence.
             micro_batch_size: sequences per micro-batch.
-            seq_length, max_length: tokens of a whole sequence, needed if they are not variable.
+            seq_length, max_length: tokens of a whole sequence, needed if not variable.
             seq_length_is_variable, disable_in_eval: as for the constructor.
 
         Returns:
-            What ``initialize(mpu=...)`` takes, ``deepspeed.parallel.sequence.hf.parallel_state_sp``. None if
-            ``sequence_parallel_size`` is 1: then nothing happens.
+            The mpu for ``initialize(mpu=...)``, ``deepspeed.parallel.sequence.hf.parallel_state_sp``. None if
+            ``sequence_parallel_size`` is 1; nothing is registered then.
 
         Raises:
-            ValueError: the model has another attention than ``core_attn_implementation``, one that needs whole masks
-                (eager), or layers that are no attention; the sizes do not fit. A model that never calls the registered
+            ValueError: the model's attention differs from ``core_attn_implementation`` or needs whole masks (eager);
+                some layers are no attention; or the sizes are incompatible. A model that never calls the registered
                 attention is refused in its first forward.
         """
         if sequence_parallel_size == 1:
@@ -143,15 +143,15 @@ class UlyssesSPAttentionHF(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The interface of Transformers' attention functions.
+        """Compute attention, with the interface of Transformers' attention functions.
 
-        ``attention_mask`` is a `MaskRequest` (the registered mask function makes them), the padding [batch, own
-        tokens], or None.
+        ``attention_mask`` is a `MaskRequest` (from the registered mask function), the padding [batch, own tokens], or
+        None.
 
         Raises:
-            ValueError: what the model asks for cannot be told from shards: a mask of its own, a bias of each position,
-                keys of another length than the queries (a cache, or attention to another sequence), a window that is
-                not causal, dropout with fewer heads than ranks.
+            ValueError: the model needs something that shards do not support: a custom mask, a position bias, keys of
+                another length than the queries (a cache, or cross-attention), a window that is not causal, dropout
+                with fewer heads than ranks.
         """
         if self.disable_in_eval and not self._is_training(module):
             own = attention_mask.own_mask() if isinstance(attention_mask, MaskRequest) else attention_mask
@@ -182,8 +182,8 @@ class UlyssesSPAttentionHF(nn.Module):
         return back.to_tokens(out, queries), None
 
     def belong_to(self, model: nn.Module) -> None:
-        """The mode of ``model`` decides whether this is an evaluation, and not that of single layers (frozen ones may
-        be in evaluation mode while the model is trained on shards)."""
+        """Let the mode of ``model`` decide whether this is an evaluation, not that of single layers: frozen layers may
+        be in evaluation mode while the model is trained on shards."""
         self._model = weakref.ref(model)
 
     def _is_training(self, module: nn.Module) -> bool:
@@ -235,9 +235,9 @@ class UlyssesSPAttentionHF(nn.Module):
 def shard_attention(
     model: nn.Module, process_group: Any, *, disable_in_eval: bool = False, layers: int | None = None
 ) -> str:
-    """Make `UlyssesSPAttentionHF` over ``process_group`` the attention of a Transformers model, for sequences of any
-    length; the name of the attention that each rank computes. ``layers``: how many of them its first forward runs, if
-    not all. ValueError: as ``register_with_transformers``."""
+    """Set `UlyssesSPAttentionHF` over ``process_group`` as the attention of a Transformers model, for sequences of any
+    length, and return the name of the local attention. ``layers``: number of layers that its first forward runs, if
+    not all. ValueError: as in ``register_with_transformers``."""
     target = replace(Target.of(model), layers=layers)
     core = target.core_name(None)
     attention = UlyssesSPAttentionHF(
@@ -256,7 +256,7 @@ def shard_attention(
 
 
 class _LocalHeads:
-    """An attention module as the attention of one rank sees it: with as many heads as this rank has."""
+    """Proxy of an attention module for the local attention, with this rank's number of heads."""
 
     def __init__(self, module: nn.Module, group: int) -> None:
         self._module = module
@@ -300,9 +300,9 @@ def _whole(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """The attention of one rank over all tokens: [batch, heads, tokens, size] -> [batch, tokens, heads, size]."""
+    """Run the local attention over all tokens: [batch, heads, tokens, size] -> [batch, tokens, heads, size]."""
     kwargs = {**kwargs, "is_causal": seen.causal}
-    if "flash" in getattr(attn, "__name__", ""):  # has packing, padding and windows itself
+    if "flash" in getattr(attn, "__name__", ""):  # supports packing, padding and windows itself
         if seen.documents is not None:
             kwargs["position_ids"] = sequence.positions
         return attn(local, query, key, value, seen.valid, *args, **kwargs)[0]
@@ -316,7 +316,7 @@ def _whole(
         return attn(local, query, key, value, mask, *args, **kwargs)[0]
     alone = Visibility(causal=seen.causal, window=seen.window)
     rows = []
-    for at, bounds in enumerate(segments):  # document by document: no work between documents, no large mask
+    for at, bounds in enumerate(segments):  # per document: no work across documents, no large mask
         pieces = []
         for start, stop in bounds:
             q, k, v = (each[at : at + 1, :, start:stop] for each in (query, key, value))

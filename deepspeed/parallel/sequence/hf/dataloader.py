@@ -1,4 +1,4 @@
-"""Batches of whole sequences, made into shards of sequences."""
+"""Sharding of batches of whole sequences."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from deepspeed.parallel.sequence.assignment import shard_lengths
 from deepspeed.parallel.sequence.exchange import communicator_of
 
 IGNORED = -100
-"""The label of a token without a loss."""
+"""Label of tokens that are excluded from the loss."""
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over shards of the sequences of a data loader.
+    """Iterates over sequence shards of a data loader's batches.
 
-    Every rank of the group has a loader with batches of its own. From one batch of each, every rank gets as many
-    shards as there are ranks: the own part of the first rank's batch, of the second's and so on. Only those parts
-    travel. Tensors are sharded along the dimension that has as many elements as there are tokens, the second, or the
-    last of ``position_ids``; all else goes to every rank whole. Shards of one sequence differ by a token at most.
+    Every rank of the group has a loader with different batches. One batch of each yields as many steps as there are
+    ranks: this rank's shard of the first rank's batch, of the second's, and so on. Only these shards are communicated.
+    Tensors are sharded along the dim of tokens, the second, or the last of ``position_ids``; all else is replicated.
+    Shards of one sequence differ by at most one token.
 
     ``labels`` become ``shift_labels``, the token that each position predicts, since the last one of a shard is in the
-    next shard. ``position_ids`` have to be there: a shard alone does not know where it begins. A loader that ends
-    before those of the other ranks contributes no more batches.
+    next shard. ``position_ids`` are required: a shard alone does not know where it begins. A loader that ends before
+    those of the other ranks contributes no more batches.
 
     Args:
         dl: a loader of dicts with "input_ids" or "inputs_embeds", [batch, tokens, ...], and "position_ids".
-        sp_rank, sp_group, sp_world_size: this rank's place among those that share a sequence.
-        device: where the shards are put.
+        sp_rank, sp_group, sp_world_size: the sequence-parallel group, this rank in it, and its size.
+        device: device of the shards.
 
     Raises (in iteration):
         ValueError: no position ids; fewer tokens than ranks; a batch that is not a dict.
@@ -69,7 +69,7 @@ class UlyssesSPDataLoaderAdapter:
         return self._shards.popleft()
 
     def refill(self) -> None:
-        """Take the next batch of every rank's loader. Collective."""
+        """Fetch and exchange the next batch of every rank's loader. Collective."""
         if self._batches is None:
             self._batches = iter(self.dl)
         batch = next(self._batches, None)
@@ -78,7 +78,7 @@ class UlyssesSPDataLoaderAdapter:
             self._shards.append({key: _to(value, self.device) for key, value in shard.items()})
 
     def _swap(self, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """``parts[rank]`` of every rank's batch goes to that rank; those that come are in rank order."""
+        """Send ``parts[rank]`` to each rank and return the received parts in rank order."""
         if self.sp_world_size == 1:
             return parts or []
         forms: list[Any] = [None] * self.sp_world_size
@@ -111,7 +111,7 @@ def _sharded(batch: Any, ranks: int) -> list[dict[str, Any]]:
 
 
 def with_shifted_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """``labels`` replaced by ``shift_labels``, unless the batch has these already."""
+    """Replace ``labels`` by ``shift_labels``, unless the batch already has these."""
     labels = batch.pop("labels", None)
     if labels is not None and batch.get("shift_labels") is None:
         batch["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
@@ -119,7 +119,7 @@ def with_shifted_labels(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def shards_of(batch: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """The batch of each rank. ValueError: fewer tokens than ranks."""
+    """Split a batch into one shard per rank. ValueError: fewer tokens than ranks."""
     tokens = int(batch["position_ids"].shape[-1])
     lengths = shard_lengths(tokens, ranks)
     result: list[dict[str, Any]] = [{} for _ in range(ranks)]
@@ -143,7 +143,7 @@ def _to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-# A shard travels as one run of bytes; its form says what lies where, and has all values that are not tensors.
+# A shard is sent as one byte buffer; its form has the dtype and shape of each tensor, and all other values.
 
 
 def _form(part: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -176,7 +176,7 @@ def _unpacked(form: dict[str, tuple[Any, ...]], run: Tensor) -> dict[str, Any]:
             result[key] = what
             continue
         size = _bytes_of(dtype, what)
-        # A copy of its own: a view at any byte need not be aligned for its dtype.
+        # Copied, because a view at an arbitrary byte may be misaligned for its dtype.
         result[key] = run[at : at + size].clone().view(dtype).view(what)
         at += size
     return result

@@ -1,9 +1,9 @@
-"""The loss of a sequence whose tokens lie on several ranks.
+"""The loss of a sequence sharded over ranks.
 
-A rank's loss is the mean over the tokens of its shard that count. Shards have different numbers of these (prompts and
-padding do not count), so the mean of the ranks' losses is not the loss of the sequence: each has to weigh as much as
-its tokens. The engine averages gradients over all ranks of its group, those of one sequence included, at every ZeRO
-stage; the weights here are made for that.
+A rank's loss is the mean over the counted tokens of its shard. Shards have different numbers of these (prompts and
+padding do not count), so the sequence's loss is the mean of the ranks' losses weighted by their tokens. The engine
+averages gradients over all ranks of its group, including those of one sequence, at every ZeRO stage; the weights here
+account for that.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from deepspeed.parallel.sequence.exchange import communicator_of
 
 @untraced
 def token_mean(loss: Tensor, tokens: Tensor | int, group: Any) -> Tensor:
-    """The mean over the tokens of all ranks of ``group``, from each rank's mean over its own. Collective.
+    """Return the mean over the tokens of all ranks of ``group``, given each rank's mean. Collective.
 
     Args:
-        loss: scalar; anything, NaN included, where ``tokens`` is 0.
-        tokens: how many tokens of this rank count.
+        loss: scalar; any value, including NaN, if ``tokens`` is 0.
+        tokens: number of counted tokens on this rank.
         group: the ranks that share a sequence (``groups._get_sequence_parallel_group()``), or all ranks with the same
             weights (``groups._get_sequence_data_parallel_group()``) for a mean over the tokens of all sequences.
 
     Returns:
-        The same number on every rank. Backward gives each rank's loss the weight with which the mean of the ranks'
-        gradients, which the engine takes, is the gradient of this number.
+        The same value on every rank. Backward scales each rank's gradient such that the mean over ranks, which the
+        engine takes, is the gradient of this value.
     """
     count = torch.as_tensor(tokens, dtype=torch.float64, device=loss.device)
     result: Tensor = _Weighted.apply(loss, count, communicator_of(group), True)  # pyright: ignore[reportAssignmentType]
@@ -40,7 +40,7 @@ def token_mean(loss: Tensor, tokens: Tensor | int, group: Any) -> Tensor:
 
 @untraced
 def token_sum(loss: Tensor, group: Any) -> Tensor:
-    """The sum of the ranks' losses, for losses that are divided by the number of all tokens already."""
+    """Return the sum of the ranks' losses, which are already divided by the total number of tokens. Collective."""
     count = torch.ones((), dtype=torch.float64, device=loss.device)
     result: Tensor = _Weighted.apply(loss, count, communicator_of(group), False)  # pyright: ignore[reportAssignmentType]
     return result

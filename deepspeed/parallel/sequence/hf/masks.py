@@ -1,9 +1,9 @@
-"""The attention mask that a Transformers model asks for, kept until the whole sequence is known.
+"""Deferred attention masks of Transformers models, resolved once the whole sequence is known.
 
-A mask that a model makes of its shard of a sequence knows nothing of the others: a document that begins elsewhere, or
-padding there. So the registered mask function makes none. It returns a `MaskRequest`, which goes through the model in
-the mask's place, and from which the attention makes what it needs: one rank's own mask in evaluation, or the
-`Visibility` of the whole sequence, for which position ids and padding are gathered, once per forward.
+A mask built from one shard ignores document starts and padding in other shards. So the registered mask function returns
+a `MaskRequest`, which the model passes on in the mask's place, and from which the attention builds what it needs: an
+ordinary mask in evaluation, or the `Visibility` of the whole sequence, for which position ids and padding are gathered
+once per forward.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _KNOWN = {
     "packed_sequence_mask_function", "packed_sequence_compatibility_function",
     "remap_positions_for_packed_sequence", "add_offsets_to_mask_function",
 }  # fmt: skip
-"""The parts of Transformers' mask functions that `Visibility` has, or that it makes anew (packing)."""
+"""The parts of Transformers' mask functions that `Visibility` supports, or derives itself (packing)."""
 
 
 @dataclass(eq=False)
 class MaskRequest:
-    """``arguments``: what the mask function got; ``make``: the mask function of the attention of one rank."""
+    """A deferred mask. ``arguments``: of the mask function; ``make``: the mask function of the local attention."""
 
     arguments: dict[str, Any]
     make: Callable[..., Any]
@@ -40,7 +40,7 @@ class MaskRequest:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A model that computes with its mask computes attention itself."""
+        """Raise ValueError: a model that computes with its mask computes attention itself."""
         raise ValueError(
             "this model cannot be trained with sequence parallelism: it computes attention itself (with the mask it "
             f"calls {getattr(func, '__name__', func)}) and not by the registered attention, and would see only one "
@@ -48,36 +48,36 @@ class MaskRequest:
         )
 
     def own_mask(self) -> Any:
-        """The mask without sequence parallelism."""
+        """Return the mask without sequence parallelism."""
         if not self._own:
             self._own.append(self.make(**self.arguments))
         return self._own[0]
 
     @property
     def padding(self) -> Tensor | None:
-        """Bool or int [batch, own tokens], 0 at padding."""
+        """Padding mask [batch, own tokens], bool or int, 0 at padding."""
         return self.arguments.get("attention_mask")
 
     def whole(self, make: Callable[[], WholeSequence]) -> WholeSequence:
-        """The sequence of this forward; made by the first layer that asks."""
+        """Return this forward's whole sequence, which the first layer to call this creates by ``make``."""
         if self._sequence is None:
             self._sequence = make()
         return self._sequence
 
     def is_packed(self) -> bool:
-        """Return whether documents begin within this shard."""
+        """Return whether the model detected packed documents in this shard."""
         parts = parts_of_mask(self.arguments.get("mask_function"))
         return not parts.isdisjoint(
             {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
         )
 
     def unknown_parts(self) -> list[str]:
-        """Parts of the mask that cannot be told from shards."""
+        """Return the parts of the mask function that shards do not support."""
         return sorted(parts_of_mask(self.arguments.get("mask_function")) - _KNOWN)
 
 
 def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
-    """The mask function of sequence parallelism, over that of the attention of one rank."""
+    """Wrap the local attention's mask function into that of sequence parallelism."""
 
     def request(*args: Any, **kwargs: Any) -> MaskRequest:
         return MaskRequest(kwargs, lambda **own: make(*args, **own))
@@ -86,12 +86,12 @@ def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
 
 
 def no_mask(**_: Any) -> None:
-    """The mask function of an attention that has none."""
+    """Return None: the mask function for an attention without one."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeSequence:
-    """The lengths of all shards; packed documents and padding of the whole sequence, [batch, all tokens]."""
+    """Lengths of all shards; positions, packed documents and padding of the whole sequence, [batch, all tokens]."""
 
     lengths: tuple[int, ...]
     positions: Tensor | None = None
@@ -121,15 +121,15 @@ def gather_sequence(
     equal: bool,
     packed: bool | None = None,
 ) -> WholeSequence:
-    """Join what the shards of a query [batch, heads, tokens, size] know. Collective; either all ranks have
-    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards
-    have the same length, which then is not exchanged. ``packed``: whether the model saw documents begin in this shard;
-    None: it did not look.
+    """Gather the metadata of all shards of a query [batch, heads, tokens, size]. Collective; either all ranks have
+    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards have the
+    same length, which is not exchanged then. ``packed``: whether the model detected packed documents in this shard;
+    None: unknown.
 
-    As Transformers does, packing is read from positions only where no padding is given.
+    As in Transformers, packing is read from positions only if no padding is given.
 
     Raises:
-        ValueError: on all ranks, if one of them saw packed documents and no positions say which.
+        ValueError: on all ranks, if one of them detected packed documents without positions to locate them.
     """
     batch, tokens = query.shape[0], query.shape[2]
     if packed is not None and positions is None and padding is None:
@@ -154,8 +154,8 @@ def gather_sequence(
 def _lengths_of_one_document(
     tokens: int, packed: bool, comm: Communicator, device: torch.device
 ) -> tuple[int, ...]:
-    """The lengths of all shards. A rank sends the complement of its own to say that its shard is packed: documents
-    begin in some shards only, and a rank that raised alone would let the others wait."""
+    """Return the lengths of all shards. A rank whose shard is packed sends the bitwise complement of its length, so
+    that all ranks raise: one that raised alone would leave the others waiting."""
     lengths = gather_lengths(~tokens if packed else tokens, comm, device)
     if min(lengths) < 0:
         raise ValueError(
@@ -166,7 +166,7 @@ def _lengths_of_one_document(
 
 
 def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[batch, all tokens] of the [batch, own tokens] of all ranks."""
+    """Gather [batch, own tokens] of all ranks into [batch, all tokens]."""
     if comm.size == 1:
         return own
     batch = own.shape[0]
@@ -178,7 +178,7 @@ def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor
 
 
 def parts_of_mask(function: Any) -> set[str]:
-    """The names of the functions that a mask function is made of."""
+    """Return the names of the functions that a mask function is composed of."""
     if not callable(function):
         return set()
     found = {getattr(function, "__qualname__", type(function).__name__).partition(".")[0]}

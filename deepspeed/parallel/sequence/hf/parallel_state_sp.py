@@ -1,6 +1,6 @@
-"""The documented model-parallel unit of sequence parallelism: its functions name groups, sizes and ranks.
+"""The documented model-parallel unit (mpu) of sequence parallelism: groups, sizes and ranks.
 
-The module itself is what ``initialize(mpu=...)`` takes. Ranks of one sequence are neighbours.
+Pass the module itself as ``initialize(mpu=...)``. Ranks of one sequence are consecutive.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _state = _SequenceState()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Form runs of ``sequence_parallel_size`` neighbouring ranks, each of which shares a sequence. Again with the same
-    size it changes nothing. Collective.
+    """Create groups of ``sequence_parallel_size`` consecutive ranks that share a sequence. Repeating it with the same
+    size has no effect. Collective.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the size does not divide the number of ranks.
+        ValueError: the size does not divide the world size.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -49,7 +49,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         mesh = ProcessMesh(
             dist.get_rank(), {}, layout=MeshLayout(dp=dp, sp=sequence_parallel_size, node=ranks)
         )
-        mesh.group("sp")  # now, while all ranks are here
+        mesh.group("sp")  # creation is collective, so create it now
         _state.mesh, _state.world = mesh, dist.group.WORLD
     groups.set_mesh(mesh)
 
@@ -63,12 +63,12 @@ def _mesh() -> ProcessMesh:
 
 
 def get_sequence_parallel_group() -> ProcessGroup:
-    """The ranks that share a sequence with this one, in its order. RuntimeError: there are no groups yet."""
+    """Return the group of the ranks that share a sequence with this one. RuntimeError: there are no groups yet."""
     return _mesh().group("sp")
 
 
 def get_sequence_data_parallel_group() -> ProcessGroup:
-    """The ranks that hold the same weights. RuntimeError: there are no groups yet."""
+    """Return the group of the ranks that hold the same weights. RuntimeError: there are no groups yet."""
     return _mesh().group("dp", "sp")
 
 

@@ -1,4 +1,4 @@
-"""Making the attention of sequence parallelism that of a Transformers model, and noticing a model that has its own."""
+"""Registration of sequence-parallel attention with Transformers, and detection of models that bypass it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed.base.transformers_models import attention_registries, text_config
 from deepspeed.parallel.sequence.hf.masks import mask_function_over, no_mask
 
 NAME = "ulysses"
-"""Under which the attention is registered with Transformers."""
+"""Name of the attention in Transformers' registries."""
 
 _SHARDABLE = {"full_attention", "sliding_attention"}
 _HAS_NO_BLOCKS = ("eager", "flex_attention")
@@ -32,17 +32,17 @@ class CountedAttention(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A model to be registered, or the config of one that is not loaded yet."""
+    """The model to register for, or the config of one that is not loaded yet."""
 
     name: str
     config: Any
     model: nn.Module | None = None
     layers: int | None = None
-    """How many layers a forward of the model runs; None: all that the config counts."""
+    """Number of layers that a forward runs; None: ``num_hidden_layers`` of the config."""
 
     @classmethod
     def of(cls, model_name_or_path: Any) -> Target:
-        """ValueError: a module without ``config``."""
+        """Create a target from a model, or the name or path of one. ValueError: a module without ``config``."""
         if isinstance(model_name_or_path, (str, os.PathLike)):
             from transformers import AutoConfig
 
@@ -70,8 +70,8 @@ class Target:
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
 
     def core_name(self, wanted: str | None) -> str:
-        """The attention of one rank. ValueError: the model has another, it needs whole masks, or the model has layers
-        that are no attention."""
+        """Return the name of the local attention. ValueError: the model's differs or needs whole masks, or the model
+        has layers that are no attention."""
         own = self.config._attn_implementation if self.model is not None else None
         own = None if own == NAME else own  # registered before
         core = wanted or own or "sdpa"
@@ -95,8 +95,8 @@ class Target:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention that Transformers has under this name, be it a kernel of the Hub (``kernels-community/...``), which
-    is fetched. ValueError: there is none."""
+    """Return Transformers' attention of this name; a kernel of the Hub (``kernels-community/...``) is fetched.
+    ValueError: there is none."""
     functions, _ = attention_registries("sequence parallelism of Transformers' models")
     if name not in functions.valid_keys():
         _fetch_kernel(name)
@@ -108,8 +108,8 @@ def attention_function(name: str) -> Callable[..., Any]:
 
 
 def _fetch_kernel(name: str) -> None:
-    """Transformers registers a kernel of the Hub with the first model that is loaded with it: here it is needed before.
-    ValueError: it cannot be fetched. Releases that cannot be asked for one leave it unregistered."""
+    """Fetch and register a kernel of the Hub, which Transformers would do only when loading the first model that uses
+    it. ValueError: it cannot be fetched. Releases of Transformers without that function leave it unregistered."""
     from transformers import modeling_flash_attention_utils
 
     load = getattr(modeling_flash_attention_utils, "lazy_import_flash_attention", None)
@@ -122,11 +122,11 @@ def _fetch_kernel(name: str) -> None:
 
 
 def register(attention: CountedAttention, core: str, target: Target) -> None:
-    """Register ``attention`` over ``core`` with Transformers under NAME, and let the model use it.
+    """Register ``attention`` over ``core`` with Transformers under NAME, and set it on the model.
 
-    A model that is named only, and loaded later, looks for its attention under ``core`` (unless it is loaded with
-    ``attn_implementation="ulysses"``). So it is found there as well from now on, by every model of the process:
-    `unregister` ends that.
+    A model given by name and loaded later looks up its attention as ``core`` (unless loaded with
+    ``attn_implementation="ulysses"``). So ``attention`` also replaces ``core``, for every model of the process, until
+    `unregister`.
     """
     functions, masks = attention_registries("sequence parallelism of Transformers' models")
     make = _own(masks[core]) if core in masks.valid_keys() else no_mask
@@ -151,7 +151,7 @@ def register(attention: CountedAttention, core: str, target: Target) -> None:
 
 
 _STANDS_FOR = "_deepspeed_stands_for"
-"""Attribute of a function that is registered in place of Transformers' own, which is its value."""
+"""Attribute of a replacement function that holds Transformers' original."""
 
 
 def _stand_in(registry: Any, name: str, ours: Callable[..., Any], own: Callable[..., Any]) -> None:
@@ -164,13 +164,13 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_sharded(name: str) -> bool:
-    """Return whether the attention function registered under this name is that of sequence parallelism."""
+    """Return whether the attention registered under this name is sequence-parallel."""
     functions, _ = attention_registries("sequence parallelism of Transformers' models")
     return name == NAME or (name in functions.valid_keys() and _own(functions[name]) is not functions[name])
 
 
 def unregister() -> None:
-    """Give every name but NAME back to Transformers' own attention."""
+    """Restore Transformers' attention under every name except NAME."""
     for registry in attention_registries("sequence parallelism of Transformers' models"):
         for name in set(registry.valid_keys()) - {NAME}:
             if _own(registry[name]) is not registry[name]:
@@ -178,8 +178,8 @@ def unregister() -> None:
 
 
 def _check_first_forward(target: Target, attention: CountedAttention) -> None:
-    """Some models accept any attention and go on computing their own, which would see one shard only. Whether each
-    layer has called it is known after the first forward, before any gradient."""
+    """Check after the first forward, before any gradient, that each layer has called ``attention``. Some models accept
+    any attention but keep computing their own, which would see only one shard."""
     assert target.model is not None
     layers = int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
     before = attention.calls

@@ -1,1 +1,1 @@
-"""Functions computed in tiles along the sequence: what lies between input and output exists for one tile at a time."""
+"""Tiled compute along the sequence: intermediate activations exist for one tile at a time."""

@@ -1,8 +1,8 @@
-"""Self-attention of Transformers models in chunks of the sequence: modules are found by what they compute.
+"""Chunked self-attention for Transformers models, whose attention modules are recognized by what they compute.
 
-A module with the four projections of Llama's kind is a candidate. It is computed by
-``deepspeed.parallel.sequence.chunked`` if that gives what its own forward gives, for random weights and a short
-sequence: norms of queries and keys, capped scores, positions of another kind and the like show up as a difference.
+A module with Llama's four projections is a candidate. It is replaced by ``deepspeed.parallel.sequence.chunked`` if both
+give the same result for random weights and a short sequence: query and key norms, score capping, other position
+encodings and the like show up as a difference.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LENGTH, _BATCH, _TOLERANCE = 11, 2, 1e-4
 
 
 class NotInChunks(ValueError):
-    """A module's attention is not what chunks compute; the message says why."""
+    """A module's attention cannot be chunked; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedProjections:
-    """Causal self-attention of a module by its four projections, in chunks."""
+    """Chunked causal self-attention with a module's four projections."""
 
     module: Any
     size: int
@@ -42,8 +42,8 @@ class ChunkedProjections:
 
     @classmethod
     def of(cls, module: nn.Module) -> ChunkedProjections:
-        """NotInChunks: it has a window, dropout, another attention of one rank than "sdpa", or projections that are
-        no plain linear layers."""
+        """Wrap ``module``. NotInChunks: it has a window, dropout, another attention than "sdpa", or projections that
+        are no plain linear layers."""
         own: Any = module
         for name in (*_IN, _OUT):
             if type(getattr(own, name)) is not nn.Linear or "forward" in vars(getattr(own, name)):
@@ -67,8 +67,9 @@ class ChunkedProjections:
         return cls(module, size, float(getattr(own, "scaling", None) or size**-0.5), SideStream())
 
     def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], chunk: int) -> Tensor:
-        """x [batch, tokens, hidden], cosines and sines [batch or 1, tokens, size] -> [batch, tokens, hidden]."""
-        # Read anew: at stage 3 a read is what gathers them.
+        """Map x [batch, tokens, hidden], with cosines and sines [batch or 1, tokens, size], to [batch, tokens,
+        hidden]."""
+        # Read in every call: at stage 3, the attribute access gathers them.
         projections = [getattr(self.module, name) for name in _IN]
         weights = [each.weight for each in projections]
         biases = [each.bias for each in projections]
@@ -90,19 +91,20 @@ class ChunkedProjections:
 
 
 def _tokens_first(table: Tensor) -> Tensor:
-    """[batch or 1, tokens, size] -> [tokens, batch or 1, 1, size]."""
+    """Rearrange [batch or 1, tokens, size] into [tokens, batch or 1, 1, size]."""
     return table.transpose(0, 1).unsqueeze(2)
 
 
 class ChunkedForward:
-    """``forward`` of an attention module in chunks of ``chunk`` tokens, while the module trains on longer sequences."""
+    """Replacement ``forward`` of an attention module: chunks of ``chunk`` tokens when training on longer sequences."""
 
     def __init__(self, attend: ChunkedProjections, chunk: int) -> None:
         self.attend = attend
         self.chunk = chunk
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """ValueError: a mask (padding, packed documents), or a cache, with a sequence longer than a chunk."""
+        """Compute the attention. ValueError: a mask (padding, packed documents), or a cache, with a sequence longer
+        than a chunk."""
         module = self.attend.module
         bound = self._signature.bind(module, *args, **kwargs).arguments
         given = {**bound.pop("kwargs", {}), **bound}
@@ -128,7 +130,7 @@ class ChunkedForward:
 
 
 def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Paths and modules with the four projections."""
+    """Yield path and module of each attention with the four projections."""
     for path, each in module.named_modules():
         names = {name for name, _ in each.named_children()}
         if names.issuperset((*_IN, _OUT)):
@@ -136,10 +138,10 @@ def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_chunks(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
-    """Return a replacement for ``module.forward``. ``proven``: kinds of modules for which the two have been compared.
+    """Return a replacement for ``module.forward``. ``proven``: kinds of modules that have already been compared.
 
-    NotInChunks: it computes something else (see the head of this file), or cannot be run on hidden states and tables
-    of rotary positions.
+    NotInChunks: it computes something else (see the module docstring), or cannot run on hidden states and rotary
+    tables.
     """
     if "forward" in vars(module):
         raise NotInChunks("its forward has been replaced already")
@@ -152,7 +154,7 @@ def in_chunks(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward
 
 
 def _kind_of(module: nn.Module) -> Any:
-    """Equal for modules that compute the same with the same weights."""
+    """Return a key that is equal for modules that compute the same with the same weights."""
     shapes = tuple((name, tuple(full_shape(each))) for name, each in module.named_parameters())
     plain = {
         name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))
@@ -162,8 +164,8 @@ def _kind_of(module: nn.Module) -> Any:
 
 
 def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
-    """NotInChunks: the module and its attention in chunks differ. Scores are large (about 9), so that capped ones
-    differ from plain ones."""
+    """Raise NotInChunks if the module and its chunked attention differ. Scores are large (about 9), to expose
+    capping."""
     draw = torch.Generator().manual_seed(0)
     shapes = {name: full_shape(each) for name, each in module.named_parameters()}
     tensors = {
@@ -191,7 +193,7 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
 
 
 class _SingleRankGroup(nn.Module):
-    """The projections of an attention module with the attention in chunks; parameters have the module's names."""
+    """Module that runs ``attend``, with the parameter names of its attention module, for ``functional_call``."""
 
     def __init__(self, attend: ChunkedProjections) -> None:
         super().__init__()

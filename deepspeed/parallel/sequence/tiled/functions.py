@@ -1,8 +1,8 @@
-"""The documented functions of tiled compute; ``tiles.py`` does the work.
+"""The documented functions of tiled compute, implemented by ``tiles.py``.
 
-Each class is an autograd function whose ``apply`` is called as documented. Tiles are cut along the sequence,
-dimension 1 (dimension 0 of a tensor [tokens, hidden]); they differ in length by one at most if the number of tiles does
-not divide it. Weights are found by themselves: ``compute_params`` may be left out.
+Each class is an autograd function with the documented signature of ``apply``. Tiles split the sequence, dim 1 (dim 0 of
+a tensor [tokens, hidden]); their lengths differ by at most one. Weights are discovered automatically:
+``compute_params`` may be omitted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed.parallel.sequence.tiled.tiles import TiledCall, TiledFunction, run_tiles, tile_lengths
 
 IGNORED = -100
-"""The label that losses of torch and Transformers leave out."""
+"""Label that losses of torch and Transformers ignore."""
 REDUCTIONS = (None, "mean", "sum")
 
 
@@ -32,26 +32,27 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """``fn(**kwargs_to_shard, **kwargs_to_pass)``, computed in ``shards`` tiles of the sequence.
+    """Compute ``fn(**kwargs_to_shard, **kwargs_to_pass)`` in ``shards`` tiles of the sequence.
 
-    Activations inside ``fn`` exist for one tile at a time: the backward computes each tile again. Loss and gradients
-    are those of the plain call, for every tensor among the arguments and every weight that ``fn`` uses.
+    Activations inside ``fn`` exist for one tile at a time: backward recomputes each tile. Loss and gradients are those
+    of the plain call, for every tensor argument and every weight that ``fn`` uses.
 
     Args:
-        fn: returns one tensor; the same for each tile but for what it is given.
-        seqlen: length of dimension 1 of everything in ``kwargs_to_shard``.
-        shards: number of tiles. Ranks that share a sequence or gather weights together (stage 3) need the same.
+        fn: returns one tensor; must not depend on which tile it gets.
+        seqlen: length of dim 1 of everything in ``kwargs_to_shard``.
+        shards: number of tiles. Must be equal on ranks that share a sequence or gather weights together (stage 3).
         kwargs_to_shard: tensors [batch, seqlen, ...], or None.
-        kwargs_to_pass: what every tile gets whole.
-        grad_requiring_tensor_key: documented; every tensor that requires a gradient gets one.
-        compute_params: documented; the weights that ``fn`` uses are found by themselves.
-        output_unshard_dimension: along which results are joined: 1 for hidden states, 0 for one number per tile.
-        output_reduction: None joins the results. "sum" adds one number per tile. "mean" averages them, each weighted
-            with the tokens of its tile: those whose label is not -100 where ``kwargs_to_shard`` has integer ``labels``
-            or ``shift_labels`` (or ``y``, ``target``), else all. A tile without such tokens is not computed.
+        kwargs_to_pass: arguments passed whole to every tile.
+        grad_requiring_tensor_key: one of ``kwargs_to_shard``; every tensor that requires a gradient gets one anyway.
+        compute_params: ignored; the weights that ``fn`` uses are discovered automatically.
+        output_unshard_dimension: dim along which results are concatenated: 1 for hidden states, 0 for one number per
+            tile.
+        output_reduction: None concatenates the results. "sum" adds one number per tile. "mean" averages them, weighted
+            by the tokens of each tile: those whose label is not -100 if ``kwargs_to_shard`` has integer ``labels`` or
+            ``shift_labels`` (or ``y``, ``target``), else all. A tile without such tokens is not computed.
 
     Raises:
-        ValueError: an argument has another length, or ``output_reduction`` is not one of these.
+        ValueError: an argument has another length, or an unknown ``output_reduction``.
         RuntimeError: ``fn`` uses a tensor with a graph that is not among its arguments.
     """
     return SequenceTiledCompute.apply(
@@ -97,7 +98,7 @@ class SequenceTiledCompute(TiledFunction):
                     f"{key} of shape {tuple(value.shape)} has no dimension 1 of length seqlen={seqlen}"
                 )
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
-        # Leaves are found like weights; a tensor with a graph is an input, to get its gradient.
+        # Leaves are discovered like weights; a tensor with a graph must be an input to get its gradient.
         whole = {k: v for k, v in passed.items() if isinstance(v, Tensor) and v.grad_fn is not None}
         names = [*keys_to_shard, *whole]
 
@@ -143,7 +144,7 @@ class TiledMLP(TiledFunction):
 
 
 class AutogradComputeMLP(TiledFunction):
-    """``AutogradComputeMLP.apply(fn, self, x)``: the same in one piece, computed again in backward."""
+    """``AutogradComputeMLP.apply(fn, self, x)``: ``fn(self, x)`` in one tile, recomputed in backward."""
 
     @classmethod
     def apply(cls, fn: Callable[[Any, Tensor], Tensor], self: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -152,11 +153,11 @@ class AutogradComputeMLP(TiledFunction):
 
 class TiledFusedLogitsLoss(TiledFunction):
     """``TiledFusedLogitsLoss.apply(fn, self, x, y, mask, shards, compute_params, output_reduction)``: the loss
-    ``fn(self, x, y)``, or ``fn(self, x, y, mask)`` if there is a mask, in tiles: logits exist for one tile at a time.
+    ``fn(self, x, y)``, or ``fn(self, x, y, mask)`` given a mask, in tiles: logits exist for one tile at a time.
 
     ``x`` [batch, sequence, hidden]; ``y`` and ``mask`` [batch, sequence]. With ``output_reduction`` "mean", ``fn``
-    returns the mean over its tile's tokens; the result is that over all tokens whose label is not -100 and whose mask
-    is not 0. With "sum" it is the sum of what ``fn`` returns.
+    returns the mean over its tile's tokens; the result is the mean over all tokens whose label is not -100 and whose
+    mask is not 0. With "sum" it is the sum of the results of ``fn``.
     """
 
     @classmethod
@@ -194,10 +195,10 @@ class TiledFusedLogitsLoss(TiledFunction):
 
 class TiledLoss(TiledFunction):
     """``TiledLoss.apply(loss_fn, logits, vocab_size, shift_labels, shards)``: the mean loss of ``logits``
-    [batch, sequence, vocabulary] in tiles, so that copies of the logits (fp32, softmax, gradient) exist for one tile.
+    [batch, sequence, vocabulary] in tiles: copies of the logits (fp32, softmax, gradient) exist for one tile at a time.
 
-    ``loss_fn(logits=, labels=None, vocab_size=, shift_labels=)`` is that of Transformers' models; ``shift_labels``
-    [batch, sequence] are shifted already, -100 is left out.
+    ``loss_fn(logits=, labels=None, vocab_size=, shift_labels=)`` has the signature of Transformers' loss functions;
+    ``shift_labels`` [batch, sequence] are already shifted, -100 is ignored.
     """
 
     @classmethod

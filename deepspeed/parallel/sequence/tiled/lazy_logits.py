@@ -1,9 +1,9 @@
-"""Logits that are computed when they are read, and in tiles if a cross-entropy is all that reads them.
+"""Lazy logits: computed when read, and in tiles if only a cross-entropy reads them.
 
-A model's forward ends with ``logits = head(hidden)`` and ``loss = cross_entropy(f(logits), labels)``. The head of a
-model that ``tiled_compute`` changed returns ``LazyLogits``, which take note of ``f`` (casts, scaling, capping, views,
-slices of positions) until the cross-entropy comes: then head, ``f`` and loss run tile by tile. Whatever else is done to
-them gets the whole logits.
+A model's forward ends with ``logits = head(hidden)`` and ``loss = cross_entropy(f(logits), labels)``. Under
+``tiled_compute`` the head returns ``LazyLogits``, which record ``f`` (casts, scaling, capping, views, slices of
+positions) until the cross-entropy: then head, ``f`` and loss run tile by tile. Any other operation gets the whole
+logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POINTWISE = frozenset(
         "__sub__ tanh clamp neg __neg__ contiguous"
     ).split()
 ) | {torch.tanh, torch.mul, torch.div, torch.add, torch.sub, torch.clamp}
-"""Functions of the logits and numbers that treat every element alike."""
+"""Elementwise functions of the logits and numbers."""
 
 _FACTS = ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_meta", "is_cuda", "is_quantized")
 FACTS = frozenset(
@@ -41,12 +41,12 @@ FACTS = frozenset(
         torch.Tensor.__len__,
     }
 )
-"""What needs no values."""
+"""Operations that need no values."""
 
 
 class LazyLogits(torch.Tensor):
-    """``steps`` applied to ``head(hidden)``. ``hidden`` [..., hidden size], ``head`` a function of it; ``shards``:
-    tiles of a loss."""
+    """A deferred ``steps(head(hidden))``. ``hidden`` [..., hidden size], ``head`` a function of it; ``shards``: number
+    of tiles of the loss."""
 
     hidden: Tensor
     head: Step
@@ -73,7 +73,7 @@ class LazyLogits(torch.Tensor):
         return logits
 
     def whole(self) -> Tensor:
-        """The logits, computed once; with a graph where the forward has one."""
+        """Return the logits, computed once; with a graph if grad mode is enabled."""
         if self._whole is None:
             self._whole = self.tile(self.hidden)
         return self._whole
@@ -104,7 +104,7 @@ _GRAPH: dict[Any, Callable[[LazyLogits], Any]] = {
     torch.Tensor.requires_grad.__get__: lambda logits: logits.hidden.requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.is_leaf.__get__: lambda logits: False,  # type: ignore[attr-defined]
 }
-"""They have no graph before they are computed."""
+"""Autograd attributes, answered without computing the logits."""
 
 
 def _whole(each: Any) -> Any:
@@ -116,7 +116,7 @@ def _width(logits: LazyLogits) -> int:
 
 
 def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result without whole logits, or None if it takes them."""
+    """Return the result of ``func`` without materializing the logits, or None if it needs them."""
     if func in POINTWISE:
         if not all(is_plain(value) for value in (*rest, *kwargs.values())):
             return None
@@ -138,14 +138,14 @@ def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether an operation with ``value`` treats every element of the logits alike."""
+    """Return whether ``value`` is a scalar-like operand, which treats every element of the logits alike."""
     return value is None or isinstance(
         value, (int, float, torch.dtype, torch.device, str, torch.memory_format)
     )
 
 
 def _flattens(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """``view(-1, vocabulary)`` and what is the same."""
+    """Return whether this is ``view(-1, vocabulary)`` or an equivalent."""
     if rest and isinstance(rest[0], torch.dtype):
         return False
     after = func(torch.empty(Tensor.size(logits), device="meta"), *rest, **kwargs).shape
@@ -153,7 +153,7 @@ def _flattens(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict
 
 
 def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
-    """Return whether an index of a tensor with ``dims`` dims has only parts of ``kinds`` and takes the last dim
+    """Return whether an index of a tensor with ``dims`` dims has only parts of ``kinds`` and keeps the last dim
     whole."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (isinstance(part, kinds) or part is Ellipsis) for part in parts):
@@ -166,7 +166,7 @@ def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
 
 
 def _cross_entropy(logits: LazyLogits, given: dict[str, Any] | None) -> Tensor | None:
-    """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary] in tiles, or None."""
+    """Compute cross-entropy of ``logits`` [tokens, vocabulary] in tiles; None if the call is not supported."""
     rows = logits.hidden.shape[0]
     if given is None or given["weight"] is not None or rows < 2 or logits.shards < 2:
         return None
@@ -186,7 +186,7 @@ def _cross_entropy(logits: LazyLogits, given: dict[str, Any] | None) -> Tensor |
 
 
 class LazyHead:
-    """``forward`` of an output layer: ``module``'s own while it does not train, else ``LazyLogits`` of it."""
+    """Replacement ``forward`` of an output layer: returns ``LazyLogits`` in training, else the plain result."""
 
     def __init__(self, module: nn.Module, shards: int | None) -> None:
         self.module = module
@@ -207,7 +207,7 @@ class LazyHead:
         return LazyLogits.of(hidden, self.compute, int(width), shards, dtype)  # type: ignore[call-overload]
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """The logits, through the module's hooks."""
+        """Compute the logits by calling the module, with its hooks."""
         self._plain += 1
         try:
             return self.module(hidden)

@@ -1,4 +1,4 @@
-"""Forward, loss and backward of a Transformers model whose sequences are sharded, with the loss over all shards."""
+"""Forward, loss and backward of a Transformers model with sharded sequences; the loss is over all shards."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from deepspeed.comm import documented_groups as groups
 from deepspeed.parallel.sequence.tiled.functions import IGNORED, TiledLoss
 
 TILE_BYTES = 2**30
-"""Of fp32 logits in one tile of the loss, with ``num_loss_logit_shards="auto"``."""
+"""Maximum size of a loss tile's fp32 logits with ``num_loss_logit_shards="auto"``."""
 
 
 class UlyssesSPFwdLossBwdWithLogits:
-    """Trains on whole sequences: those of each sequence-parallel rank in turn, shared by all of them.
+    """Trains on the batches of the sequence-parallel ranks in turn, each sharded over all of these ranks.
 
     Args:
         model: the engine.
-        model_unwrapped: the Transformers model inside, whose ``loss_function`` and ``config.vocab_size`` are used.
-        device: where batches go.
-        num_loss_logit_shards: tiles of the loss; "auto" chooses them by size.
-        kwargs: become attributes; ``sp_group`` replaces that of the newest engine.
+        model_unwrapped: the wrapped Transformers model, whose ``loss_function`` and ``config.vocab_size`` are used.
+        device: device of the batches.
+        num_loss_logit_shards: number of tiles of the loss; "auto" chooses it by size.
+        kwargs: set as attributes; ``sp_group`` overrides that of the newest engine.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class UlyssesSPFwdLossBwdWithLogits:
         self.loss: Tensor
 
     def sp_fwd_loss_bwd(self, batch: Mapping[str, Any]) -> Tensor:
-        """One forward and backward for each rank's ``batch`` (``input_ids`` and ``labels`` [batch, sequence], of any
-        length). Returns the mean loss over all their tokens, without a graph. Collective in the group."""
+        """Run one forward and backward for each rank's ``batch`` (``input_ids`` and ``labels`` [batch, sequence], of
+        any length). Returns the mean of the batches' losses, each a mean over its tokens, detached. Collective over the
+        group."""
         losses = [self._one(micro) for micro in self._exchange(batch)]
         return torch.stack(losses).mean()
 
@@ -80,14 +81,14 @@ class UlyssesSPFwdLossBwdWithLogits:
         return self.loss_over_all
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
-        """The logits of this rank's shard [batch, its length, vocabulary]."""
+        """Return the logits of this rank's shard [batch, own tokens, vocabulary]."""
         inputs = {key: value for key, value in batch.items() if key != "shift_labels"}
         self.logits = self.model(**inputs, use_cache=False).logits
         return self.logits
 
     def compute_loss(self, labels: None, shift_labels: Tensor) -> Tensor:
-        """This rank's part of the mean over the tokens of all shards, times their number, as gradients are averaged
-        over ranks. ``shift_labels`` [batch, its length]. Collective in the group."""
+        """Return this rank's contribution to the mean over the tokens of all shards, times the number of ranks, because
+        gradients are averaged over ranks. ``shift_labels`` [batch, own tokens]. Collective over the group."""
         counts = (shift_labels != IGNORED).sum()
         total = counts.clone()
         if self.sp_world_size > 1:

@@ -1,4 +1,4 @@
-"""``tiled_compute`` on a model as it is: finds feed-forward layers and the output layer by what they are."""
+"""``tiled_compute`` for an unmodified model: finds feed-forward layers and the output layer by their structure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ContextNotes(Protocol):
 
 
 class TiledForward:
-    """``forward`` of a feed-forward layer, in ``shards`` tiles; None: of at most ``hidden`` tokens."""
+    """Replacement ``forward`` of a feed-forward layer in ``shards`` tiles; None: tiles of at most ``hidden`` tokens."""
 
     def __init__(self, module: nn.Module, hidden: int, shards: int | None) -> None:
         self.module = module
@@ -55,7 +55,7 @@ class TiledModel:
         self.section = section
 
     def apply(self, module: nn.Module, context: _ContextNotes) -> None:
-        """ValueError: there is nothing of a kind that the section asks for; the message says why."""
+        """Tile what the section asks for. ValueError: the model has nothing to tile; the message says why."""
         if self.section.mlp:
             self._tile_layers(module, context)
         if self.section.loss:
@@ -120,7 +120,7 @@ def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> N
 
 
 def _feed_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Modules whose linear layers lead from one width to another and back: path, module, the first width."""
+    """Yield (path, module, hidden size) of modules whose linear layers map a width to another and back."""
     for path, each in module.named_modules():
         linears = [shape for child in each.children() if (shape := linear_shape(child)) is not None]
         for hidden, wide in linears:
@@ -130,7 +130,7 @@ def _feed_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer: torch's, or Transformers' ``Conv1D`` with its weight [in, out]."""
+    """Return (in, out) of a linear layer: torch's, or Transformers' ``Conv1D`` with its weight [in, out]; else None."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     weight = getattr(module, "weight", None)
@@ -141,7 +141,7 @@ def linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _output_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
-    """Path and output layer of a Transformers model; or why there is none."""
+    """Return (path, output layer) of a Transformers model, or (the reason why there is none, None)."""
     inner: Any = getattr(module, "get_base_model", lambda: module)()
     getter = getattr(inner, "get_output_embeddings", None)
     head = getter() if getter is not None else None
@@ -153,7 +153,7 @@ def _output_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
     return path, head
 
 
-# Test of whether a module treats every token independently, by running it on meta tensors.
+# Test whether a module treats every token independently, by running it on meta tensors.
 
 
 TOKENS = 7919  # a prime, so that no other dimension has this length
@@ -166,11 +166,11 @@ VIEWS = frozenset(
 
 
 class NotPerToken(ValueError):
-    """A tile of the result depends on other tokens, or nobody can say; the message says on what."""
+    """A tile of the result depends, or may depend, on other tokens; the message says by which operation."""
 
 
 class _TokenWatch(TorchDispatchMode):
-    """Lets through what works on each token alone, and tensors whose last dimension but one is the tokens."""
+    """Refuses operations that may mix tokens, and results whose second-to-last dim is not the tokens."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -192,7 +192,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def check_per_token(module: nn.Module, hidden: int) -> None:
-    """NotPerToken: ``module`` on [1, tokens, hidden] does not give [1, tokens, ...] token by token."""
+    """Raise NotPerToken unless ``module`` maps [1, tokens, hidden] to [1, tokens, ...] token by token."""
     tensors = {
         name: torch.empty(full_shape(tensor), dtype=tensor.dtype, device="meta")
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]

@@ -1,14 +1,14 @@
-"""A function over tiles of its inputs, as one node of the graph.
+"""Tiled execution of a function as a single autograd node.
 
 (Bekman et al., *Arctic Long Sequence Training*, 2025: tiled compute.)
 
-[Note: one node] The forward keeps the inputs only; the backward computes each tile again and differentiates it at
-once. Every tensor that the function uses is an input of the node, also weights that it finds by itself: autograd hears
-of each weight's gradient once per backward, when the sum over all tiles is complete, and so does the gradient reducer.
+[Note: one node] Forward saves only the inputs; backward recomputes each tile and differentiates it immediately. Every
+tensor that the function uses is an input of the node, including discovered weights: autograd, and hence the gradient
+reducer, gets each weight's gradient once per backward, when the sum over all tiles is complete.
 
-[Note: finding the weights] The first tile is computed with a graph whose saved tensors are dropped at once; the leaves
-of that graph are what the function uses. A node that is older than the call belongs to a tensor that was computed
-outside; such a tensor has to be an argument, as nobody could give it its gradient otherwise.
+[Note: finding the weights] The first tile is computed with a graph whose saved tensors are dropped immediately; the
+leaves of that graph are the tensors that the function uses. A node older than the call belongs to a tensor computed
+outside; such a tensor must be an argument, or it would get no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepspeed.zero.gathering.retention import KeptWhole
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
-    """``length`` in ``tiles`` parts that differ by one at most; fewer parts if there are fewer positions."""
+    """Split ``length`` into ``tiles`` lengths that differ by at most one; fewer if ``length`` is smaller."""
     if tiles < 1:
         raise ValueError(f"shards={tiles}: a sequence is cut into at least one tile")
     tiles = max(1, min(tiles, length))
@@ -39,11 +39,11 @@ def tile_lengths(length: int, tiles: int) -> list[int]:
 
 @dataclass(eq=False)
 class TiledCall:
-    """``compute(tensors)`` for each tile of ``inputs``.
+    """A call of ``compute(tensors)`` for each tile of its inputs.
 
-    ``split_dims``: along which dimension each input is cut; None: every tile gets all of it. ``lengths``: of the tiles.
-    ``join_dim``: results are joined along it. ``reduction``: "mean" or "sum", of results that are losses; ``weights``:
-    what each tile then counts; a tile of weight 0 is not computed.
+    ``split_dims``: dim along which each input is split; None: every tile gets all of it. ``lengths``: of the tiles.
+    ``join_dim``: dim along which results are concatenated. ``reduction``: "mean" or "sum" of results that are losses;
+    ``weights``: weights of the tiles in it; a tile of weight 0 is not computed.
     """
 
     compute: Callable[[list[Any]], Any]
@@ -63,14 +63,14 @@ class TiledCall:
             self.losses = TileLosses(self.reduction, weights, [self.starts[i] for i in self.order])
 
     def tile(self, tensor: Tensor, dim: int | None, index: int) -> Tensor:
-        """The part of one input, contiguous, without a graph."""
+        """Return one tile of an input, contiguous and detached."""
         whole = tensor.detach()
         return (
             whole if dim is None else whole.narrow(dim, self.starts[index], self.lengths[index]).contiguous()
         )
 
     def tiles(self, inputs: Sequence[Any], index: int, needed: Sequence[bool]) -> list[Any]:
-        """Inputs of one tile; ``needed``: which of them get a gradient."""
+        """Return the inputs of one tile; ``needed``: which of them require a gradient."""
         return [
             self.tile(each, dim, index).requires_grad_(need) if isinstance(each, Tensor) else each
             for each, dim, need in zip(inputs, self.split_dims, needed, strict=True)
@@ -89,7 +89,7 @@ class TiledCall:
 
 @untraced
 def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
-    """``call`` over ``inputs``, as one node of the graph where a gradient can follow.
+    """Run ``call`` over ``inputs``, as one autograd node if grad mode is enabled.
 
     RuntimeError: it uses a tensor with a graph that is not an input (Note: finding the weights).
     """
@@ -105,13 +105,13 @@ def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
 
 
 def _nothing_counts(inputs: Sequence[Any]) -> Tensor:
-    """A loss over no token: 0, with gradients that are 0."""
+    """Return the loss over no tokens: 0, with zero gradients."""
     first = next(each for each in inputs if isinstance(each, Tensor) and each.is_floating_point())
     return first.flatten()[:1].sum().float() * 0.0
 
 
 class _Run:
-    """One forward of a ``TiledCall``, and what its backward has to know of it."""
+    """State of one forward of a ``TiledCall``, for its backward."""
 
     def __init__(self, call: TiledCall, inputs: Sequence[Any]) -> None:
         self.call = call
@@ -121,7 +121,7 @@ class _Run:
         self.first: list[Tensor] = []
 
     def start(self) -> None:
-        """Compute the first tile and find what else the function uses (Note: finding the weights)."""
+        """Compute the first tile and discover the leaves that the function uses (Note: finding the weights)."""
         device = next(each.device for each in self.inputs if isinstance(each, Tensor))
         self.context = RecomputeContext(device)
         tiles = self.call.tiles(self.inputs, self.call.order[0], self.needed)
@@ -138,13 +138,12 @@ class _Run:
             yield self.call.result(self.call.tiles(self.inputs, index, never))
 
     def all_results(self) -> Iterator[Tensor]:
-        """The first is there already."""
+        """Yield the results of all tiles; the first one was computed by ``start``."""
         yield self.first.pop()
         yield from self.results(self.call.order[1:])
 
     def join(self, results: Iterator[Tensor]) -> Tensor:
-        """One tensor of the results of all tiles; ``places``: where each lies along ``join_dim``, and how long it
-        is."""
+        """Concatenate the results of all tiles, and set ``places``: (start, length) of each along ``join_dim``."""
         call = self.call
         first, dim = next(results), call.join_dim
         if first.shape[dim] != call.lengths[call.order[0]]:  # not one result per position
@@ -162,17 +161,17 @@ class _Run:
         return whole
 
     def part_of(self, grad: Tensor, turn: int) -> Tensor:
-        """The gradient of one tile's result, of that of all of them."""
+        """Return one tile's part of the gradient of the joined result."""
         return grad.narrow(self.call.join_dim, *self.places[turn])
 
     def forget_inputs(self) -> None:
-        """Autograd keeps the tensors from now on, and the node the leaves' accumulators."""
+        """Drop the tensors, which autograd saves, and the leaves' accumulators, which the node keeps alive."""
         self.inputs = [_Kept if isinstance(each, Tensor) else each for each in self.inputs]
         self._nodes = []
 
 
 class TiledFunction(torch.autograd.Function):
-    """The node. ``forward`` gets the run, its inputs and the leaves that ``run_tiles`` found."""
+    """The autograd node. ``forward`` gets the run, its inputs and the leaves that ``run_tiles`` discovered."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
@@ -203,7 +202,7 @@ class TiledFunction(torch.autograd.Function):
 
 
 class _Kept:
-    """Stands for a tensor that autograd keeps."""
+    """Placeholder for a tensor that autograd saves."""
 
 
 def _check_versions(run: _Run) -> None:
@@ -216,7 +215,7 @@ def _check_versions(run: _Run) -> None:
 
 
 class _Gradients:
-    """Gradients of a run's inputs and leaves, filled tile by tile."""
+    """Gradients of a run's inputs and leaves, accumulated tile by tile."""
 
     def __init__(self, run: _Run, inputs: Sequence[Any]) -> None:
         self.run = run
@@ -225,7 +224,7 @@ class _Gradients:
         self.of_leaves: list[Tensor | None] = [None] * len(run.leaves)
 
     def add(self, index: int, tiles: Sequence[Any], result: Tensor, grad: Tensor) -> None:
-        """Differentiate one tile."""
+        """Differentiate one tile and accumulate."""
         if not result.requires_grad:
             return
         call = self.run.call
@@ -246,7 +245,7 @@ class _Gradients:
 
 
 def _sum(total: Tensor | None, part: Tensor, terms: int) -> Tensor:
-    """Sums of 16-bit gradients are taken in fp32 and rounded once, as inside one product."""
+    """Add ``part`` to ``total``. Sums of 16-bit gradients are in fp32 and rounded once, as inside a single GEMM."""
     if total is None:
         return part.float() if part.dtype in (torch.float16, torch.bfloat16) and terms > 1 else part
     if total.layout is not torch.strided or part.layout is not torch.strided:
@@ -270,7 +269,7 @@ def _next_sequence_number() -> int:
 
 
 def _leaves(result: Tensor, own: Sequence[Any], begin: int) -> tuple[list[Tensor], list[Any]]:
-    """The leaves that ``result`` depends on, apart from ``own``, and the nodes that accumulate their gradients.
+    """Return the leaves that ``result`` depends on, except ``own``, and their AccumulateGrad nodes.
 
     RuntimeError: it depends on a tensor that was computed before node number ``begin``.
     """
@@ -297,11 +296,12 @@ def _leaves(result: Tensor, own: Sequence[Any], begin: int) -> tuple[list[Tensor
     return leaves, nodes
 
 
-# The state that a recomputation must find as the first run found it: random states and autocast.
+# State that recomputation must restore: RNG states and autocast.
 
 
 class RecomputeContext:
-    """Taken where a forward begins. The cache of autocast is off, as a cast weight would outlive its tile's graph."""
+    """RNG and autocast state at the start of a forward. Autocast caching is off: a cached cast of a weight would
+    outlive its tile's graph."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -320,7 +320,7 @@ class RecomputeContext:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Random numbers are drawn once more as in the forward, and afterwards go on as if none had been."""
+        """Replay the forward's RNG and autocast state; afterwards the RNG continues as if nothing had been drawn."""
         kind = self.device.type if self.devices else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind):
             torch.set_rng_state(self.random)

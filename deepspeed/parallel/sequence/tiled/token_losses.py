@@ -1,9 +1,9 @@
-"""The loss of a whole sequence, from what a function gives for its tiles.
+"""The loss of a whole sequence from its tiles.
 
-A mean over tokens is not made of the tiles' means: tiles count different numbers of tokens, by the ``ignore_index`` and
-class weights that the function passes, and in 16 bits each tile's mean is rounded (in bf16 by 0.4 %) before they are
-summed. Where a tile's result *is* a cross-entropy, the losses of its tokens are kept instead, and reduced together by
-the function that reduces them without tiles: the loss has the bits of the plain call.
+The mean over tokens cannot be computed from the tiles' means: tiles count different numbers of tokens, because of
+``ignore_index`` and class weights, and in 16 bits each tile's mean is rounded (in bf16 by 0.4 %) before summation. If a
+tile's result *is* a cross-entropy, its per-token losses are kept instead, and reduced together by the function that
+reduces them without tiles: the loss is bit-identical to the plain call.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ SIGNATURES = {each: inspect.signature(each) for each in (functional.cross_entrop
 
 
 class TileLosses(TorchFunctionMode):
-    """Losses of the tiles of one call, whose function runs inside of this and returns one reduced by ``reduction``
-    ("mean" or "sum").
+    """Captures the losses of the tiles of one call, whose function runs inside this mode and returns a loss reduced by
+    ``reduction`` ("mean" or "sum").
 
-    ``weights``, ``starts``: of each computed tile, what its loss counts if no tile's is known token by token, and where
-    it begins.
+    ``weights``, ``starts``: weight of each computed tile, used if no per-token losses are known, and its start.
     """
 
     def __init__(self, reduction: str, weights: Sequence[float], starts: Sequence[int]) -> None:
@@ -36,8 +35,8 @@ class TileLosses(TorchFunctionMode):
         self._last: tuple[Tensor, Tensor] | None = None
 
     def of_tile(self, result: Tensor, leading: torch.Size) -> Tensor:
-        """Return the losses of a tile's tokens and how much each counts, [2, *leading], fp32 or wider; 0 for what has
-        no loss. A ``result`` that is not just a cross-entropy is in the first token's place, and counts nothing.
+        """Return a tile's per-token losses and their weights, [2, *leading], fp32 or wider; 0 where there is no loss. A
+        ``result`` that is not just a cross-entropy takes the first token's place, with weight 0.
         """
         (loss, tokens), self._last = self._last or (None, result), None
         if result.dim():
@@ -70,16 +69,17 @@ class TileLosses(TorchFunctionMode):
         return loss
 
     def of_sequence(self, joined: Tensor) -> Tensor:
-        """The loss of all tiles. ``joined``: what ``of_tile`` gave, joined along the last dim."""
+        """Return the loss of all tiles. ``joined``: results of ``of_tile``, concatenated along the last dim."""
         if self.of_tokens is not None:
             return reduced(joined.flatten(1).to(self.of_tokens), self.reduction, weighted=self.weighted)
-        # A loss of 16 bits is rounded once, after the sum. What the tiles' own results lack cannot be regained.
+        # Round to 16 bits once, after the sum. Precision that the tiles' results have already lost stays lost.
         losses = joined[0].reshape(-1, joined.shape[-1])[0, self.starts]
         return (losses * losses.new_tensor(self.weights)).sum().to(self.of_tiles)
 
 
 def loss_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
-    """All arguments of a call of torch's cross-entropy by name, or None: with probabilities, or as torch 0.4 had it."""
+    """Return all arguments of a call of torch's cross-entropy by name; None for probability targets or the arguments of
+    torch 0.4."""
     bound = SIGNATURES[func].bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -88,9 +88,9 @@ def loss_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any] | None:
 
 
 def reduced(tokens: Tensor, reduction: str, *, weighted: bool = False) -> Tensor:
-    """The loss of ``tokens`` [2, n], their losses and how much each counts: 1 or 0 unless they are ``weighted``.
+    """Reduce ``tokens`` [2, n]: losses and their weights, which are 1 or 0 unless ``weighted``.
 
-    By torch's own sum, so that it has the same bits; in fp32 where a 16-bit sum overflows and its mean does not.
+    Uses torch's own reduction, for bit-identical results; in fp32 if a 16-bit sum overflows but its mean does not.
     """
     losses, counts = tokens
     divisor = counts.sum(dtype=_wide(tokens.dtype)) if reduction == "mean" else 1

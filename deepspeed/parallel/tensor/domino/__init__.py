@@ -1,1 +1,1 @@
-"""Domino: transformers with tensor parallelism that sum one half of a batch while they compute the other."""
+"""Domino: tensor-parallel transformers that overlap the all-reduce of one half of a batch with computing the other."""

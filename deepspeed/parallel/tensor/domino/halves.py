@@ -1,12 +1,12 @@
-"""Two halves of a batch that go through the same sublayers in turn: while ranks sum what one of them has put out, the
-other computes.
+"""Two halves of a batch alternate through the same sublayers: the all-reduce of one half overlaps computing the other.
 
 G. Wang et al.: Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping (2024).
 
-[Note: pieces] A sublayer under tensor parallelism is a norm, a computation on own parts of the weights, and a sum over
-ranks; its backward sums the gradient of what the computation took. Autograd goes backward through what was computed
-last, and would wait for each of these sums at once. So what lies between two sums, of one half, is a piece with a graph
-of its own, and the backward runs the pieces in the order of the forward, from the last sublayer to the first.
+[Note: pieces] A tensor-parallel sublayer is a norm, a computation with this rank's parts of the weights, and a sum over
+ranks; its backward sums the gradient of the computation's input. Autograd runs backward in reverse order of
+computation, and would wait for each sum immediately. So the computation of one half between two sums is a piece with a
+separate graph, and backward runs the pieces sublayer by sublayer, last to first, alternating between the halves as in
+forward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from deepspeed.comm.pending import Pending
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """``compute(normed, half)`` gives this rank's share of the output and what ``add`` needs besides;
-    ``add(output, besides, residual)`` gives the hidden states that follow, [sequence, batch, hidden]."""
+    """One sublayer. ``compute(normed, half)`` returns this rank's term of the output and an extra argument for ``add``;
+    ``add(output, extra, residual)`` returns the next hidden states, [sequence, batch, hidden]."""
 
     norm: Callable[[Tensor], Tensor]
     compute: Callable[[Tensor, int], tuple[Tensor, Any]]
@@ -43,9 +43,9 @@ def through_sublayers(
     last: Callable[[Tensor], Tensor],
     weights: Iterable[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Run both halves through the sublayers and return ``last`` of each. ``weights``: all that it is computed with."""
+    """Run both halves through the sublayers and return ``last`` of each. ``weights``: all weights used."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in (*halves, *weights)):
-        anchor = torch.empty((), requires_grad=True)  # autograd sees no weight from outside
+        anchor = torch.empty((), requires_grad=True)  # the node needs an input: it gets no weights
         return _Halves.apply(sublayers, group, last, anchor, *halves)
     runs = [_Half(sublayers, group, number, half, False) for number, half in enumerate(halves)]
     return _forward(runs, len(sublayers), last)
@@ -91,7 +91,7 @@ class _Halves(torch.autograd.Function):
 
 
 class _Piece:
-    """Computation of one half between two sums; with ``records``, a graph from leaves to outputs."""
+    """Computation of one half between two sums; with ``records``, a separate graph from leaves to outputs."""
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], records: bool
@@ -103,7 +103,7 @@ class _Piece:
             self.outputs = function(*self.leaves)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the gradients of the inputs from those of the outputs. Once."""
+        """Compute the gradients of the inputs from those of the outputs. Can be called once."""
         torch.autograd.backward(self.outputs, list(grads))
         found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
         del self.leaves, self.outputs
@@ -111,21 +111,21 @@ class _Piece:
 
 
 class _Half:
-    """The way of one half, there and back. ``state``: what the next piece takes, its first tensor perhaps a sum that is
-    under way."""
+    """Forward and backward of one half. ``state``: inputs of the next piece; an all-reduce of one of them may be in
+    flight."""
 
     def __init__(
         self, sublayers: Sequence[Sublayer], group: Communicator, number: int, hidden: Tensor, records: bool
     ) -> None:
         self.sublayers, self.group, self.number, self.records = sublayers, group, number, records
         self.state: tuple[Tensor, ...] = (hidden,)
-        self.besides: Any = None  # of the last sublayer's computation
+        self.besides: Any = None  # the last sublayer's extra argument for ``add``
         self.pending: Pending | None = None
         self.entered: list[_Piece] = []
         self.computed: list[_Piece] = []
 
     def enter(self, number: int) -> None:
-        """The norm of a sublayer, behind what the one before has put out."""
+        """Run the previous sublayer's ``add`` and this sublayer's norm."""
         sublayer, add = self.sublayers[number], self._added(number)
 
         def norm(*state: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ class _Half:
         self.state = self._run(norm, self.entered)
 
     def compute(self, number: int) -> None:
-        """Its computation, and the begin of the sum."""
+        """Run a sublayer's computation and start the all-reduce of its output."""
         residual, normed = self.state
 
         def own_share(normed: Tensor) -> tuple[Tensor]:
@@ -171,7 +171,8 @@ class _Half:
         self.state = (grad,)
 
     def go_back(self, number: int) -> None:
-        """Through the norm behind a sublayer and its computation; the gradient of what that took is summed next."""
+        """Run backward of the norm after a sublayer and of its computation, and start the all-reduce of the gradient
+        of the computation's input."""
         self._wait()
         share, residual = self.entered.pop().backward(self.state)
         (normed,) = self.computed.pop().backward((share,))

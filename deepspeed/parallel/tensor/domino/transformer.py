@@ -1,8 +1,8 @@
-"""A transformer of Megatron-LM's kind with tensor parallelism whose sums are overlapped with computation (Domino).
+"""A Megatron-style tensor-parallel transformer that overlaps all-reduces with computation (Domino).
 
 G. Wang et al.: Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping (2024).
-``config`` is Megatron-LM's ``TransformerConfig`` or has its attributes, ``mpu`` a module of parallel state. See
-``halves.py`` for the order in which things happen.
+``config`` is Megatron-LM's ``TransformerConfig`` or has its attributes, ``mpu`` is a parallel-state module. See
+``halves.py`` for the order of execution.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.domino.halves import Sublayer, through_sublayers
 from deepspeed.parallel.tensor.ranks import communicator_of
 
-# Linear layers of which a tensor-parallel rank holds a part, without the sums over ranks that they need.
+# Column- and row-parallel linear layers without their sums over ranks.
 #
-# ``DominoTransformer`` does these sums at the times that suit it. Weights are drawn whole, and each rank keeps its
-# part: any number of ranks begins with the same model.
+# ``DominoTransformer`` schedules these sums itself. Weights are drawn whole and each rank keeps its part, so the
+# initial model does not depend on the number of ranks.
 
 
 class DominoAsyncColumnParallelLinear(nn.Module):
-    """This rank's ``output_size`` outputs of a linear layer. ``blocks``: the whole weight is so many blocks of rows one
-    after the other, of each of which a rank holds its part (2: gate and value of a gated unit)."""
+    """Column-parallel linear layer with this rank's ``output_size`` outputs. ``blocks``: number of blocks of rows in
+    the whole weight, each of which is split over ranks (2: gate and value of a gated unit)."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class DominoAsyncColumnParallelLinear(nn.Module):
             _mark(self.bias, 0, blocks)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """[..., own outputs]. The sum of the input's gradient is the caller's."""
+        """Return [..., own outputs]. The caller must sum the input's gradient."""
         return functional.linear(input_, self.weight, self.bias)
 
 
 class RowParallelLinearNoComm(nn.Module):
-    """All ``output_size`` outputs from this rank's ``input_size`` inputs. Their sum over ranks, which is the caller's,
-    is the layer's output; the bias is left to the caller, too."""
+    """Row-parallel linear layer: this rank's terms of ``output_size`` outputs, from its ``input_size`` inputs. The
+    caller sums them over ranks and adds the bias."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RowParallelLinearNoComm(nn.Module):
         self.bias = _zeros(output_size, config) if bias else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
-        """[..., outputs], and the bias."""
+        """Return ([..., outputs], bias)."""
         return functional.linear(input_, self.weight), self.bias
 
 
@@ -85,7 +85,7 @@ def _weight(
     config: Any,
     init_method: Callable[[Tensor], Any],
 ) -> nn.Parameter:
-    """This rank's part along ``dim`` of blocks [blocks, rows, columns], as a matrix."""
+    """Create this rank's part along ``dim`` of the blocks [blocks, rows, columns], as a matrix."""
     blocks, rows, columns = shape
     whole = torch.empty(blocks * rows, columns, device=_device(), dtype=config.params_dtype)
     if config.perform_initialization:
@@ -101,8 +101,8 @@ def _zeros(size: int, config: Any) -> nn.Parameter:
 
 
 def _mark(param: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
-    """As Megatron-LM marks what differs between tensor-parallel ranks: norms of gradients count it on each, checkpoints
-    hold it whole."""
+    """Mark a parameter as split, as Megatron-LM does: gradient norms count it on each rank, checkpoints store it
+    whole."""
     marked: Any = param
     marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, blocks
     return param
@@ -121,7 +121,7 @@ class LayerType(enum.Enum):
 
 
 class AttnMaskType(enum.Enum):
-    """By its name, so that Megatron-LM's own enum will do."""
+    """Kind of attention mask, compared by name so that Megatron-LM's own enum works too."""
 
     padding = 1
     causal = 2
@@ -133,12 +133,12 @@ class ModelType(enum.Enum):
 
 
 class DominoModule(nn.Module):
-    """The base of all modules here."""
+    """Base of all modules in this file."""
 
 
 class CoreAttention(DominoModule):
-    """Attention of this rank's heads: causal, whatever mask is given, or with ``AttnMaskType.padding`` as the mask says
-    (True where there is nothing to see)."""
+    """Attention of this rank's heads: causal, ignoring any mask, or with ``AttnMaskType.padding`` by the given mask
+    (True means masked out)."""
 
     def __init__(self, config: Any, tp_world_size: int, attn_mask_type: Any = AttnMaskType.causal) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class CoreAttention(DominoModule):
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
-        """[batch, heads, sequence, channels] of each -> [sequence, batch, heads * channels]."""
+        """Map query, key and value [batch, heads, sequence, channels] to [sequence, batch, heads * channels]."""
         mask = None if self.is_causal or attention_mask is None else ~attention_mask
         context = functional.scaled_dot_product_attention(
             query_layer,
@@ -167,7 +167,7 @@ class CoreAttention(DominoModule):
 
 
 class ShardedAttention(DominoModule):
-    """Self-attention of this rank's heads. Of the fused projection each head has its query, key and value together."""
+    """Self-attention of this rank's heads. The fused projection interleaves query, key and value per head."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class ShardedAttention(DominoModule):
 
 
 class bias_dropout_add(nn.Module):
-    """``residual + dropout(x + bias)``. ``drop_path``: with this probability a sequence keeps its residual alone."""
+    """Computes ``residual + dropout(x + bias)``. ``drop_path``: probability that a sequence keeps only its residual."""
 
     def __init__(self, prob: float, drop_path: float = 0.0) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class bias_dropout_add(nn.Module):
 
 
 class DominoTransformerLayer(DominoModule):
-    """Attention and a feed-forward part, each behind a norm. Halves of a batch [sequence, batch, hidden] in a tuple."""
+    """Attention and MLP, each after a norm. Takes and returns a tuple of half batches [sequence, batch, hidden]."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class DominoTransformerLayer(DominoModule):
         )
 
     def sublayers(self, masks: Sequence[Tensor | None], rotary_pos_emb: Any) -> list[Sublayer]:
-        """``masks``: of each half."""
+        """Return the two sublayers. ``masks``: one per half."""
 
         def attention(normed: Tensor, half: int) -> tuple[Tensor, Any]:
             mixed = self.self_attention.query_key_value(normed)
@@ -312,10 +312,10 @@ class DominoTransformerLayer(DominoModule):
 
 
 class DominoTransformer(DominoModule):
-    """All layers and a norm behind them, [sequence, batch, hidden] -> the same.
+    """All layers and a final norm, [sequence, batch, hidden] -> [sequence, batch, hidden].
 
-    Both halves of the batch go through all layers in turn; with ``config.domino_intra_layer_overlap`` each layer waits
-    for its own sums instead. A batch of one sequence is computed without overlap.
+    The halves of the batch alternate through all layers; with ``config.domino_intra_layer_overlap`` each layer waits
+    for its own all-reduces instead. A batch of one sequence runs without overlap.
     """
 
     def __init__(

@@ -1,2 +1,2 @@
-"""The plan of a tensor-parallel model: what becomes of each weight, found by following one small run on the meta
+"""Planning of tensor parallelism: how to split each weight, derived from tracing one small forward on the meta
 device."""

@@ -1,4 +1,4 @@
-"""Arguments of modules of which each rank uses its part, such as the position slopes of its heads (ALiBi)."""
+"""Module arguments of which each rank uses a part, such as its heads' position slopes (ALiBi)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.parallel.tensor.planning.plan import ArgumentChange
 
 
 class OwnPart:
-    """A forward pre-hook with keywords: one argument becomes this rank's part of it."""
+    """Forward pre-hook (with kwargs) that replaces one argument by this rank's part."""
 
     def __init__(self, change: ArgumentChange, rank: int, position: int | None) -> None:
         self.change, self.rank, self.position = change, rank, position
@@ -26,7 +26,7 @@ class OwnPart:
         return args, kwargs
 
     def _part(self, tensor: Tensor) -> Tensor:
-        """ValueError: its size is no multiple of the heads."""
+        """Return this rank's part. ValueError: the size is no multiple of ``cut.size``."""
         cut = self.change.cut
         if tensor.shape[cut.dim] % cut.size:
             raise ValueError(
@@ -41,7 +41,7 @@ class OwnPart:
 
 
 def change_argument(module: nn.Module, change: ArgumentChange, rank: int) -> None:
-    """Have the forward of ``module`` see the part of ``rank``."""
+    """Make the forward of ``module`` see only the part of ``rank``."""
     names = list(inspect.signature(module.forward).parameters)
     position = names.index(change.name) if change.name in names else None
     module.register_forward_pre_hook(OwnPart(change, rank, position), with_kwargs=True)

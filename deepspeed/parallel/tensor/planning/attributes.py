@@ -1,4 +1,4 @@
-"""Numbers that a module keeps beside its weights (heads, widths) and that must be those of a rank's part."""
+"""Integer attributes of modules (heads, widths) that must match a rank's part of the weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
 
 @dataclass(frozen=True, slots=True)
 class _Ratios:
-    """Ratios of each rank: its part of the heads, and of those that heads share. ``width``: inputs of the row layer;
-    ``shared_width``: outputs that make the shared keys."""
+    """Each rank's share of the heads, and of the shared (key/value) heads. ``width``: inputs of the row layer;
+    ``shared_width``: outputs that produce the shared keys."""
 
     heads: tuple[Fraction, ...]
     shared: tuple[Fraction, ...]
@@ -37,12 +37,12 @@ def changes(
     soft: dict[Axis, Tensor],
     fixed: Container[str] = (),
 ) -> tuple[AttributeChange, ...]:
-    """Return the attribute changes in the modules that own the layers of ``regions``, except at the paths in ``fixed``.
-    (Numbers that fit no part stay: such a part then fails the simulated run.)"""
+    """Return the attribute changes in the modules around the layers of ``regions``, except at paths in ``fixed``.
+    (Numbers that do not divide stay unchanged: the part then fails the simulated run.)"""
     found: dict[tuple[str, str, bool], AttributeChange] = {}
     for region in regions:
         ratios = _ratios(region, followed, soft)
-        if len(region.groups) == ratios.width:  # every channel is on its own: no heads
+        if len(region.groups) == ratios.width:  # all channels are independent: no heads
             continue
         for path in owners(region):
             if path in fixed:
@@ -55,7 +55,7 @@ def changes(
 
 
 def owners(region: SplitRegion) -> list[str]:
-    """Modules around the layers, up to the one that has them all (an adapter may stand between)."""
+    """Return the modules around the layers, up to their common ancestor (adapters may be in between)."""
     layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
     common = len(os.path.commonprefix(layers))
     found = [path[:end] for path in layers for end in range(len(path) - 1, max(common, 1) - 1, -1)]
@@ -118,7 +118,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _source(kind: type) -> str:
-    """The code of a class's methods besides ``__init__``."""
+    """Return the source of a class's methods, except ``__init__``."""
     texts = []
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name != "__init__" and method.__qualname__.split(".")[0] in {
@@ -132,7 +132,7 @@ def _source(kind: type) -> str:
 
 
 def change_attribute(module: nn.Module, change: AttributeChange, rank: int) -> None:
-    """Give ``module`` the number of ``rank``."""
+    """Set the attribute of ``module`` to the value of ``rank``."""
     name, value = change.name, change.values[rank]
     if not change.in_config:
         setattr(module, name, value)
@@ -145,7 +145,7 @@ def change_attribute(module: nn.Module, change: AttributeChange, rank: int) -> N
 
 
 class LocalConfig:
-    """A model's config as one module sees it: ``own`` in place of some of its values."""
+    """A module's view of the model's config, with ``own`` overriding some values."""
 
     def __init__(self, config: Any, own: dict[str, int]) -> None:
         vars(self).update(config=config, own=own)

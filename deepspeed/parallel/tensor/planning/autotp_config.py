@@ -1,6 +1,6 @@
-"""Rules by which a user says how layers are split, as in the section ``tensor_parallel.partition_config``.
+"""User rules for splitting layers, as in the section ``tensor_parallel.partition_config``.
 
-None is needed: the plan of a model comes from the model. A rule overrides it for the parameters that it names.
+Rules are optional: the plan is derived from the model. A rule overrides it for the parameters that it matches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SubParams = tuple[int | tuple[int, ...], ...]
 
 
 class PartitionType(Enum):
-    """COLUMN: by outputs; ROW: by inputs, with a sum after it; SKIP: whole on every rank."""
+    """COLUMN: split by outputs; ROW: split by inputs, followed by a sum; SKIP: replicated."""
 
     COLUMN = "column"
     ROW = "row"
@@ -25,12 +25,13 @@ class PartitionType(Enum):
 
 @dataclass
 class TPLayerSpec:
-    """One rule.
+    """One rule for parameters.
 
     ``patterns``: regular expressions that a parameter's full name must match from its start. ``shape``: the parameter
     as matrices side by side, each of which is split: at ``partition_dim`` their number, such as ``(3, -1)``, or their
-    extents, such as ``((64, 16, 16), -1)``. ``model_types``: only models whose ``config.model_type`` is one of these.
-    ``gather_output``: whole outputs on every rank. ``grad_allreduce``: a whole parameter whose gradient is summed.
+    extents, such as ``((64, 16, 16), -1)``. ``model_types``: apply only to models with one of these as
+    ``config.model_type``. ``gather_output``: gather the outputs on every rank. ``grad_allreduce``: the parameter is
+    replicated and its gradient summed.
     """
 
     patterns: list[str]
@@ -42,18 +43,18 @@ class TPLayerSpec:
     grad_allreduce: bool = False
 
     def get_partition_dim(self) -> int:
-        """The dim of the weight [outputs, inputs] that is split."""
+        """Return the dim of the weight [outputs, inputs] to split."""
         if self.partition_dim is not None:
             return self.partition_dim
         return 1 if self.partition_type is PartitionType.ROW else 0
 
     def get_sub_param_sizes(self) -> tuple[int, ...] | None:
-        """The extents, if ``shape`` gives them."""
+        """Return the extents of the matrices, if ``shape`` has them."""
         found = self._at_dim()
         return found if isinstance(found, tuple) else None
 
     def get_num_sub_params(self) -> int | None:
-        """Return the number of matrices that lie side by side, if ``shape`` says so."""
+        """Return the number of matrices side by side, if ``shape`` has it."""
         found = self._at_dim()
         if isinstance(found, tuple):
             return len(found)
@@ -73,10 +74,10 @@ class TPLayerSpec:
 
 @dataclass
 class AutoTPConfig:
-    """The rules of a model; the first that matches a parameter holds.
+    """The rules of a model; the first one that matches a parameter applies.
 
-    ``use_default_specs``: the rules of the preset hold for what these do not name. ``strict_mode``: a parameter for
-    which there is no rule is an error. ``lm_head_patterns``: what output heads are called.
+    ``use_default_specs``: fall back to the preset's rules. ``strict_mode``: a parameter without a rule is an error.
+    ``lm_head_patterns``: names of output heads.
     """
 
     tp_size: int = 1
@@ -87,7 +88,7 @@ class AutoTPConfig:
     strict_mode: bool = False
 
     def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
-        """The first rule for this parameter. ValueError: there is none, and ``strict_mode`` is set."""
+        """Return the first rule for this parameter. ValueError: there is none, and ``strict_mode`` is set."""
         for spec in self.layer_specs:
             if spec.matches(param_name, model_type):
                 return spec
@@ -100,7 +101,7 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """From the section ``partition_config``. ValueError: a key or a value that it cannot have."""
+        """Parse the section ``partition_config``. ValueError: an unknown key or invalid value."""
         given = dict(config_dict)
         given["layer_specs"] = [
             spec if isinstance(spec, TPLayerSpec) else _spec(spec) for spec in given.get("layer_specs") or ()
@@ -143,7 +144,7 @@ def _check_keys(kind: type, given: Mapping[str, Any], where: str) -> None:
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
-    """``override``, whose rules come first; those of ``base`` follow if it has ``use_default_specs``."""
+    """Return ``override`` with the rules of ``base`` appended if ``override.use_default_specs``."""
     specs = [*override.layer_specs, *(base.layer_specs if override.use_default_specs else ())]
     return dataclasses.replace(override, layer_specs=specs)
 
@@ -172,7 +173,7 @@ PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3
 
 
 class AutoTPPresets:
-    """Rules of families of models, by the names that their parameters have in Transformers."""
+    """Rules of model families, by their parameter names in Transformers."""
 
     @staticmethod
     def llama() -> AutoTPConfig:
@@ -181,7 +182,7 @@ class AutoTPPresets:
 
     @staticmethod
     def llama_gqa(num_heads: int, num_kv_heads: int, head_dim: int) -> AutoTPConfig:
-        """With q, k and v in one matrix, of which k and v have fewer heads."""
+        """Return rules for a fused q, k and v projection with fewer k and v heads."""
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         fused = _column(r"self_attn\.qkv_proj", shape=(sizes, -1), partition_dim=0)
         specs = [fused, *AutoTPPresets.llama().layer_specs]
@@ -217,7 +218,7 @@ class AutoTPPresets:
 
     @staticmethod
     def deepseek_v2() -> AutoTPConfig:
-        """The projections to the latent vectors are shared by all heads and stay whole."""
+        """Return rules that keep the projections to latent vectors whole, as all heads share them."""
         specs = [
             _skip(r"self_attn\.q_a_proj", r"self_attn\.kv_a_proj_with_mqa", r"mlp\.gate"),
             _column(r"self_attn\.q_proj", r"self_attn\.q_b_proj", r"self_attn\.kv_b_proj"),
@@ -243,6 +244,6 @@ class AutoTPPresets:
 
     @staticmethod
     def get_preset(model_type: str) -> AutoTPConfig | None:
-        """By the name of a family (``config.model_type``); None if there is none."""
+        """Return the rules of a family (``config.model_type``); None if there is no preset."""
         family = model_type.lower()
         return getattr(AutoTPPresets, family)() if family in PRESETS else None

@@ -1,8 +1,8 @@
-"""Simulated run of a rank's part of a model: every tensor of it must have the shape that its labels say.
+"""Simulated run of a rank's part of a model: every tensor must have the shape that its labels imply.
 
-The model with this rank's weights and numbers is followed as the whole one was. The two graphs must have the same
-operations, and each tensor must be as large as the channels that the rank holds of it. What does not fit (a number of
-heads that the code of a forward contains, one that was changed but should not be) is found before anything is split.
+The model with this rank's weights and attributes is traced like the whole one. Both graphs must have the same
+operations, and each tensor must have the size of the channels that the rank holds. Mismatches (a head count hard-coded
+in a forward, an attribute changed by mistake) are thus found before anything is split.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from deepspeed.parallel.tensor.planning.values import PLAIN, Followed, Value, is
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """``path``: of the module in which it was found; empty: outside of all that have split layers."""
+    """A mismatch. ``path``: of the module in which it was found; empty: outside all modules with split layers."""
 
     path: str
     text: str
 
 
 def parts_of(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts | Misfit:
-    """The graphs of the ranks' parts, one for ranks whose parts have the same shapes; or what does not fit."""
+    """Trace the ranks' parts, once per set of ranks with equal shapes, or return the first misfit."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(plan.ranks if plan.parameters else 0):
         alike[tuple(each.cut.extents[rank] for each in plan.parameters.values())].append(rank)
@@ -72,7 +72,7 @@ def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int
 
 
 class _Place:
-    """In which of the modules the forward is."""
+    """Tracks the module that the forward is in."""
 
     def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
         self._stack: list[str] = []
@@ -90,7 +90,7 @@ class _Place:
 
 
 def void(value: object) -> None:
-    """A hook must not return anything."""
+    """Discard a value: a hook must not return anything."""
 
 
 def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
@@ -115,7 +115,7 @@ def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Mod
 
 
 def _held(solution: Solution, rank: int) -> Tensor:
-    """For each label whether the rank has it. bool [labels]"""
+    """Return for each label whether the rank holds it, bool [labels]."""
     roots = solution.followed.labels.components()
     known, own = torch.zeros(len(roots), dtype=torch.bool), torch.zeros(len(roots), dtype=torch.bool)
     for region in solution.regions:
@@ -130,8 +130,8 @@ def _held(solution: Solution, rank: int) -> Tensor:
 
 
 def _steps(run: Trace) -> Iterator[Node]:
-    """Yield the nodes that compute: a forward may move data differently where there is nothing to repeat (one query per
-    key).
+    """Yield the nodes that compute. Data movement is skipped: it may differ if there is nothing to repeat (one query
+    per key).
     """
     return (
         node
@@ -145,7 +145,7 @@ def _steps(run: Trace) -> Iterator[Node]:
 def _shapes(
     whole: Node, local: Node, followed: Followed, held: Tensor
 ) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
-    """(expected, actual); None: any size"""
+    """Yield (expected, actual) shapes; None: any size."""
     for value, before, after in zip(
         _several(followed.values.get(whole)),
         _several(whole.meta.get("val")),
@@ -171,7 +171,7 @@ def _fits(expected: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
 def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, ...]:
     if value.ids is None:
         return value.shape
-    if value.kind == PLAIN:  # copies of the same values may be more or fewer
+    if value.kind == PLAIN:  # the number of copies of the same values may differ
         return tuple(size if varies(value.ids, dim) else None for dim, size in enumerate(value.shape))
     some = value.ids != NONE
     if not some.any():
@@ -180,19 +180,19 @@ def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, 
     sizes = [_count(own, some, dim) for dim in range(own.ndim)]
     if not labels.any_soft(value.ids):
         return tuple(sizes)
-    # Of what ranks share, each makes as many copies as it has heads.
+    # Each rank copies shared elements once per head that it has.
     single = [torch.unique(value.ids, dim=dim).shape[dim] == size for dim, size in enumerate(value.shape)]
     return tuple(size if one else None for size, one in zip(sizes, single, strict=True))
 
 
 def _count(own: Tensor, some: Tensor, dim: int) -> int:
-    """Positions along ``dim`` of which the rank has something, or nobody in particular."""
+    """Count the positions along ``dim`` that the rank holds, or that have no labels."""
     own, some = (each.movedim(dim, 0).reshape(each.shape[dim], -1).any(1) for each in (own, some))
     return int((own | ~some).sum())
 
 
 def _owner(node: Node, owners: Sequence[str]) -> str:
-    """The innermost of ``owners`` in which a node is."""
+    """Return the innermost of ``owners`` that contains a node."""
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if path.removeprefix("module.") in owners:
             return path.removeprefix("module.")

@@ -1,7 +1,7 @@
-"""Labels of tensor elements, and which of them have to stay together.
+"""Labels of tensor elements, and the constraints on which of them must stay together.
 
-A label stands for one channel that a split layer could produce (or one element of a weight). Elements that one
-operation brings together are united; what is left apart in the end can be computed on different ranks.
+A label is one channel that a split layer could produce (or one element of a weight). Labels that meet in one operation
+are united (union-find); labels that remain separate can be computed on different ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 NONE = 0
-"""No label: every rank has this element."""
+"""No label: every rank holds this element."""
 
 
 class Labels:
-    """Hands out labels, and unites them."""
+    """Allocates and unites labels."""
 
     def __init__(self) -> None:
         self._count = NONE + 1
@@ -24,14 +24,14 @@ class Labels:
         self._right: list[Tensor] = []
         self._soft = torch.zeros(NONE + 1, dtype=torch.bool)
         self.followers: list[Tensor] = []
-        """Pairs (label, soft label that it needs), int64 [2, pairs]."""
+        """Pairs (label, soft label that it depends on), int64 [2, pairs]."""
         self.reasons: list[tuple[int, str]] = []
-        """Why labels cannot be split: (one of them, text)."""
+        """Reasons why labels cannot be split: (one of the labels, text)."""
         self.stuck: list[Tensor] = []
 
     def fresh(self, *shape: int, soft: Tensor | None = None) -> Tensor:
-        """int64 tensor of labels that nobody has. Those where ``soft`` [shape, bool] are of what several ranks may
-        have: they do not unite what needs them."""
+        """Return an int64 tensor of new labels. Those where ``soft`` [shape, bool] are for elements that several ranks
+        may hold: they do not unite the labels that depend on them."""
         count = 1
         for size in shape:
             count *= size
@@ -43,11 +43,11 @@ class Labels:
 
     @property
     def united(self) -> int:
-        """Return how often labels were united so far: for ``components``."""
+        """Number of unions so far, for ``components``."""
         return len(self._left)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
-        """Elementwise, tensors of shapes that broadcast. NONE unites with nothing."""
+        """Unite labels elementwise, with broadcasting. NONE unites with nothing."""
         first, second = torch.broadcast_tensors(first, second)
         both = (first != NONE) & (second != NONE) & (first != second)
         if both.any():
@@ -62,14 +62,14 @@ class Labels:
             self._right.append(right)
 
     def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """The labels of what is computed from elements of both."""
+        """Unite labels elementwise and return those of the result."""
         self.unite(first, second)
         first, second = torch.broadcast_tensors(first, second)
         take = (first == NONE) | (self._soft[first] & (second != NONE) & ~self._soft[second])
         return torch.where(take, second, first)
 
     def merged(self, labels: Tensor, dims: Sequence[int]) -> Tensor:
-        """The labels of what is computed from all elements along ``dims``, which are kept with size 1."""
+        """Unite all labels along ``dims`` and return those of the result, with ``dims`` of size 1."""
         if not dims or not labels.ndim:
             return labels
         one = torch.where(self._soft[labels], NONE, labels).amax(tuple(dims), keepdim=True)
@@ -82,14 +82,14 @@ class Labels:
         return bool(self._soft[labels].any())
 
     def stick(self, labels: Tensor, reason: str) -> None:
-        """These cannot be split."""
+        """Mark labels as impossible to split."""
         some = torch.unique(labels[labels != NONE])
         if some.numel():
             self.reasons.append((int(some[0]), reason))
             self.stuck.append(some)
 
     def components(self, united: int | None = None) -> Tensor:
-        """For each label the smallest one that it is united with (by the first ``united`` times). int64 [labels]."""
+        """Return the smallest label of each label's component (by the first ``united`` unions), int64 [labels]."""
         root = torch.arange(self._count)
         if not self._left[:united]:
             return root
@@ -106,5 +106,5 @@ class Labels:
 
 
 def varies(ids: Tensor, dim: int) -> bool:
-    """Return whether elements that differ only in their position along ``dim`` are different ones."""
+    """Return whether ``ids`` differ along ``dim``."""
     return ids.shape[dim] > 1 and bool((ids != ids.narrow(dim, 0, 1)).any())

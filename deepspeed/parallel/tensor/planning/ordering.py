@@ -1,9 +1,9 @@
-"""The order in which a rank's own tensor has the channels that it was dealt.
+"""The order of a rank's channels in its local tensor.
 
 A fused projection may consist of a fixed number of blocks, each with the queries, values and keys of some heads (four
-in CodeGen). The forward of a part makes as many blocks of fewer heads each, so that a rank's channels lie in another
-order than in the whole tensor. The graph of the part says in which: its labels show which channels belong to which
-input of the row-parallel layer behind, and that input has the rank's groups in ascending order.
+in CodeGen). The forward of a part splits its channels into as many blocks of fewer heads each, so a rank's channels are
+in another order than in the whole tensor. The part's graph determines this order: its labels map channels to inputs of
+the following row-parallel layer, which has the rank's groups in ascending order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import Followed
 
 Parts = Mapping[int, tuple[Trace, list[int]]]
-"""The first of ranks whose parts have equal shapes -> the graph of its part, and all of these ranks."""
+"""First rank of those whose parts have equal shapes -> (graph of its part, all of these ranks)."""
 
 
 def in_own_order(plan: TensorParallelPlan, solution: Solution, parts: Parts) -> TensorParallelPlan:
-    """``plan`` with each rank's intervals in the order in which the forward of its part expects them."""
+    """Return ``plan`` with each rank's intervals in the order that the forward of its part expects."""
     orders: dict[Axis, dict[int, Tensor]] = defaultdict(dict)
     roots = solution.followed.labels.components()
     for trace, ranks in parts.values():
@@ -58,8 +58,8 @@ def _follow_part(trace: Trace, solution: Solution, rank: int) -> Followed:
 def _orders(
     region: SplitRegion, solution: Solution, roots: Tensor, local: Followed, local_roots: Tensor, rank: int
 ) -> Iterator[tuple[Axis, Tensor]]:
-    """Yield, for each dim that feeds channels to the region's sums, the positions of the whole dim in the order of the
-    rank's own. Nothing for channels that cannot be told apart."""
+    """Yield, for each dim that feeds channels to the region's sums, the global positions in the rank's local order.
+    Dims with indistinguishable channels are skipped."""
     row = region.rows[0]
     if row not in local.axis_labels:
         return
@@ -80,8 +80,8 @@ def _orders(
 
 
 def _order(held: Tensor, groups: Tensor, own_groups: Tensor) -> Tensor | None:
-    """``held``: positions of the whole dim, which are of ``groups``; ``own_groups``: of each position of the rank's own
-    dim. Channels of one group keep their order. None: the groups differ."""
+    """Sort ``held`` (global positions, in ``groups``) to match ``own_groups``, the group of each local position.
+    Channels of one group keep their order. None: the groups differ."""
     by_group, own_by_group = groups.argsort(stable=True), own_groups.argsort(stable=True)
     if not torch.equal(groups[by_group], own_groups[own_by_group]):
         return None
@@ -91,13 +91,13 @@ def _order(held: Tensor, groups: Tensor, own_groups: Tensor) -> Tensor | None:
 
 
 def _positions(cut: Cut, rank: int) -> Tensor:
-    """int64 [what the rank has]"""
+    """Return the positions that the rank holds, int64."""
     runs = [torch.arange(low, high) for low, high in cut.parts[rank]]
     return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64)
 
 
 def _runs(positions: Tensor) -> tuple[tuple[int, int], ...]:
-    """As few intervals as have these positions in this order."""
+    """Merge positions, in this order, into as few intervals as possible."""
     if not len(positions):
         return ()
     breaks = (torch.diff(positions) != 1).nonzero().flatten().add(1).tolist()

@@ -1,4 +1,4 @@
-"""The plan for each weight of a model that tensor-parallel ranks share."""
+"""The tensor-parallel plan of a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Kind = Literal["column", "row", "sliced"]
 
 
 class PlanError(ExplainedError, ValueError):
-    """The plan contradicts itself, the model, or what was asked for."""
+    """The plan contradicts itself, the model, or the user's rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """``cut`` of one parameter (named as ``named_parameters`` names it first). ``kind``: the weight or bias of a linear
-    layer that gives some of the outputs ("column"), the weight of one that takes some of the inputs ("row"), or a
-    parameter of another module ("sliced"). ``gather``: the outputs of the column layer are gathered."""
+    """The ``cut`` of one parameter (under its first name in ``named_parameters``). ``kind``: weight or bias of a
+    column-parallel linear layer ("column"), weight of a row-parallel one ("row"), or a parameter of another module
+    ("sliced"). ``gather``: gather the outputs of the column layer."""
 
     kind: Kind
     cut: Cut
@@ -33,8 +33,8 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
-    """``module.name`` is ``values[rank]`` from now on. ``in_config``: the attribute of the module's config instead, as
-    this module sees it."""
+    """Sets ``module.name`` to ``values[rank]``. ``in_config``: the attribute is in the module's config, and only this
+    module's view of it changes."""
 
     module: str
     name: str
@@ -44,8 +44,8 @@ class AttributeChange:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentChange:
-    """The argument ``name`` of the forward of ``module`` is cut: along ``cut.dim``, which is one or several times
-    ``cut.size`` wide, each rank's forward sees its part."""
+    """Cuts the argument ``name`` of the forward of ``module`` along ``cut.dim``, whose size is a multiple of
+    ``cut.size``: each rank's forward sees its part."""
 
     module: str
     name: str
@@ -54,8 +54,8 @@ class ArgumentChange:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlan:
-    """One weight [vocabulary, width] whose rows are spread. ``embeddings``, ``heads``: paths of the layers that have
-    it; ``bias``: name of the heads' one, None if they have none."""
+    """A weight [vocabulary, width] split by rows. ``embeddings``, ``heads``: paths of the layers that use it; ``bias``:
+    name of the heads' bias, or None."""
 
     weight: str
     cut: Cut
@@ -66,8 +66,8 @@ class VocabularyPlan:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Source of a plan. ``module``: on the meta device, with one block for all that are alike; ``inputs``: of its
-    forward, on the meta device; ``buffers``: those of the user's module that have values, by name."""
+    """The traced example behind a plan. ``module``: on the meta device, with one block for all identical ones;
+    ``inputs``: of its forward, on the meta device; ``buffers``: the user's buffers that have values, by name."""
 
     module: nn.Module
     inputs: Mapping[str, Tensor]
@@ -76,13 +76,13 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """The same on all ranks; computed without communication.
+    """A tensor-parallel plan, equal on all ranks and computed without communication.
 
-    ``parameters``: those that are cut; all others stay whole. ``inputs``: path of a column-parallel layer -> a name
-    that layers with the same input share; None: its gradient is summed elsewhere. ``outputs_summed``: paths of layers
-    that stay whole, and whose result each rank uses for its own part: the gradient of the result is summed. ``summed``:
-    parameters that stay whole, and of which each rank has a part of the gradient. ``whole``: why layers stay whole.
-    ``example``: with which the plan can be tried; None if the model could not be followed.
+    ``parameters``: those that are cut; all others are replicated. ``inputs``: path of a column-parallel layer -> a name
+    common to layers with the same input; None: its gradient is summed elsewhere. ``outputs_summed``: paths of
+    replicated layers whose output each rank uses for its part: the gradient of the output is summed. ``summed``:
+    replicated parameters of which each rank has a partial gradient. ``whole``: why layers stay whole. ``example``: to
+    validate the plan; None if the model could not be traced.
     """
 
     ranks: int
@@ -98,9 +98,7 @@ class TensorParallelPlan:
     example: Example | None = field(default=None, compare=False, repr=False)
 
     def within(self, module: nn.Module) -> TensorParallelPlan:
-        """Return the part of the plan that concerns ``module``, which has some of the parameters and modules by the
-        same names.
-        """
+        """Restrict the plan to ``module``, which has some of the parameters and modules under the same names."""
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
 
@@ -124,7 +122,7 @@ class TensorParallelPlan:
         )
 
     def describe(self) -> str:
-        """For the report at the start."""
+        """Summarize the plan for the startup report."""
         kinds = Counter(each.kind for name, each in self.parameters.items() if not name.endswith("bias"))
         split = ", ".join(f"{kinds[kind]} {kind}" for kind in ("column", "row", "sliced") if kinds[kind])
         if self.vocabulary:

@@ -1,4 +1,4 @@
-"""The plan of a model: from its graph, what was asked for, and what its author says."""
+"""Planning of a model from its graph, the user's rules, and its author's plan."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def plan_module(
     rules: Rules | None = None,
     grain: int = 1,
 ) -> TensorParallelPlan:
-    """Plan how ``ranks`` ranks share ``module``: from one simulated run of it, without communication, the same on all
-    ranks.
+    """Plan how to split ``module`` over ``ranks`` ranks, from one simulated run, without communication; the result is
+    the same on all ranks.
 
     Args:
-        inputs: arguments for the run, on the meta device; by default made for a model of Transformers.
-        rules: what was asked for (``rules_of``). Where the model cannot be followed they are the plan, and without any,
-            those of the model's author.
+        inputs: arguments for the run, on the meta device; by default created for a Transformers model.
+        rules: the user's rules (``rules_of``). If the model cannot be traced, they are the plan; without any, the
+            author's rules are.
         grain: see ``tensor_parallel.tp.tp_grain_size``.
 
     Raises:
-        PlanError: the model cannot be followed, its parts contradict each other, or it contradicts a rule.
+        PlanError: the model cannot be traced, its parts contradict each other, or it contradicts a rule.
     """
     rules = rules or Rules()
     kept = {**rules.whole, **dict.fromkeys(dict(rules.gathered), "its output is gathered")}
@@ -73,8 +73,8 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def _unfollowed(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, plan: TensorParallelPlan
 ) -> Example | None:
-    """Return what a plan of the author's is tried on: a forward that cannot be followed can be run. None: with what is
-    not known."""
+    """Return an example to validate an author's plan: a forward that cannot be traced can still be run. None: no
+    inputs are known for it."""
     copy = traceable_copy(module)
     shorten(copy, {name for name, _ in module.named_parameters()} - plan.parameters.keys())
     try:
@@ -86,7 +86,7 @@ def _unfollowed(
 def _follow(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, kept: Container[str]
 ) -> tuple[Trace, Repeated]:
-    """With one block in place of those like it; with all, if the forward counts them."""
+    """Trace the model with one block for all identical ones; with all blocks if the forward depends on their number."""
     for shortened in (True, False):
         copied = traceable_copy(module)
         repeated = shorten(copied, kept) if shortened else Repeated({})
@@ -121,8 +121,8 @@ def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> 
 
 
 def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], reasons: dict[str, str]) -> None:
-    """Leave the numbers of the module where ``misfit`` was found, and of its like in other layers, as they are; and if
-    they are, leave its weights whole."""
+    """Keep the attributes of the module where ``misfit`` was found, and of its counterparts in other layers, unchanged;
+    if they already are, keep its weights whole."""
     like = kind_of(misfit.path)
     paths = {name.rsplit(".", 2)[0] for name in plan.parameters if name.count(".") > 1}
     paths = {path for path in paths if kind_of(path) == like}
@@ -138,7 +138,7 @@ def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], rea
 
 
 def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = ()) -> TensorParallelPlan:
-    """From what can be split to what is done. ``fixed``: paths of modules whose numbers stay."""
+    """Turn a solution into a plan. ``fixed``: paths of modules whose attributes stay unchanged."""
     sums = find_sums(run, solution.followed)
     parameters: dict[str, ParameterPlan] = {}
     inputs: dict[str, str | None] = {}
@@ -174,25 +174,25 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
 
 
 def _shared_name(path: str, input_name: str | None) -> str | None:
-    """Layers of one block (also inside of adapters) that have the same input share its sum."""
+    """Return a name common to layers of one block (also inside adapters) with the same input, which share its sum."""
     block = re.match(r".*\.\d+(?=\.)", path)
     owner = block.group() if block else path.rpartition(".")[0]
     return None if input_name is None else f"{owner}:{input_name}"
 
 
-# Places where gradients are summed, so that tensors held by all ranks get the whole gradient, once.
+# Placement of gradient sums, such that replicated tensors get the whole gradient, once.
 #
-# Going backward through the graph: a tensor that all ranks have has its *whole* gradient on each of them, or only the
-# *part* of this rank's heads. A column-parallel layer can sum that of its input; where a tensor is used in a split
-# region in other ways too (keys that all heads share), it is summed where the tensor comes from.
+# Walking the graph backward, a replicated tensor has on each rank its *whole* gradient, or only the *part* of this
+# rank's heads. A column-parallel layer can sum its input's gradient; if a tensor is also used otherwise in a split
+# region (keys that all heads share), the gradient is summed at the tensor's origin.
 
 _WHOLE, _PART, _INPUT = "whole", "part", "input"
 
 
 @dataclass(slots=True)
 class Sums:
-    """``inputs``: weight of a column layer -> a name of its input, None if it is not to sum; ``outputs``: weights of
-    layers whose output's gradient is summed; ``params``: those whose own gradient is."""
+    """Placement of gradient sums. ``inputs``: weight of a column layer -> name of its input, None if not summed there;
+    ``outputs``: weights of layers whose output's gradient is summed; ``params``: parameters whose gradient is."""
 
     inputs: dict[str, str | None] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
@@ -200,10 +200,10 @@ class Sums:
 
 
 def find_sums(trace: Trace, followed: Followed) -> Sums:
-    """Find the places for sums. PlanError: a tensor is used inside and outside of split regions, and nothing can be put
-    between.
+    """Find where to sum gradients. PlanError: a tensor is used inside and outside of split regions, and no sum can be
+    inserted between.
     """
-    later: set[str] = set()  # column layers whose input is summed further back
+    later: set[str] = set()  # column layers whose input's gradient is summed further upstream
     while True:
         run = _Backward(trace, followed, later)
         run.run()
@@ -213,7 +213,7 @@ def find_sums(trace: Trace, followed: Followed) -> Sums:
 
 
 class _Backward:
-    """One pass. A tensor's uses: *whole*, *part*, or *input*: only by column layers, which may sum or leave it."""
+    """One backward walk. Uses of a tensor: *whole*, *part*, or *input*: only by column layers, which may sum or not."""
 
     def __init__(self, trace: Trace, followed: Followed, later: set[str]) -> None:
         self.trace = trace
@@ -280,7 +280,7 @@ class _Backward:
 
 
 def _weight_of(node: Node, trace: Trace) -> str | None:
-    """The weight, if this is a linear layer."""
+    """Return the name of the weight if the node is a linear layer, else None."""
     target = str(node.target)
     if not any(name in target for name in ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")):
         return None
@@ -302,10 +302,11 @@ def _kind(value: object) -> str:
     return SPLIT if any(v.kind == SPLIT for v in _values(value)) else PLAIN
 
 
-# Blocks of a model that are alike: one of them is followed, and its plan holds for the others.
+# Of identical blocks of a model, one is traced, and its plan applies to the others.
 #
-# So the time for a plan does not grow with the number of layers. Blocks are members of one ``nn.ModuleList`` with equal
-# classes, weights and numbers. (A layer's own number does not count: nothing that it changes is a matter of channels.)
+# So planning time does not grow with the number of layers. Blocks are identical if they are members of one
+# ``nn.ModuleList`` with equal classes, weight shapes and attributes. (Layer indices are ignored: nothing that depends
+# on them concerns channels.)
 
 _OWN_NUMBER = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
 _PLAIN = (int, float, str, bool, type(None))
@@ -314,12 +315,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Path of a block that is followed -> paths of those like it, which are not."""
+    """Path of a traced block -> paths of identical blocks, which are not traced."""
 
     others: Mapping[str, tuple[str, ...]]
 
     def like(self, name: str) -> list[str]:
-        """``name``, and what is called so in the blocks for which its own stands."""
+        """Return ``name`` and its counterparts in the blocks that its block represents."""
         for path, others in self.others.items():
             if name == path or name.startswith((f"{path}.", f"{path}:")):
                 return [name, *(other + name[len(path) :] for other in others)]
@@ -327,8 +328,8 @@ class Repeated:
 
 
 def shorten(module: nn.Module, kept: Container[str]) -> Repeated:
-    """Take blocks out of ``module`` for which others stand. ``kept``: names of parameters that stay whole: blocks that
-    differ in them are not alike."""
+    """Remove from ``module`` the blocks that others represent. ``kept``: names of parameters that stay whole; blocks
+    that differ in them are not identical."""
     uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     others: dict[str, tuple[str, ...]] = {}
     done: list[str] = []
@@ -366,7 +367,7 @@ def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any,
 
 
 def expanded(plan: TensorParallelPlan, repeated: Repeated) -> TensorParallelPlan:
-    """The plan of the whole model, of that of the shortened one."""
+    """Expand the plan of the shortened model to the whole one."""
     if not repeated.others:
         return plan
     like = repeated.like

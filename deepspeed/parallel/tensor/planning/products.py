@@ -1,4 +1,4 @@
-"""Rules of operations on elements and of products: which labels they unite, begin and end."""
+"""Label rules of elementwise operations and products: which labels they unite, create and end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from deepspeed.parallel.tensor.planning.values import (
     source,
 )
 
-# Operations on elements at one place, or on all along some dims: labels that meet are united.
+# Elementwise operations and reductions: labels that meet are united.
 
 
 class Elementwise(Tracker):
-    """Each rule takes a node, its name and its operands, and says what is known of the result."""
+    """Rules of elementwise operations. Each takes a node, its name and operands, and returns the result's value."""
 
     def _pointwise(self, node: Node, name: str, operands: Operands) -> Any:
         shape = shape_of(node)
@@ -39,7 +39,7 @@ class Elementwise(Tracker):
         return self._combined(node, shape, operands)
 
     def _combined(self, node: Node, shape: tuple[int, ...], operands: Sequence[tuple[Node, Value]]) -> Value:
-        """Elementwise, with broadcasting."""
+        """Combine operands elementwise, with broadcasting."""
         learned = any(v.learned for _, v in operands)
         split = [v for _, v in operands if v.kind == SPLIT]
         if not split:
@@ -140,11 +140,11 @@ class Elementwise(Tracker):
         return Value(shape, FREE, self.axis(weight.param, 1, shape[-1]).expand(shape), weight.param, (), True)
 
 
-# Products: linear layers begin and end labels, and what a sum is over is united.
+# Products: linear layers create and end labels, and contracted dims are united.
 
 
 class Products(Elementwise):
-    """Each rule takes a node, its name and its operands, and says what is known of the result."""
+    """Rules of products. Each takes a node, its name and operands, and returns the result's value."""
 
     def _product(self, node: Node, name: str, operands: Operands) -> Any:
         values = self.found.values
@@ -171,7 +171,7 @@ class Products(Elementwise):
         return made
 
     def _unlabelled_linear(self, node: Node, left: Value, right: Value, bias: Any, operands: Operands) -> Any:
-        """With a weight that stays whole."""
+        """Handle a linear layer whose weight stays whole."""
         if left.kind != SPLIT or right.kind != PLAIN:
             return self._unknown(node, "linear", operands)
         return self._shared(node, left, "", bias)
@@ -221,7 +221,7 @@ class Products(Elementwise):
         return Value(shape, learned=True)
 
     def _shared(self, node: Node, x: Value, param: str, bias: Any) -> Value:
-        """One matrix applied to each part on its own, such as to every head."""
+        """Handle one matrix applied to each part separately, such as to every head."""
         shape = shape_of(node)
         assert shape is not None and x.ids is not None
         if param:
@@ -257,7 +257,7 @@ class Products(Elementwise):
         return Value(shape, SPLIT, made, learned=True)
 
     def _note_copies(self, value: Value, other: Value) -> None:
-        """A product uses one matrix for several of the other side (one head of keys for all queries)."""
+        """Record operands that a product broadcasts over the other side (one key head for all queries)."""
         if value.kind != SPLIT or other.kind != SPLIT or value.ids is None or other.ids is None:
             return
         sizes = (*(1,) * (len(other.shape) - len(value.shape)), *value.shape)

@@ -1,9 +1,9 @@
-"""From labels to a plan: what can be split is, channel groups are dealt to ranks, and the rest stays whole.
+"""Solver from labels to cuts: assigns channel groups to ranks where possible, and keeps the rest whole.
 
 A *region* is a set of weights between a copy of the whole input and a sum of products: the projections of one
-attention, the matrices of one feed-forward layer. It is split if its channels fall into at least as many independent
-groups as there are ranks, and if all of them end in the sum. Otherwise its first layer is taken whole, and all is
-followed again.
+attention, the matrices of one MLP. It is split if its channels form at least as many independent groups as there are
+ranks, and all of them end in the sum. Otherwise one of its column layers is kept whole, and labels are propagated
+again.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Axis = tuple[str, int]
 
 @dataclass(slots=True)
 class SplitRegion:
-    """``columns``, ``rows``, ``others``: dims of parameters. ``groups``: independent groups of channels, by the
-    smallest label, in the order in which their sum takes them. ``stray``: channels that no row layer takes."""
+    """A region. ``columns``, ``rows``, ``others``: dims of parameters. ``groups``: independent groups of channels, by
+    smallest label, in the order of the row layer's inputs. ``stray``: some channels feed no row layer."""
 
     columns: list[Axis] = field(default_factory=list)
     rows: list[Axis] = field(default_factory=list)
     others: list[Axis] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     fewest: int = 0
-    """Groups of the row layer that has the fewest."""
+    """Minimum number of groups over the row layers."""
     stuck: bool = False
     stray: bool = False
     cuts: dict[Axis, Cut] = field(default_factory=dict)
     arguments: dict[str, Cut] = field(default_factory=dict)
-    """Of modules, cut along one dim; the size is the period with which parts repeat there (heads of each example)."""
+    """Cuts of module arguments along one dim; size is the period with which parts repeat (heads of each example)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """``regions`` that are split. ``whole``: weights of linear layers that are not -> why."""
+    """The ``regions`` to split. ``whole``: weights of linear layers that stay whole -> why."""
 
     regions: list[SplitRegion]
     whole: dict[str, str]
@@ -56,8 +56,8 @@ class Solution:
 
 
 def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
-    """Find what ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels
-    that do not depend on each other are dealt in multiples of this where that fits."""
+    """Find what ``ranks`` ranks can split. ``whole``: parameters that must stay whole, and why. ``grain``: independent
+    channels are assigned in multiples of this if possible."""
     reasons = dict(whole)
     soft: dict[Axis, Tensor] = {}
     arguments: set[str] = set()
@@ -96,7 +96,8 @@ def _names(region: SplitRegion) -> list[str]:
 
 
 def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]:
-    """Weights that share groups of channels. Weights with only shared channels join those that need them."""
+    """Collect weights that share groups of channels. Weights with only shared channels join the regions that need
+    them."""
     linked = Labels()
     linked.fresh(len(roots) - NONE - 1)
     for axis, labels in followed.axis_labels.items():
@@ -159,8 +160,8 @@ def _problem(region: SplitRegion, ranks: int) -> str | None:
 def _retry(
     region: SplitRegion, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
 ) -> str | None:
-    """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
-    the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
+    """Change one thing for the next attempt: cut arguments or let ranks share channels (returns ""), or return the
+    weight to keep whole: the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
     if not region.columns:
         return None
     mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
@@ -178,7 +179,7 @@ def _retry(
 def _extend(
     failing: Sequence[str], regions: Sequence[SplitRegion], ranks: int, reasons: dict[str, str]
 ) -> None:
-    """The same layers of other blocks that cannot be split either need no attempts of their own."""
+    """Keep whole the counterparts of failing layers in other blocks that cannot be split either, to save attempts."""
     kinds = {kind_of(name): reasons[name] for name in failing}
     for region in regions:
         if not region.cuts:
@@ -188,12 +189,12 @@ def _extend(
 
 
 def kind_of(name: str) -> str:
-    """The same for equal layers of all blocks."""
+    """Return a name with block indices masked: equal for counterparts in all blocks."""
     return re.sub(r"\d+", "#", name)
 
 
 def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
-    """Let several ranks have the channels of which the forward makes copies (keys and values of grouped heads)."""
+    """Let several ranks hold the channels that the forward copies (keys and values of grouped heads)."""
     axes = [*region.columns, *region.others]
     labels = followed.labels
     made: dict[Axis, Tensor] = {}
@@ -207,7 +208,7 @@ def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -
             mask = torch.isin(early[followed.axis_labels[axis]], shared)
             if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
                 made[axis] = mask | made.get(axis, soft.get(axis, torch.zeros_like(mask)))
-    # Nothing would be left to deal.
+    # Nothing would be left to assign.
     if all(axis in made and bool(made[axis].all()) for axis in region.columns):
         return False
     soft |= made
@@ -217,7 +218,7 @@ def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -
 def _deal(
     region: SplitRegion, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
 ) -> str | None:
-    """Deal the groups to ranks, and cut every parameter accordingly. Returns what is in the way."""
+    """Assign the groups to ranks, and cut every parameter accordingly. Returns the obstacle, or None."""
     needs = _needs(region, followed, roots)
     own = _shares(region, needs, ranks, grain, followed, roots)
     if own is None:
@@ -249,8 +250,8 @@ def _deal(
 
 
 def _cut_argument(region: SplitRegion, name: str, held: Tensor, used: Tensor) -> str | None:
-    """``held`` [ranks, *shape]: which elements each rank has, of those ``used`` [*shape]. Returns what is in the
-    way."""
+    """Cut an argument along one dim. ``held`` [ranks, *shape]: elements of each rank, among those ``used`` [*shape].
+    Returns the obstacle, or None."""
     for dim in range(used.ndim):
         mine, some = held.movedim(dim + 1, 1).flatten(2), used.movedim(dim, 0).flatten(1)
         own = (mine & some).any(2)
@@ -264,7 +265,7 @@ def _cut_argument(region: SplitRegion, name: str, held: Tensor, used: Tensor) ->
 
 
 def _needs(region: SplitRegion, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
-    """Group -> the shared groups that it needs."""
+    """Map each group to the shared groups that it needs."""
     known = set(region.groups)
     found: dict[int, set[int]] = defaultdict(set)
     for pairs in followed.labels.followers:
@@ -282,8 +283,8 @@ def _shares(
     followed: Followed,
     roots: Tensor,
 ) -> list[list[int]] | None:
-    """The groups of each rank: consecutive ones, as equal in number as they can be. Groups that need the same shared
-    ones are dealt to ranks of their own."""
+    """Return the groups of each rank: consecutive, and as even in number as possible. Groups that need the same shared
+    ones get separate ranks. None: there are more such families than ranks, or too few groups in one."""
     if not needs:
         count = len(region.groups)
         single = all(len(followed.axis_labels[axis]) == count for axis in region.rows)

@@ -1,4 +1,4 @@
-"""One small run of a model on the meta device: a graph of what its forward computes, without memory for its weights."""
+"""Tracing of one small forward on the meta device into a graph, without memory for the weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from deepspeed.parallel.sequence.layer import DistributedAttention
 from deepspeed.zero.meta import meta_copy
 
 BATCH, LENGTH = 2, 5
-"""Examples of the small run, and tokens of each."""
+"""Batch size and sequence length of the traced run."""
 
 
 class TraceError(RuntimeError):
-    """The model could not be followed; the text says why."""
+    """The model could not be traced; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """``name``: in the signature of the forward of the module ``path``."""
+    """An argument ``name`` of the forward of the module ``path``."""
 
     path: str
     name: str
@@ -37,10 +37,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
-    ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``module``: the module that was
-    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands
-    for. ``input_nodes``: names of those of ``inputs``."""
+    """A traced forward: ``graph`` of ATen operations. ``params``: placeholder name -> the parameter's (first) name in
+    the module. ``constants``: placeholder name -> a tensor constant in the forward's code. ``module``: the traced
+    module, run with ``inputs``. ``arguments``: node name -> the module argument that it represents. ``input_nodes``:
+    names of the placeholders of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
@@ -52,7 +52,7 @@ class Trace:
 
 
 class _Flat(nn.Module):
-    """Returns only tensors, in a tuple."""
+    """Wrapper that flattens the module's output to a tuple of tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _Flat(nn.Module):
 
 
 class _ListsAsSlices(TorchFunctionMode):
-    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on the meta device would have no
-    values."""
+    """Converts indexes that are lists of numbers (``x[:, [-2]]``) to slices: as tensors on the meta device they would
+    have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -88,7 +88,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
-    """Return the dim of the result that entry ``place`` of ``index`` gives."""
+    """Return the dim of the result that entry ``place`` of ``index`` produces."""
     taken = sum(each is not None and each is not Ellipsis for each in index)
     dim = 0
     for each in index[:place]:
@@ -97,14 +97,14 @@ def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
 
 
 def traceable_copy(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in evaluation mode, as ``meta_copy`` makes it, that can be followed."""
+    """Copy ``module`` to the meta device (``meta_copy``), in evaluation mode, prepared for tracing."""
     copied = meta_copy(module).eval()
     _prepare(copied)
     return copied
 
 
 def _prepare(module: nn.Module) -> None:
-    """Settings under which a forward can be followed without other ranks; they do not change what depends on what."""
+    """Change settings so that a forward can be traced without other ranks; data dependencies stay the same."""
     for each in module.modules():
         if isinstance(each, DistributedAttention):
             each.spg = None
@@ -125,15 +125,16 @@ def _prepare(module: nn.Module) -> None:
 
 
 def _mixed(hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Stand for a layer of experts, which route whole tokens: nothing in it is split, and it needs all of its input."""
+    """Stand in for a mixture-of-experts layer, which routes whole tokens: it needs all of its input, and is not
+    split."""
     output = torch.softmax(hidden_states, -1)
     return output, output.sum(), output.sum()
 
 
 def example_inputs(module: nn.Module) -> dict[str, Tensor]:
-    """Inputs on the meta device for a model of Transformers, by its ``main_input_name`` and config.
+    """Create inputs on the meta device for a Transformers model, by its ``main_input_name`` and config.
 
-    TraceError: the model is none, or takes something else.
+    TraceError: not a Transformers model, or unknown inputs.
     """
     config = getattr(module, "config", None)
     accepted = inspect.signature(module.forward).parameters
@@ -159,7 +160,7 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _writes_into_others(graph: torch.fx.Graph) -> bool:
-    """Return whether something is written into a part of a tensor, or into one that is used besides."""
+    """Return whether an operation writes into a view, or into a tensor that is read later."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node, number in order.items():
         schema = getattr(node.target, "_schema", None)
@@ -172,7 +173,7 @@ def _writes_into_others(graph: torch.fx.Graph) -> bool:
 
 
 def _is_fresh(node: torch.fx.Node) -> bool:
-    """Return whether the result has memory of its own, or is what was written before."""
+    """Return whether the result does not alias an input, or is the result of an earlier in-place operation."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and (
         schema.is_mutable or all(argument.alias_info is None for argument in schema.arguments)
@@ -180,8 +181,8 @@ def _is_fresh(node: torch.fx.Node) -> bool:
 
 
 class _Marks:
-    """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
-    model uses. (On the meta device no values are moved.)"""
+    """Context manager that marks tensor arguments of modules in the graph, by rolling them by a distance that no model
+    uses. (On the meta device no values are moved.)"""
 
     _FIRST = 1 << 40
 
@@ -211,7 +212,7 @@ class _Marks:
         return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
 
     def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
-        """Node's name -> argument."""
+        """Map the names of marker nodes to the arguments that they mark."""
         return {
             node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
             for node in graph.nodes
@@ -236,9 +237,9 @@ def _quiet() -> Iterator[None]:
 
 
 def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Follow one forward of ``module``, a module on the meta device.
+    """Trace one forward of ``module``, which is on the meta device.
 
-    TraceError: it does something that depends on values.
+    TraceError: the forward depends on values.
     """
     flat = _Flat(module).eval()
     marks = _Marks(module)
@@ -246,7 +247,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
             if _writes_into_others(exported.graph):
-                exported = exported.run_decompositions({})  # values instead of memory, for twice the time
+                exported = exported.run_decompositions({})  # functionalizes writes, but doubles the time
     except Exception as error:
         raise TraceError(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,4 +1,4 @@
-"""Common part of the rules of all families of operations."""
+"""Base of the label rules of all families of operations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import SPLIT, Followed, Soft, Value, flat, plain_value
 
 Operands = list[tuple[Node, Value]]
-"""What an operation gets: the nodes, and what is known of each of their tensors."""
+"""Operands of an operation: nodes, with a value for each of their tensors."""
 
 
 class Tracker:
-    """One pass through a graph: the labels, and what has been found."""
+    """State of one pass through a graph: labels and results."""
 
     def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft, arguments: frozenset[str]) -> None:
         self.arguments = arguments
@@ -56,7 +56,7 @@ class Tracker:
             self.found.whole_uses.setdefault(value.param, node.name)
 
 
-# Products of two matrices in place of one, such as adapters of low rank (E. Hu et al.: LoRA, 2021).
+# Factored matrices, such as low-rank adapters (E. Hu et al.: LoRA, 2021).
 
 
 _PASSES = frozenset(
@@ -67,12 +67,12 @@ _PRODUCTS = frozenset("linear addmm mm matmul".split())
 
 
 def factors(trace: Trace) -> dict[str, str]:
-    """Second factor -> the first: weights of two linear layers, one straight after the other, of which the first gives
-    less than comes in, and less than the second gives.
+    """Map second factors to first ones: weights of two consecutive linear layers with a bottleneck between them,
+    narrower than the first one's input and the second one's output.
 
-    Nothing is gained by spreading the narrow middle over ranks: it would need a sum inside of a split region, and the
-    layer beside it could not be split. So beside a column-parallel layer the first factor stays whole and the second is
-    split as that layer is; beside a row-parallel one the first is split and the second stays whole.
+    Splitting the bottleneck gains nothing: it would need a sum inside a split region, and the layer in parallel to it
+    could not be split. So next to a column-parallel layer the first factor stays whole and the second is split like
+    that layer; next to a row-parallel one the first is split and the second stays whole.
     """
     found: dict[str, str] = {}
     for node in trace.graph.nodes:
@@ -89,8 +89,8 @@ def factors(trace: Trace) -> dict[str, str]:
 
 
 def _ends(node: Node) -> list[Node]:
-    """Return the consumers of ``node``'s values, looking through nodes that do not change them, or scale all of them
-    alike.
+    """Return the consumers of ``node``'s values, looking through nodes that do not change them or scale them
+    uniformly.
     """
     ends: list[Node] = []
     left = list(node.users)
@@ -105,7 +105,7 @@ def _ends(node: Node) -> list[Node]:
 
 
 def _weight_of(node: Node, trace: Trace) -> str | None:
-    """The weight, if this is a linear layer."""
+    """Return the name of the weight if the node is a linear layer, else None."""
     if node.op != "call_function" or _name(node) not in _PRODUCTS:
         return None
     for each in node.all_input_nodes[1:]:

@@ -17,16 +17,16 @@ from deepspeed.parallel.tensor.planning.labels import Labels, varies
 Soft = Mapping[tuple[str, int], Tensor]
 PLAIN, FREE, SPLIT = "plain", "free", "split"
 MAX_NUMEL = 1 << 22
-"""Elements of larger tensors are not told apart."""
+"""Maximum size of tensors whose elements get individual ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
     """Facts about one tensor of the graph.
 
-    PLAIN: every rank has it; ``ids``, if any, tell which elements are copies of each other. FREE: elements of one
-    parameter (``ids`` are labels of its own), which may be cut if their users ask for it. SPLIT: ``ids`` are labels.
-    ``param`` and ``axes``: a matrix as it was given, possibly transposed. ``learned``: some weight has a part in it.
+    PLAIN: replicated; equal ``ids``, if any, mark copies of the same element. FREE: elements of one parameter (``ids``
+    are its own labels), to be cut if its users require it. SPLIT: ``ids`` are labels. ``param`` and ``axes``: the
+    tensor is a parameter matrix, possibly transposed. ``learned``: it depends on some weight.
     """
 
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class Value:
     axes: tuple[int, ...] = ()
     learned: bool = False
     argument: str | None = None
-    """Of a module: where it comes from, moved about at most."""
+    """Name of the module argument that it is, with at most its layout changed."""
 
     def dims(self) -> list[int]:
-        """Those along which elements differ, counted from the end (-1, -2, ...)."""
+        """Return the dims along which elements differ, counted from the end (-1, -2, ...)."""
         count = len(self.shape)
         if self.ids is not None:
             return [d - count for d in range(count) if varies(self.ids, d)]
@@ -48,29 +48,30 @@ class Value:
 
 @dataclass(slots=True)
 class Followed:
-    """``axis_labels``: labels of a parameter along one dim. ``columns``, ``rows``: parameters of linear layers that
-    produce labels, or end them, with the nodes that do; ``whole_uses``: parameters used whole, by node name."""
+    """Result of propagating labels through a graph. ``axis_labels``: labels of a parameter along one dim. ``columns``,
+    ``rows``: weights of linear layers that create, or end, labels -> the dim labelled; ``whole_uses``: parameters used
+    whole -> node name."""
 
     labels: Labels
     axis_labels: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, Node] = field(default_factory=dict)
-    """Of each column layer."""
+    """Weight of a column layer -> source node of its input."""
     values: dict[Node, Any] = field(default_factory=dict)
     entries: dict[Node, Node] = field(default_factory=dict)
-    """Node of a column layer -> that of its input."""
+    """Node of a column layer -> node of its input."""
     linears: dict[Node, tuple[str, str, str | None]] = field(default_factory=dict)
-    """Linear node -> (what it is: column, row or shared; its weight; its bias)."""
+    """Linear node -> (kind: column or row; its weight; its bias)."""
     adopted: dict[Node, set[Node]] = field(default_factory=dict)
-    """Node -> operands that are cut with the labels that they meet."""
+    """Node -> FREE operands that take over the labels that they meet."""
     whole_uses: dict[str, str] = field(default_factory=dict)
     met: list[tuple[Tensor, str]] = field(default_factory=list)
-    """Labels that were united because each met its own part of an argument."""
+    """(labels, argument): labels united only because the argument varies along them."""
     arguments: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Arguments that may be cut -> their shape; their labels are those of all elements, as axis 0."""
+    """Arguments that may be cut -> their shape; the labels of all elements are under axis 0."""
     copied: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Labels of which one operation made copies, and how much had been united before: heads that others share."""
+    """(number of unions so far, labels) of elements that an operation copied, i.e. shared heads."""
 
 
 IDENTITY = frozenset(
@@ -99,20 +100,20 @@ KEEPS_SHAPE = frozenset("softmax _softmax log_softmax _log_softmax cumsum".split
 
 
 def source(node: Node) -> Node:
-    """Return the node from which the same values come."""
+    """Return the origin of a node's values, looking through identity operations."""
     while node.op == "call_function" and operation_name(node) in IDENTITY and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_move(node: Node) -> bool:
-    """Return whether the node computes nothing."""
+    """Return whether the node only moves data."""
     return operation_name(node) in MOVES | IDENTITY or operation_name(node) == "getitem"
 
 
 def is_elementwise(node: Node, *, moves: bool = False) -> bool:
-    """Return whether each element of the result depends only on elements at its place. ``moves``: or elsewhere,
-    unchanged.
+    """Return whether each element of the result depends only on operands' elements at the same position. ``moves``:
+    data movement counts too.
     """
     name = operation_name(node)
     pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -120,7 +121,7 @@ def is_elementwise(node: Node, *, moves: bool = False) -> bool:
 
 
 def operation_name(node: Node) -> str:
-    """Such as "linear"."""
+    """Return the name of the operation, such as "linear"."""
     if node.target is operator.getitem:
         return "getitem"
     packet = getattr(node.target, "overloadpacket", None)
@@ -148,7 +149,7 @@ def plain_value(node: Node, learned: bool = False) -> Any:
 
 
 def copies_along(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
-    """Return which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
+    """Return ids that are equal for copies, given that elements differ only along ``dims`` (counted from the end)."""
     sizes = [size if dim - len(shape) in dims else 1 for dim, size in enumerate(shape)]
     if prod(sizes) == prod(shape) or prod(shape) > MAX_NUMEL:
         return None

@@ -1,7 +1,7 @@
-"""Embeddings and output heads whose vocabulary can be spread over the ranks.
+"""Detection of embeddings and output heads whose vocabulary can be split over the ranks.
 
-The vocabulary is the rows of the embedding that looks up an input of the model. A head is a linear layer with that many
-outputs from which results of the model come element by element; it may have the embedding's weight.
+The vocabulary is the rows of the embedding that looks up an input of the model. A head is a linear layer with as many
+outputs, from which results of the model are computed elementwise; it may be tied to the embedding's weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepspeed.parallel.tensor.planning.values import is_elementwise, operation_
 
 @dataclass(slots=True)
 class _Uses:
-    """Paths of the modules that use a weight as this or that."""
+    """Uses of a weight: paths of modules by kind."""
 
     embeddings: set[str] = field(default_factory=set)
     heads: set[str] = field(default_factory=set)
@@ -31,7 +31,7 @@ class _Uses:
 
 
 def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[VocabularyPlan, ...]:
-    """Find the vocabularies that can be split. ``whole``: names of parameters that are to stay whole."""
+    """Find the vocabularies that can be split. ``whole``: names of parameters that must stay whole."""
     uses: dict[str, _Uses] = defaultdict(_Uses)
     for node in run.graph.nodes:
         if node.op == "call_function":
@@ -90,14 +90,14 @@ def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
 
 
 def _origin(node: Node) -> Node:
-    """Return the node of a weight, possibly transposed."""
+    """Return the node of a weight, looking through transposes."""
     while node.op == "call_function" and operation_name(node) in ("t", "numpy_T", "transpose"):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _is_input(run: Trace, node: object) -> bool:
-    """Return whether the token ids come from an input of the model unchanged."""
+    """Return whether the token ids are computed elementwise from a single input of the model."""
     while (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -113,7 +113,7 @@ def _is_weight(node: Node, place: Node) -> bool:
 
 
 def _is_result(node: Node) -> bool:
-    """Return whether results of the model, and nothing else, come from the node element by element."""
+    """Return whether the node is used only to compute results of the model, elementwise."""
     reached, seen = False, set()
     pending = list(node.users)
     while pending:

@@ -1,9 +1,9 @@
-"""Common part of the passes that come with the package.
+"""Definitions shared by the built-in passes.
 
-[Note: settings, not rewriting] DeepSpeed's own passes write communication into a model's graph. Here parameters are
-gathered and released around compiled blocks, and states move between steps, so the same passes name *settings* of that
-machinery, which the engine makes when a schedule comes to them. As functions of a graph they leave it as it is; passes
-of one's own (``register_compile_pass``) do rewrite it.
+[Note: settings, not rewriting] The original DeepSpeed's passes insert communication into a model's graph. Here
+parameters are gathered and released around compiled blocks, and states move between steps, so the built-in passes name
+*settings* of that machinery, which the engine applies when a schedule reaches them. As graph functions they return the
+graph unchanged; custom passes (``register_compile_pass``) do rewrite it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GraphPass = Callable[..., Any]
 
 @dataclass(frozen=True)
 class PassSetting:
-    """One pass of ours: its documented function, at which stages it says something, and its contract."""
+    """A built-in pass: its documented function, the ZeRO stages it applies to, and its contract."""
 
     name: str
     function: GraphPass

@@ -1,6 +1,4 @@
-"""Contracts of passes: what each needs of the passes before it, and which it cannot run with; schedules are checked
-against them.
-"""
+"""Contracts of passes, to check schedules against: capabilities required from earlier passes, and conflicts."""
 
 from __future__ import annotations
 
@@ -11,18 +9,19 @@ from typing import Any
 from deepspeed.base.exceptions import ExplainedError
 
 CAP_Z3_GATHER_RELEASE = "z3_gather_release"
-"""What ``zero3_compile`` provides: parameters are gathered and released around the compiled blocks."""
+"""Capability of ``zero3_compile``: parameters are gathered and released around the compiled blocks."""
 
 
 class PassContractError(ExplainedError, ValueError):
-    """A schedule puts a pass where its contract does not allow it."""
+    """A schedule violates the contract of a pass."""
 
 
 @dataclass(frozen=True)
 class PassContract:
-    """``requires`` must be ``provides`` of earlier passes of the same step; ``conflicts_with`` are names of passes.
+    """Contract of a pass. ``requires``: capabilities that earlier passes of the same step must have in ``provides``;
+    ``conflicts_with``: names of passes.
 
-    ``phase`` ("forward", "backward" or "both") says which graphs the pass is about; it is not checked.
+    ``phase`` ("forward", "backward" or "both"): graphs that the pass concerns; it is not checked.
     """
 
     name: str = ""
@@ -38,7 +37,8 @@ Names = Mapping[Any, Any] | Iterable[tuple[Any, str]]
 
 
 def register_pass_contract(name: str | PassContract, contract: PassContract | None = None) -> None:
-    """Give the pass ``name`` this contract; None takes its contract away. A contract that has a name may come alone."""
+    """Set the contract of the pass ``name``; None removes it. A contract with a name may be given as the only
+    argument."""
     if isinstance(name, PassContract):
         name, contract = name.name, name
     if not name:
@@ -56,13 +56,13 @@ def get_pass_contract(name: str) -> PassContract | None:
 def validate_schedule(
     schedule: Sequence[tuple[int, Sequence[Any]]], name_registry: Names | None = None
 ) -> None:
-    """Raise ``PassContractError`` where a pass lacks what it requires, or meets one that it conflicts with.
+    """Raise ``PassContractError`` if a pass lacks a requirement, or conflicts with another one.
 
     Args:
         schedule: ``[(step, passes), ...]``; a pass is a name or a function.
-        name_registry: the names of functions: ``{function: name or names}``, or pairs ``(function, name)``.
+        name_registry: names of functions: ``{function: name or names}``, or pairs ``(function, name)``.
 
-    Every step stands for itself. Passes without a contract may stand anywhere.
+    Every step is checked separately. Passes without a contract may be anywhere.
     """
     for step, passes in schedule:
         provided: set[str] = set()

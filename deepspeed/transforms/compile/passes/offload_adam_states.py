@@ -1,4 +1,4 @@
-"""The optimizer's states are in host memory except while it updates."""
+"""Offload of optimizer states to host memory, except during updates."""
 
 NAME = "offload_adam_states"
 NAME_SYNC = "offload_adam_states_sync"
@@ -8,20 +8,20 @@ NAME_INIT = "offload_adam_states_for_init"
 def move_opt_states(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """In a schedule: from this step on, master weights and optimizer states leave the device after each update and come
-    back before the next one; the copies do not wait. ``gm`` is returned as it is (Note: settings, not rewriting)."""
+    """Offload master weights and optimizer states after each update, and fetch them before the next one, from this step
+    of a schedule on, with asynchronous copies. Returns ``gm`` unchanged (Note: settings, not rewriting)."""
     return gm
 
 
 def move_opt_states_sync(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """The same, with copies that are waited for."""
+    """Do as ``move_opt_states``, with synchronous copies."""
     return gm
 
 
 def offload_adam_states_for_init(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """The same, for the first forward of this step already."""
+    """Do as ``move_opt_states``, starting before the first forward of this step."""
     return gm

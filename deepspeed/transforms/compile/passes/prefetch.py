@@ -1,4 +1,4 @@
-"""Stage 3: what the next blocks need is gathered ahead of its use."""
+"""Stage 3: prefetch the parameters of the next blocks."""
 
 NAME = "prefetch"
 
@@ -6,6 +6,6 @@ NAME = "prefetch"
 def schedule_prefetch(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """In a schedule: from this step on, gather ahead as far as ``stage3_prefetch_bucket_size`` allows; a step without
-    this pass gathers nothing ahead. ``gm`` is returned as it is (Note: settings, not rewriting)."""
+    """Prefetch up to ``stage3_prefetch_bucket_size`` from this step of a schedule on; a step without this pass does not
+    prefetch. Returns ``gm`` unchanged (Note: settings, not rewriting)."""
     return gm

@@ -1,4 +1,4 @@
-"""Inputs of a compiled model whose sequences are sharded."""
+"""Inputs of a compiled model with sharded sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AutoSPInputs(NamedTuple):
-    """The inputs in the order of the arguments."""
+    """Prepared inputs, in argument order."""
 
     input_id: Tensor
     label_id: Tensor | None
@@ -24,16 +24,16 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> AutoSPInputs:
-    """Mark the sequence's dimension of a batch as one that varies, so that ``torch.compile`` makes one graph for all
-    lengths; each tensor says by its attribute ``tag`` what it is.
+    """Mark a batch's sequence dim as dynamic, so that ``torch.compile`` makes one graph for all lengths. Each tensor
+    gets its argument name as the attribute ``tag``.
 
     Args:
-        input_id: [batch, tokens], int64; the others are like it, or None.
-        seq_dim: which dimension is the sequence.
+        input_id: [batch, tokens], int64; the others are likewise, or None.
+        seq_dim: the sequence dim.
 
-    The engine shards the batch where ``sequence_parallel_size`` is set: see docs/sequence_parallelism.md.
+    The engine shards the batch if ``sequence_parallel_size`` is set: see docs/sequence_parallelism.md.
 
-    ValueError: ``input_id`` is None; ``seq_dim`` is no dimension of one of the tensors.
+    ValueError: ``input_id`` is None, or a tensor has no dim ``seq_dim``.
     """
     if input_id is None:
         raise ValueError("prepare_autosp_inputs: input_id is None, but there is no batch without tokens")

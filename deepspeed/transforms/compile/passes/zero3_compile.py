@@ -1,4 +1,4 @@
-"""Stage 3: parameters are gathered before a compiled block and released after it."""
+"""Stage 3: gather parameters before a compiled block and release them after it."""
 
 NAME = "zero3_compile"
 
@@ -6,6 +6,6 @@ NAME = "zero3_compile"
 def add_z3_gather_release(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """In a schedule: gather and release around each block, which is what stage 3 does in any case. ``gm`` is returned
-    as it is (Note: settings, not rewriting)."""
+    """Gather and release around each block, which stage 3 does anyway. Returns ``gm`` unchanged (Note: settings, not
+    rewriting)."""
     return gm

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: gradients are summed over the ranks while backward runs."""
+"""Stages 1 and 2: reduce gradients over the ranks while backward runs."""
 
 NAME = "zero1_compile"
 NAME_Z2 = "zero2_compile"
@@ -7,13 +7,12 @@ NAME_Z2 = "zero2_compile"
 def add_z1_reduce(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """In a schedule: sum gradients as stage 1 does in any case. ``gm`` is returned as it is (Note: settings, not
-    rewriting)."""
+    """Reduce gradients, which stage 1 does anyway. Returns ``gm`` unchanged (Note: settings, not rewriting)."""
     return gm
 
 
 def add_z2_reduce(
     gm, graph_id, graph_order, profiling_results, create_inputs_fn, mem_budget, param_manager, bwd
 ):  # a GraphPass
-    """The same for stage 2."""
+    """Reduce gradients, which stage 2 does anyway. Returns ``gm`` unchanged."""
     return gm

@@ -1,4 +1,4 @@
-"""Facts about the graphs of a compiled function."""
+"""Profiling results of a compiled function's graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class ProfilingResult:
-    """The graphs of one compiled function, as they are after all passes."""
+    """The graphs of one compiled function, after all passes."""
 
     fwd_graph: Any = None
     bwd_graph: Any = None
