@@ -1,4 +1,4 @@
-"""Questions of client code about `torch.compile`."""
+"""Documented helpers around `torch.compile` and torch's version."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 
 def is_compile_supported() -> bool:
-    """Tell whether this torch can compile at all; only use shows whether a backend works here."""
+    """Return whether this torch can compile at all; only use shows whether a backend works here."""
     return hasattr(torch, "compile")
 
 
 def is_compiling() -> bool:
-    """Tell whether the caller is being traced by `torch.compile`."""
+    """Return whether the caller is being traced by `torch.compile`."""
     return torch.compiler.is_compiling()
 
 
 def disable(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: never trace into `func`."""
+    """Exclude `func` from tracing (a decorator)."""
     return torch.compiler.disable(func)
 
 
 def enable(min_version: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: trace into the function, with releases of torch before ``min_version`` never."""
+    """Return a decorator that allows tracing, except with torch releases before ``min_version``."""
 
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
         old = min_version is not None and not required_torch_version(min_version=min_version)
@@ -44,10 +44,10 @@ def _numbers(version: str) -> tuple[int, int]:
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Tell whether the installed torch is between two releases, both inclusive: `required_torch_version(2.6)`.
+    """Return whether the installed torch is between two releases, both inclusive: `required_torch_version(2.6)`.
 
-    Releases are compared by major and minor number. A float such as 2.1 cannot tell release 2.1 from 2.10; write
-    that one as text, "2.10".
+    Releases are compared by major and minor number. A float cannot distinguish release 2.1 from 2.10; pass that one
+    as a string, "2.10".
     """
     if min_version is None and max_version is None:
         raise AssertionError("required_torch_version needs min_version, max_version or both")

@@ -1,4 +1,4 @@
-"""Communication: `from deepspeed import comm as dist` reads like torch.distributed.
+"""Communication, with the interface of torch.distributed: `from deepspeed import comm as dist`.
 
 Public functions are in `functions.py` (made from `TorchBackend` in `torch.py`) and `init.py`. The training
 core uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead; `transports/` moves the bytes and
@@ -93,14 +93,14 @@ __all__ = [
 
 
 _HOLDERS = ("init", "logging", "functions", "torch")
-"""Modules that have the names above, those first that every engine loads; few need the others."""
+"""Modules with the names above; first those that every engine loads."""
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for holder in _HOLDERS:
             module = importlib.import_module(f"{__name__}.{holder}")
-            if name in vars(module):  # not so while the module is being imported
+            if name in vars(module):  # missing while the module is being imported
                 globals()[name] = vars(module)[name]
                 return vars(module)[name]
     if name == "cdb":  # the backend object, None until the process group exists

@@ -1,7 +1,7 @@
-"""Communication as the training core sees it: a `Communicator` per process group and engine.
+"""Communication of the training core: a `Communicator` per process group and engine.
 
-What belongs to a process group is kept per process (`Wires`: its transports), what a config decides and what is counted
-or recorded per engine (`Network`).
+Transports belong to a process group and are kept per process (`Wires`); settings, counters and logs are per engine
+(`Network`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ OPERATIONS = (
 class Communicator:
     """Collectives of one process group on flat tensors, with traffic counters of one network.
 
-    Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
-    and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
-    tensor is split into calls. (If a group spans hosts: in rank order on each host, then over hosts.) All
-    ranks issue the same collectives in the same order; handles may be waited on in any order. A group of one
-    rank never touches the network.
+    On every transport, sums are taken in rank order in fp32 (fp64 and integers in their own dtype), multiplied by
+    `scale` and rounded once to the output's dtype: equal inputs give equal bits, however the tensor is split into
+    calls. (If a group spans hosts: in rank order on each host, then over hosts.) All ranks issue the same collectives
+    in the same order; handles may be waited on in any order. A group of one rank never touches the network.
     """
 
     def __init__(self, group: ProcessGroup | None, network: Network | None = None) -> None:
@@ -59,23 +58,23 @@ class Communicator:
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.ranks: tuple[int, ...] = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
-        self.bytes_sent = 0  # payload this rank put on the wire
-        self.bytes_fetched = 0  # of these, what others read here without a collective
+        self.bytes_sent = 0  # payload bytes sent by this rank
+        self.bytes_fetched = 0  # of these, bytes that others read without a collective
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
-        self._cpu_transport: Transport | None = None  # the same one, for faster access
+        self._cpu_transport: Transport | None = None  # shortcut to the CPU one
         self._wires = None if group is None else _wires_of(group, self.ranks)
         self._history = None if self._wires is None else self._wires.history
         if self._wires is not None:
             self._wires.users.add(self)
 
     def beside(self, group: ProcessGroup) -> Communicator:
-        """The communicator of another group in the same network."""
+        """Return the communicator of another group in the same network."""
         return self._network.communicator(group)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
-        shard (nothing is copied then)."""
+        """Gather the `input [n]` of every rank into `output [size * n]`, in rank order. `input` may be output's own
+        shard, which saves a copy."""
         if self.size == 1 or input.numel() == 0:
             if output.data_ptr() != input.data_ptr():
                 _flat(output).copy_(_flat(input))
@@ -93,7 +92,7 @@ class Communicator:
         return operation(output, input)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """`output [n]` = shard `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
+        """Sum `input [size * n]` over ranks, times `scale`, and store shard `rank` in `output [n]`. `output` may have
         a wider dtype, or be input's own shard; otherwise `input` is left unchanged."""
         if self.size == 1 or output.numel() == 0:
             return _single(output, input, scale)
@@ -114,7 +113,7 @@ class Communicator:
         return operation(output, input, scale=scale)
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        """In-place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
+        """Sum over ranks in place, times `scale`; the same bits as reduce_scatter followed by all_gather."""
         size = self.size
         if size == 1 or tensor.numel() == 0:
             return _single(tensor, tensor, scale)
@@ -127,7 +126,7 @@ class Communicator:
         return operation(flat, scale=scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """In-place elementwise maximum over ranks."""
+        """Take the elementwise maximum over ranks, in place."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).all_reduce_max, _flat(tensor)
@@ -138,7 +137,7 @@ class Communicator:
         return operation(flat)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        """In-place copy from rank `src` of this group (a rank within the group)."""
+        """Copy from rank `src` of this group (a group rank), in place."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).broadcast, _flat(tensor)
@@ -149,7 +148,7 @@ class Communicator:
         return operation(flat, src)
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
-        """Sum over ranks times `scale`, in place on rank `dst` of this group; the others keep theirs."""
+        """Sum over ranks, times `scale`, in place on group rank `dst`; the other tensors are left unchanged."""
         if self.size == 1 or tensor.numel() == 0:
             return _single(tensor, tensor, scale)
         operation, flat = self._transport(tensor).reduce, _flat(tensor)
@@ -166,8 +165,8 @@ class Communicator:
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Rank r's run for rank s becomes rank s's run from r. Runs are stored in rank order and have these
-        numbers of elements (None: all equal)."""
+        """Exchange runs: rank r's run for rank s becomes rank s's run from r. Runs are stored in rank order; the
+        counts are their elements (None: all equal)."""
         output, input = _flat(output), _flat(input)
         if self.size == 1:
             output.copy_(input)
@@ -204,17 +203,17 @@ class Communicator:
         return "cpu" if is_gloo(self.group) else get_accelerator().device_name()
 
     def at_close(self, method: Callable[[], None]) -> None:
-        """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
+        """Call ``method``, whose object is held weakly, before the group is destroyed."""
         if self._wires is not None:
             self._wires.at_close(method)
 
     def close(self) -> None:
-        """Release what the transports of the group hold, for every network."""
+        """Release the resources of the group's transports, for every network."""
         if self._wires is not None:
             self._wires.close()
 
     def choose_again(self) -> None:
-        """Ask for the transports again when they are needed next."""
+        """Forget the transports, to choose them again at their next use."""
         self._transports.clear()
         self._cpu_transport = None
 
@@ -232,7 +231,7 @@ class Communicator:
         self.collectives.clear()
 
     def count_fetch(self, whole: Tensor) -> None:
-        """For who reads the others' parts of ``whole`` without a collective: they read as many bytes of this rank's."""
+        """Count a one-sided fetch of the others' parts of ``whole``, who read as many bytes from this rank."""
         sent = whole.nbytes * (self.size - 1) // self.size
         self._count("fetch", sent)
         self.bytes_fetched += sent
@@ -244,15 +243,15 @@ class Communicator:
     def _record(
         self, operation: str, numel: int = 0, dtype: torch.dtype | None = None, root: int | None = None
     ) -> None:
-        """For the report of a hang. As short as it can be: it is in the path of every collective."""
+        """Record a call for hang reports. Kept minimal, as it is in the path of every collective."""
         history = self._history
         if history is not None:
             history.count += 1
             history.calls.append((operation, numel, dtype, root, self._network.phase))
 
     def transport_name(self, device_type: str) -> str:
-        """Return the transport that moves tensors of this device: gloo, shared_memory, hierarchical or
-        process_group."""
+        """Return the name of the transport for tensors of this device: gloo, shared_memory, hierarchical,
+        process_group or staged."""
         return self._transport_for(device_type).name
 
     def is_faster_than_its_group(self) -> bool:
@@ -260,15 +259,15 @@ class Communicator:
         return (self._cpu_transport or self._transport_for("cpu")).name != "process_group"
 
     def prepare(self) -> Communicator:
-        """Choose the transport now. Otherwise the first collective does so, even an asynchronous one, and waits
-        for the other ranks to reach it."""
+        """Choose the transport now. Otherwise the first collective, even an asynchronous one, chooses it, and waits
+        for the other ranks."""
         if self.size > 1:
             self._transport_for(self._device_type())
         return self
 
     def works_in_background(self, device_type: str) -> bool:
-        """Return whether an asynchronous operation can be issued without waiting for others, and finishes regardless of
-        what this rank does next."""
+        """Return whether asynchronous operations are issued without waiting for others, and finish regardless of what
+        this rank does next."""
         if self._wires is None or self.size == 1:
             return True
         transport = self._transports.get(device_type) or self._wires.chosen(
@@ -303,7 +302,7 @@ class Communicator:
         return transport
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """The same one: copies of a module that holds it communicate over the same group."""
+        """Return itself: copies of a module that holds it communicate over the same group."""
         return self
 
     def __repr__(self) -> str:
@@ -311,7 +310,7 @@ class Communicator:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same memory in one dimension, outside autograd. (The shortcut saves a microsecond.)"""
+    """Return a 1-D view outside autograd. (The shortcut saves a microsecond.)"""
     if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
         return tensor
     return tensor.detach().view(-1)
@@ -326,24 +325,24 @@ def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
 
 
 class Network:
-    """Communication of one engine: its settings, the log of its calls, and its communicators, whose counters are its
-    own. The documented functions, which belong to no engine, have one too."""
+    """Communication of one engine: its settings, call log, and communicators with their counters. The documented
+    functions, which belong to no engine, have one too."""
 
     def __init__(self, *, shared_memory: bool = True, log: CommsLogger = PROCESS_LOG) -> None:
         self.shared_memory = shared_memory
         self.log = log
         self.phase = ""
-        """Which part of a step the engine is in; recorded with each collective."""
+        """Current phase of the engine's step; recorded with each collective."""
         self.names: Names | None = None
-        """What the engine calls its modules and parameters."""
+        """The engine's names of modules and parameters."""
         self.hang_report_seconds = 0.0
         self.waits: Any = None
-        """Adds up how long this rank waits (`timed.Waits`), if `makes` are communicators that tell it."""
+        """Total waiting time of this rank (`timed.Waits`), if `makes` is a timed communicator."""
         self.makes: type[Communicator] = Communicator
         self._communicators: dict[ProcessGroup, Communicator] = {}
 
     def communicator(self, group: ProcessGroup) -> Communicator:
-        """The communicator of `group`: one per group and network."""
+        """Return the communicator of `group`: one per group and network."""
         found = self._communicators.get(group)
         if found is None:
             _forget_destroyed_groups()
@@ -351,11 +350,11 @@ class Network:
         return found
 
     def communicators(self) -> list[Communicator]:
-        """Those of this network so far."""
+        """Return the communicators that this network has made."""
         return list(self._communicators.values())
 
     def sent_by_link(self) -> Sent:
-        """Return the bytes that this rank has sent so far."""
+        """Return the bytes that this rank has sent, within its host and across."""
         return sum((known.sent_by_link() for known in self.communicators()), Sent())
 
     def may_share_memory(self) -> bool:
@@ -370,7 +369,7 @@ class Network:
         self.shared_memory = wanted
 
     def leave(self) -> None:
-        """Its engine goes, and needs no watch for hangs any more."""
+        """End the hang watch of this network, at its engine's end."""
         watch_ends.leave(self)
 
     def forget(self, group: ProcessGroup) -> None:
@@ -378,11 +377,11 @@ class Network:
 
 
 class _ProcessNetwork(Network):
-    """The network of the documented functions, which follow the newest config that says how to communicate."""
+    """Network of the documented functions, which use the newest config with a `comm` section."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.engines_share_memory = True  # those whose config does not say
+        self.engines_share_memory = True  # default of engines whose config does not set it
 
 
 process_network = _ProcessNetwork()
@@ -391,15 +390,15 @@ _wires: dict[ProcessGroup, Wires] = {}
 
 
 def use_shared_memory(wanted: bool) -> None:
-    """Config `comm.shared_memory` for the documented functions, and for engines whose config does not say. All ranks
-    call this at the same point, with nothing in flight. DS_SHM=0 in the environment always forbids it."""
+    """Set `comm.shared_memory` for the documented functions, and for engines whose config does not. All ranks call
+    this at the same point, with nothing in flight. DS_SHM=0 in the environment always forbids it."""
     process_network.engines_share_memory = wanted
     process_network.use_shared_memory(wanted)
 
 
 def communicator(group: ProcessGroup | None = None) -> Communicator:
-    """The communicator that the documented functions use for `group` (None: the default group, or one rank alone
-    before torch.distributed is initialised). One per group: all users share its counters."""
+    """Return the documented functions' communicator of `group` (None: the default group, or a single rank before
+    torch.distributed is initialised). One per group: all users share its counters."""
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -408,7 +407,7 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
 
 
 def histories() -> list[OperationHistory]:
-    """The last collectives of every process group that a communicator has been made for."""
+    """Return the collective histories of every process group with a communicator."""
     return [wires.history for wires in list(_wires.values())]
 
 
@@ -420,7 +419,7 @@ def _wires_of(group: ProcessGroup, ranks: tuple[int, ...]) -> Wires:
 
 
 def _forget_destroyed_groups() -> None:
-    """Those that were destroyed behind our back."""
+    """Forget groups that were destroyed through torch.distributed."""
     for group in [known for known in _wires if not _is_registered(known)]:
         forget_communicators(group)
 
@@ -434,7 +433,7 @@ def _is_registered(group: ProcessGroup) -> bool:
 
 
 def forget_communicators(group: ProcessGroup | None = None) -> None:
-    """Drop what is kept for a destroyed group (None: for all groups)."""
+    """Drop the state of a destroyed group (None: of all groups)."""
     if group is None:
         watch_ends.end()
         OrderedPending.forget_all()
@@ -449,11 +448,12 @@ _LET_GO_S = 0.01
 
 @atexit.register
 def _end() -> None:
-    """End native threads before the tensors they work on are freed, and let gloo's workers release theirs.
+    """End native threads before their tensors are freed, and let gloo's workers release theirs.
 
-    When a gloo worker is done with an operation it drops its references to tensors, for which it may need the
+    A gloo worker that has finished an operation drops its references to tensors, for which it may need the
     interpreter lock. If the interpreter shuts down first, that ends the thread inside a destructor, and C++ then ends
-    the whole process: "terminate called without an active exception", exit code 134, after an otherwise successful run.
+    the whole process: "terminate called without an active exception", exit code 134, after an otherwise successful
+    run.
     """
     forget_communicators()
     if dist.is_available() and dist.is_initialized() and "gloo" in dist.get_backend():

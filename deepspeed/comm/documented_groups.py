@@ -1,6 +1,6 @@
-"""The documented view of "which process group": thin getters over the mesh of the newest engine.
+"""Documented getters of process groups, over the mesh of the newest engine.
 
-Code in this package is passed its mesh and does not look here. Without a mesh all ranks are data parallel.
+Code in this package is passed its mesh and does not use them. Without a mesh all ranks are data parallel.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from deepspeed.comm.mesh import ProcessMesh, meshes
 
 @dataclass(frozen=True)
 class _ExpertGroups:
-    """This rank's groups: of those that share one set of experts, and of those that hold the same ones."""
+    """This rank's groups: ranks that share one set of experts, and ranks that hold the same ones."""
 
     sharing: ProcessGroup
     same: ProcessGroup
     world: ProcessGroup | None
-    """The ranks of which they are a part: they are void when those are destroyed."""
+    """The default group at their creation; they become invalid when it is destroyed."""
 
 
 @dataclass
 class _Registered:
-    # Made by ``_create_expert_and_data_parallel`` before there is an engine, by name.
+    # Created by ``_create_expert_and_data_parallel`` before there is an engine, by name.
     experts: dict[str, _ExpertGroups] = field(default_factory=dict)
-    # Other groups of which this rank is one, made by the functions at the end: by name, with the ranks they are of.
+    # This rank's other groups, made by the functions further below: by name, with their default group.
     made: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
 
 
 _registered = _Registered()
 
 mpu: Any = None
-"""For scripts that ask whether there is one. The getters answer from the mesh, which is made of the caller's unit."""
+"""For scripts that check for a unit. The getters use the mesh, which is built from the caller's unit."""
 
 
 def set_mesh(mesh: ProcessMesh | None) -> None:
-    """Makes the getters report ``mesh`` until the next engine is built; None: they forget every mesh."""
+    """Make the getters report ``mesh`` until the next engine is built; None: forget every mesh."""
     meshes.by_hand = mesh
     if mesh is None:
         meshes.engines.clear()
@@ -79,7 +79,7 @@ def _rank(*axes: str) -> int:
 
 
 def _group(*axes: str) -> ProcessGroup | None:
-    """None if there is no such parallelism, or no process group at all."""
+    """Return the group over these axes; None without such parallelism or any process group."""
     if not _initialized():
         return None
     mesh = get_mesh()
@@ -115,7 +115,7 @@ _get_data_parallel_world_size = get_data_parallel_world_size
 
 
 def _get_broadcast_src_rank() -> int:
-    """Global rank of the first rank that holds the same weights."""
+    """Return the global rank of the first rank that holds the same weights."""
     return _ranks("dp", "sp")[0]
 
 
@@ -135,7 +135,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tensor-parallel group."""
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
     return _ranks("tp")[0]
 
 
@@ -157,7 +157,7 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def _get_sequence_parallel_group() -> ProcessGroup | None:
-    """None if sequences are not sharded."""
+    """Return the sequence-parallel group; None if sequences are not sharded."""
     return _group("sp") if _size("sp") > 1 else None
 
 
@@ -170,7 +170,7 @@ def _get_sequence_parallel_rank() -> int:
 
 
 def _get_sequence_data_parallel_group() -> ProcessGroup | None:
-    """All ranks that hold the same dense weights."""
+    """Return the group of all ranks that hold the same dense weights."""
     return _group("dp", "sp")
 
 
@@ -182,15 +182,16 @@ def _get_sequence_data_parallel_rank() -> int:
     return _rank("dp", "sp")
 
 
-# --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
+# --- Expert parallel. A group's name ("ep_size_4") has the number of ranks that a layer's experts are distributed
+# over. -------
 
 
 class _NotDivisible(AssertionError, ValueError):
-    """Scripts expect the one or the other."""
+    """Indivisible sizes. Scripts catch either base type."""
 
 
 def _ensure_divisibility(numerator: int, denominator: int) -> None:
-    """An error if ``denominator`` does not divide ``numerator``."""
+    """Raise if ``denominator`` does not divide ``numerator``."""
     if denominator == 0:
         raise _NotDivisible(f"{numerator} cannot be divided: the denominator must be non-zero")
     if numerator % denominator:
@@ -204,9 +205,9 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(the ranks that share one set of experts, the ranks that hold the same experts), each a list of groups.
+    """Return (groups that share one set of experts, groups that hold the same experts), each as lists of ranks.
 
-    Ranks are numbered stage by stage, in a stage by data, and next to each other are those of one tensor. With
+    Rank numbers vary fastest along tensor parallelism, then data, then stages. With
     ``use_data_before_expert_parallel_`` the ranks with the same experts are neighbours.
     """
     _ensure_divisibility(world_size, tensor_parallel_size_ * pipeline_parallel_size_)
@@ -235,15 +236,15 @@ def _get_expert_parallel_ranks(
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Creates the groups named ``ep_size_<expert_parallel_size_>``; every rank calls it. ``MoE`` does not need it. With
-    an engine, its order of ranks is followed."""
+    """Create the groups named ``ep_size_<expert_parallel_size_>``; every rank calls it. ``MoE`` does not need it.
+    With an engine, its mesh decides the order of ranks."""
     _make_expert_groups(expert_parallel_size_, 1, 1, use_data_before_expert_parallel_)
 
 
 def _create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """The same among the ranks that hold the same parts of dense layers, where ``mpu`` divides these or the stages."""
+    """Create these groups among the ranks with the same part of dense layers and stage, where ``mpu`` splits them."""
     tensor, stages = bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
     _make_expert_groups(expert_parallel_size_, tensor, stages, use_data_before_expert_parallel_)
 
@@ -265,7 +266,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
     sharing, same_experts = _get_expert_parallel_ranks(everyone, tensor, size, stages, data_before_experts)
     mine: list[ProcessGroup] = []
     for parts in (sharing, same_experts):
-        # All ranks make all of them.
+        # Every rank creates all of them.
         made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
         mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
     _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
@@ -311,12 +312,12 @@ def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
 
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """By name, what ``_create_expert_and_data_parallel`` has made without an engine."""
+    """Return by name the groups that ``_create_expert_and_data_parallel`` created without an engine."""
     return {name: made.sharing for name, made in _registered.experts.items() if _made_by_hand(name)}
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """The same for the ranks that hold the same experts."""
+    """Return by name the groups of ranks with the same experts, created likewise."""
     return {name: made.same for name, made in _registered.experts.items() if _made_by_hand(name)}
 
 
@@ -338,7 +339,7 @@ def _get_expert_data_parallel_rank(group_name: str) -> int:
 
 
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The first of the ranks that hold the same experts as this one."""
+    """Return the first of the ranks that hold the same experts as this one."""
     return _sharing_experts(group_name, same=True)[0]
 
 
@@ -347,7 +348,7 @@ def _global_rank() -> int:
 
 
 def _get_max_expert_size() -> int | None:
-    """Over how many ranks experts are spread most widely, of the groups made by hand; None: there are none."""
+    """Return the largest expert-parallel size of the groups created by hand; None: there are none."""
     return max(map(_expert_parallel_size, _get_expert_parallel_group_dict()), default=None)
 
 
@@ -359,7 +360,8 @@ def _get_max_expert_parallel_group() -> ProcessGroup | None:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-# --- Groups for scripts, apart from those of engines. Every rank calls what makes them; they are made once. -----------
+# --- Groups for scripts, separate from those of engines. Every rank calls their functions; they are created once.
+# -----------
 
 
 def _made(name: str) -> ProcessGroup | None:
@@ -368,7 +370,7 @@ def _made(name: str) -> ProcessGroup | None:
 
 
 def _make(name: str, *parts: range) -> ProcessGroup:
-    """This rank's one of groups that hold every rank once."""
+    """Return this rank's group of ``parts``, which contain every rank once; create them at the first call."""
     if not _initialized():
         raise RuntimeError(f"the group {name} needs a process group: call deepspeed.init_distributed() first")
     found = _made(name)
@@ -380,8 +382,9 @@ def _make(name: str, *parts: range) -> ProcessGroup:
 
 
 def _create_zero_param_parallel_group(group_size: int) -> None:
-    """Runs of ``group_size`` neighbours, or all ranks if there are fewer, for ``zero_hpz_partition_size``; an engine
-    makes its own. ValueError: they do not divide the ranks, or such groups were made before."""
+    """Create groups of ``group_size`` neighbours, or of all ranks if there are fewer, for
+    ``zero_hpz_partition_size``; an engine creates its own. ValueError: the size does not divide the ranks, or the
+    groups exist."""
     everyone = torch.distributed.get_world_size() if _initialized() else 1
     size = min(group_size, everyone)
     if size < 1 or everyone % size:
@@ -392,16 +395,14 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
 
 
 def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
-    """Return the group made by ``_create_zero_param_parallel_group``; None: none was made."""
+    """Return the group of ``_create_zero_param_parallel_group``; None: not created."""
     return _made("parameters")
 
 
 def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
-    """The groups of ``all_to_all_quant_reduce``: "local_i", the ranks of the i-th host, and with several hosts
-    "global_j", the j-th rank of each. A host has as many ranks as the accelerator counts devices.
-
-    Of each kind a rank finds the one that it is in. ValueError: the hosts have unequal numbers of ranks.
-    """
+    """Return this rank's groups for ``all_to_all_quant_reduce``: "local_i", the ranks of the i-th host, and with
+    several hosts "global_j", the j-th rank of each. A host has as many ranks as the accelerator counts devices.
+    ValueError: the hosts have unequal numbers of ranks."""
     everyone = torch.distributed.get_world_size() if _initialized() else 1
     each = min(get_accelerator().device_count(), everyone)
     if everyone % each:
@@ -415,10 +416,10 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
     return found
 
 
-# Sizes, ranks and groups of a model-parallel unit, whichever generation of method names the unit has.
+# Sizes, ranks and groups of a model-parallel unit, for every generation of method names.
 #
-# Megatron's units have called the same thing `model_parallel`, `tensor_model_parallel` and (for stages)
-# `pipe_parallel`, `pipeline_model_parallel`. Without a unit there is one rank, and no group.
+# Megatron's units use `model_parallel` or `tensor_model_parallel`, and for stages `pipe_parallel` or
+# `pipeline_model_parallel`. Without a unit there is one rank, and no group.
 
 TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 PIPELINE = ("pipeline_model_parallel", "pipe_parallel")

@@ -21,7 +21,7 @@ from deepspeed.comm.groups import all_gather_single, default_timeout, reduce_sca
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 
-# The base class of communication backends, for those who bring their own.
+# The base class of communication backends, for custom ones.
 
 
 class Backend:
@@ -45,13 +45,14 @@ class Backend:
 
 
 Group: TypeAlias = ProcessGroup | None
-"""None: all ranks."""
+"""A process group; None: all ranks."""
 _SUM = ReduceOp.SUM
 _UNSUMMED = frozenset((torch.bool, torch.complex32, torch.complex64, torch.complex128))  # left to gloo
 
 
 class TorchBackend(Backend):
-    """torch.distributed with the documented argument names. Reductions take our ReduceOp or torch's."""
+    """Backend with torch.distributed's operations under the documented argument names. Reductions take our ReduceOp
+    or torch's."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class TorchBackend(Backend):
         world_size: int = -1,
         name: str = "torch",
     ) -> None:
-        """Creates the default process group, unless it exists or `backend` is None."""
+        """Create the default process group, unless it exists or `backend` is None."""
         super().__init__(name=name)
         if backend is not None and not dist.is_initialized():
             self.init_process_group(backend, timeout, init_method, rank, world_size)
@@ -103,7 +104,8 @@ class TorchBackend(Backend):
         dist.destroy_process_group(group)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        """Called by all ranks; ranks outside the group get GroupMember.NON_GROUP_MEMBER. Has the job's timeout."""
+        """Create a group with the job's timeout. All ranks call this; ranks outside the group get
+        GroupMember.NON_GROUP_MEMBER."""
         return dist.new_group(list(ranks), timeout=default_timeout())
 
     def get_rank(self, group: Group = None) -> int:
@@ -152,7 +154,7 @@ class TorchBackend(Backend):
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
-        """One collective per dtype and device, whatever the number of tensors."""
+        """Reduce many tensors with one collective per dtype and device."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -245,7 +247,7 @@ class TorchBackend(Backend):
         group: Group = None,
         async_op: bool = False,
     ) -> Any:
-        """All gathers are in flight before the first is waited for."""
+        """Gather many tensors; all gathers are in flight before the first wait."""
         handles = [
             self.all_gather_into_tensor(output, input, group, async_op=True)
             for output, input in zip(output_tensors, input_tensors, strict=True)
@@ -312,7 +314,7 @@ class TorchBackend(Backend):
         dist.send(tensor, dst, group, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
-        """Returns the global rank of the sender (`src=None`: the first to arrive)."""
+        """Receive a tensor and return the global rank of its sender (`src=None`: any rank)."""
         return dist.recv(tensor, src, group, tag)
 
     def isend(self, tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> Any:
@@ -322,7 +324,7 @@ class TorchBackend(Backend):
         return dist.irecv(tensor, src, group, tag)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[Any]) -> list[Any]:
-        """Start all of them together; what each waits with. Where two ranks exchange, none has to come first."""
+        """Start all operations together and return their handles, so that ranks can exchange without an order."""
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(getattr(dist, each.op), each.tensor, each.peer, each.group, each.tag)
@@ -342,13 +344,13 @@ class TorchBackend(Backend):
     def monitored_barrier(
         self, group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Names the ranks that did not arrive (gloo groups only)."""
+        """Run a barrier whose error names the ranks that did not arrive (gloo groups only)."""
         dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 def _communicator_for(group: Group, async_op: bool, *tensors: Tensor) -> Communicator | None:
-    """The communicator that moves these tensors faster than the process group itself, if one does. All ranks
-    get the same answer: it does not depend on anything that may differ between them, such as strides."""
+    """Return the communicator that moves these tensors faster than the process group itself, if one does. All ranks
+    get the same answer: it depends on nothing that may differ between them, such as strides."""
     for tensor in tensors:
         if not tensor.is_cpu:
             return None
@@ -364,7 +366,7 @@ def _communicator_for(group: Group, async_op: bool, *tensors: Tensor) -> Communi
 
 
 def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
-    """The factor that turns a sum into this reduction (ours or torch's); None for any other kind."""
+    """Return the factor that turns a sum into this reduction (ours or torch's); None for other kinds."""
     if op is _SUM or op == dist.ReduceOp.SUM:
         return 1.0 if tensor.dtype not in _UNSUMMED else None
     if to_torch(op) == dist.ReduceOp.AVG and tensor.is_floating_point():
@@ -381,7 +383,7 @@ def _element_counts(tensor: Tensor, split_sizes: list[int] | None) -> list[int] 
 
 
 def _in_place(tensor: Tensor, issue: Callable[[Tensor], Pending], async_op: bool = False) -> Pending | None:
-    """Issue an operation that writes to `tensor`, through a contiguous copy if it is not contiguous."""
+    """Issue an operation that writes to `tensor`, through a copy if it is not contiguous."""
     if tensor.is_contiguous():
         return _result(issue(tensor), async_op)
     copy = tensor.detach().contiguous()

@@ -1,4 +1,4 @@
-"""The optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
+"""Optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
 
 ``StepExecutor`` does the work, on the tensors of ``StateStore``; this module has the members that schedulers,
 Accelerate, Lightning and scripts read.
@@ -48,15 +48,15 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.mover = mover
         self.last: StepResult | None = None
         self.allgather_bucket_size = 0
-        """The config's key, in elements, which the engine sets."""
+        """The config's value in elements; set by the engine."""
         self.external_loss_scale: float | None = None
-        """What ``override_loss_scale`` was given."""
+        """The argument of ``override_loss_scale``."""
         self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
-        """Gives the ``backward`` of the engine, which sets this."""
+        """Returns the ``backward`` of the engine, or None; set by the engine."""
         self.beside_engine: Callable[[], None] = lambda: None
-        """Told of a ``step`` that a script calls here; set by the engine, which steps without it."""
+        """Called before a ``step`` that a script calls here; set by the engine, which steps without it."""
         self.clock: AccumulationClock | None = None
-        """The engine's, which sets this."""
+        """The engine's accumulation clock; set by the engine."""
 
     # What optimizers have -----------------------------------------------------------------------------------
 
@@ -72,11 +72,12 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     defaults = property(attrgetter("optimizer.defaults"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch: parameters that were frozen, or in no optimizer, train from their first gradient on."""
+        """Add a group, as in torch: parameters that were frozen, or in no optimizer, train from their first gradient
+        on."""
         self.optimizer.add_param_group(param_group)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """``engine.backward(loss)`` without the division by the accumulation steps: the caller has divided."""
+        """Run ``engine.backward(loss)`` without dividing by the accumulation steps, which the caller has done."""
         backward = self.differentiate()
         if backward is None:
             raise RuntimeError("optimizer.backward(loss) needs the engine of this optimizer, which is gone")
@@ -96,7 +97,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
             self.executor.reducer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: its part of each parameter by name with its interval, groups, and the loss scale."""
+        """Return this rank's state: its part of each parameter by name with its interval, the groups, and the loss
+        scale."""
         return {
             "zero_stage": self.executor.plan.zero.stage,
             "shards": {
@@ -112,7 +114,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         }
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
-        """Inverse of ``state_dict`` for the same partitioning; ``engine.load_checkpoint`` loads any other."""
+        """Load a ``state_dict`` of the same partitioning; ``engine.load_checkpoint`` loads any other."""
         shards: dict[str, Any] = state["shards"]
         for index, _tensors in self.access.local_states():
             saved = shards.get(index.name)
@@ -139,7 +141,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def loss_scale_config(self) -> Any:
-        """The loss scale and its rules: ``cur_scale``, ``cur_iter``, ``scale_window`` and others, read at any time."""
+        """Return the live loss scaler: ``cur_scale``, ``cur_iter``, ``scale_window`` and others."""
         return self.executor.scaler
 
     cur_iter = property(attrgetter("executor.scaler.cur_iter"))
@@ -158,13 +160,13 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         return self.executor.scaler.plan.active
 
     def scale_if_loss(self, value: Any) -> Any:
-        """A scalar that has a graph, times the loss scale; anything else as it is."""
+        """Return a scalar that has a graph times the loss scale, anything else unchanged."""
         if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
             return value * self.executor.scaler.scale
         return value
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use this scale from now on (some pipelines set it from outside)."""
+        """Set the loss scale from outside, as some pipelines do. ValueError: not finite and positive."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:
             raise ValueError(f"loss_scale must be finite and greater than 0, not {loss_scale!r}")
         self.executor.scaler.scale = self.external_loss_scale = float(loss_scale)
@@ -176,9 +178,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def check_grad_overflow(self) -> bool:
-        """Return whether steps with non-finite gradients are skipped: always in fp16, as ``bf16.check_grad_overflow``
-        says.
-        """
+        """Return whether steps with non-finite gradients are skipped: always in fp16, in bf16 with
+        ``bf16.check_grad_overflow``."""
         return self.executor.plan.precision.check_overflow
 
     def check_overflow(self, *_: Any, **__: Any) -> bool:
@@ -190,8 +191,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
-        """This rank's parts of the gradients that are summed over ranks, by optimizer group; empty before the backward
-        of a boundary and after the step."""
+        """Return this rank's parts of the summed gradients by optimizer group; empty before the backward of a
+        boundary and after the step."""
         if any(bucket.reduced is None for bucket in self.executor.reducer.buckets):
             return {}
         self.executor.reducer.finish_copies()
@@ -201,8 +202,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         }
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
-        """The same in fp32 and by parameter: group -> place in the group -> flat part, empty where this rank has none
-        of it. Times the loss scale, as ``averaged_gradients``."""
+        """Return ``averaged_gradients`` in fp32 by parameter: group -> position in the group -> flat part, which may
+        be empty. They include the loss scale."""
         if not self.averaged_gradients:
             return {}
         parts: dict[int, dict[int, Tensor]] = {}
@@ -214,18 +215,18 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         return parts
 
     def refresh_fp32_params(self) -> None:
-        """Set the master weights from the model's own, which were loaded or edited."""
+        """Set the master weights from the model's own, after these were loaded or edited."""
         with torch.no_grad():
             self.executor.store.refresh_masters()
 
     def update_lp_params(self) -> None:
-        """Set the model's own weights from the master weights, which were loaded or edited. Collective."""
+        """Set the model's own weights from the master weights, after these were loaded or edited. Collective."""
         self.access.publish()
 
     clip_grad = property(attrgetter("executor.plan.gradients.clip"))
 
     def scaled_global_norm(self, norm_type: float = 2) -> float:
-        """Norm of the averaged gradients at the last step, before clipping."""
+        """Return the norm of the averaged gradients at the last step, before clipping."""
         if norm_type != 2:
             raise ValueError(f"norm_type={norm_type}: only the 2-norm is kept")
         return self.last.norm if self.last is not None else 0.0
@@ -239,7 +240,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def bit16_groups(self) -> list[list[Tensor]]:
-        """The model's parameters by optimizer group."""
+        """Return the model's parameters by optimizer group."""
         return [list(group["params"]) for group in self.param_groups]
 
     fp16_groups = bf16_groups = bit16_groups
@@ -262,7 +263,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def partition_count(self) -> list[int]:
-        """Among how many ranks the state of each optimizer group is divided (with experts: the largest number)."""
+        """Return the number of shards of each optimizer group's state (with experts: the largest)."""
         buckets = self.executor.store.param_buckets
         shards = {id(param): bucket.layout.num_shards for bucket in buckets for param in bucket.params}
         return [
@@ -281,26 +282,26 @@ def _flat(bucket: ParamBucket) -> list[Tensor]:
 
 
 class DeepSpeedZeroOptimizer(ZeroOptimizer):
-    """Stages 1 and 2 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer``)."""
+    """Optimizer of stages 1 and 2 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer``)."""
 
     nccl_start_alignment_factor = 2
-    """Parts of ranks begin at a multiple of this many elements; in fact at one of ``layout.ALIGNMENT``."""
+    """Shards start at a multiple of this many elements; in fact of ``layout.ALIGNMENT``."""
 
     @property
     def bit16_groups_flat(self) -> list[Tensor]:
-        """The model's weights, in place: one flat tensor per bucket that is divided, or per undivided parameter."""
+        """Return the model's live weights: one flat tensor per sharded bucket, or per parameter that is not sharded."""
         return [flat for bucket in self.executor.store.param_buckets for flat in _flat(bucket)]
 
     @property
     def real_dp_process_group(self) -> list[Any]:
-        """The ranks of each tensor of ``bit16_groups_flat``."""
+        """Return the process group of each tensor of ``bit16_groups_flat``."""
         return [
             bucket.communicator.group for bucket in self.executor.store.param_buckets for _ in _flat(bucket)
         ]
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
-        """The model's weights as they are divided: for each bucket, the part of every rank, in place."""
+        """Return the model's live weights by bucket and rank."""
         return [
             list(bucket.full.chunk(bucket.layout.num_shards))
             if bucket.full is not None
@@ -310,7 +311,7 @@ class DeepSpeedZeroOptimizer(ZeroOptimizer):
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
-    """Stage 3 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer_Stage3``)."""
+    """Optimizer of stage 3 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer_Stage3``)."""
 
     def __init__(
         self,
@@ -330,7 +331,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
 
     @property
     def fp16_partitioned_groups(self) -> list[list[Tensor]]:
-        """This rank's parts of the model's parameters (``ds_tensor``) by optimizer group."""
+        """Return this rank's parts of the model's parameters (``ds_tensor``) by optimizer group."""
         return [[param.ds_tensor for param in group["params"]] for group in self.param_groups]
 
     @property
@@ -341,68 +342,68 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
 
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
-        """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
+        """Return the parameters that stay gathered (``stage3_param_persistence_threshold``)."""
         return self.parameter_offload.persistent_parameters
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
+        """Return the parameters of each leaf module, which is gathered as one (``set_z3_leaf_modules``)."""
         return self.parameter_offload.leaf_parameters
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
-        """The whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""
+        """Return the whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""
         if optim_state_key is None:
             return self.access.full_master(param)
         return self.access.full_state(param, optim_state_key)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient in fp32; None if there is none yet. Collective."""
+        """Return the whole reduced gradient in fp32; None if there is none yet. Collective."""
         return self.access.full_gradient(param)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
-        """Nothing to do: groups always hold the parameters, and their state is shown under them."""
+        """Do nothing: groups always hold the parameters, and state is looked up by them."""
 
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
     def quantize_nontrainable_params(self) -> None:
-        """Nothing is left to do: with ``zero_quantized_nontrainable_weights`` the engine gathers frozen weights in 8
-        bits from its first step on."""
+        """Do nothing: with ``zero_quantized_nontrainable_weights`` the engine gathers frozen weights in 8 bits from
+        its first step on."""
 
     def empty_partition_cache(self) -> None:
-        """Release every parameter that is gathered and not in use."""
+        """Reshard every gathered parameter that is not in use."""
         self.parameter_offload.empty_partition_cache()
 
 
 class WholeMasters(ZeroOptimizer):
-    """Stage 0 with weights of 16 bits: every rank has all master weights."""
+    """Optimizer of stage 0 with 16-bit weights: every rank has all master weights."""
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """The master weights, one flat tensor per optimizer group (a copy)."""
+        """Return the master weights, one flat tensor per optimizer group (a copy)."""
         return self.single_partition_of_fp32_groups
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """The master weights of each optimizer group, in the shapes of the parameters (copies)."""
+        """Return the master weights of each optimizer group, in the shapes of the parameters (copies)."""
         groups = [
             [self.access.full_master(param) for param in group["params"]] for group in self.param_groups
         ]
         return [[master for master in group if master is not None] for group in groups]
 
     def _divisor(self, total_norm: float) -> float:
-        """By what a step divides gradients whose norm, times the loss scale, is ``total_norm``."""
+        """Return the divisor of a step for gradients whose norm, times the loss scale, is ``total_norm``."""
         scale = self.loss_scale
         return scale / clip_coefficient(total_norm / scale, self.clip_grad)
 
 
 class FusedMasters(WholeMasters):
-    """FusedAdam or a 1-bit Adam: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_Optimizer``."""
+    """Facade of FusedAdam or a 1-bit Adam: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_Optimizer``."""
 
     def unscale_and_clip_grads(
         self, grad_groups_flat: Sequence[Tensor], total_norm: float, apply_scale: bool = True
     ) -> float:
-        """Divide ``grad_groups_flat``, of which ``total_norm`` is the norm, by the loss scale and by what clipping asks
-        for, as a step does with its own. Returns the divisor; ``apply_scale=False`` only computes it."""
+        """Divide ``grad_groups_flat``, whose norm is ``total_norm``, by the loss scale and for clipping, as a step
+        does. Return the divisor; ``apply_scale=False`` only computes it."""
         divisor = self._divisor(total_norm)
         if apply_scale and divisor != 1.0:
             for grads in grad_groups_flat:
@@ -411,15 +412,15 @@ class FusedMasters(WholeMasters):
 
 
 class BF16_Optimizer(FusedMasters):
-    """bf16 weights whose gradients accumulate in fp32 (documented as
-    ``deepspeed.zero.optimizer.BF16_Optimizer``); clients ask for either class."""
+    """Facade for bf16 weights whose gradients accumulate in fp32 (documented as
+    ``deepspeed.zero.optimizer.BF16_Optimizer``); clients check for either class."""
 
 
 class UnfusedMasters(WholeMasters):
-    """Any other optimizer: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_UnfusedOptimizer`` for
-    clients that ask."""
+    """Facade of any other optimizer: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_UnfusedOptimizer``
+    for clients that check."""
 
     def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
-        """The divisor of gradients whose norm, times the loss scale, is ``total_norm``: the loss scale times what
-        clipping asks for. ``apply_scale`` changes nothing: a step divides while it updates."""
+        """Return the divisor, loss scale and clipping combined, for gradients whose norm, times the loss scale, is
+        ``total_norm``. ``apply_scale`` has no effect: a step divides while it updates."""
         return self._divisor(total_norm)

@@ -1,7 +1,7 @@
-"""Finds where the parameters of a module lie in larger tensors: marks of Megatron's layers, and experts.
+"""Find the placements of a module's parameters in global tensors: Megatron's marks, and experts.
 
-Layers of our own write ``param.ds_placement`` themselves (``deepspeed/checkpoint/placement.py``); what is read here is
-what others write. DTensors are read by ``transforms/distributed_tensors.py``.
+Our own layers write ``param.ds_placement`` themselves (``deepspeed/checkpoint/placement.py``); this module reads the
+marks of others. DTensors are read by ``transforms/distributed_tensors.py``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.zero.replica_groups import SHARED_BY, ReplicaGroups
 
 STACKED = "ds_stacked_experts"
-"""Attribute of a parameter that is a stack of the experts' weights."""
+"""Attribute of a parameter that stacks the experts' weights."""
 _FOUND = "_ds_placement_was_found"
-"""Marks a parameter whose placement, if any, was found here and not written by who split it."""
+"""Attribute of a parameter whose placement, if any, was found here, not written by the layer that split it."""
 
 
 def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, replica_groups: ReplicaGroups) -> None:
-    """Let every parameter that is not simply whole carry its placement. Collective over ranks that split tensors.
+    """Set the placement of every parameter that is not simply whole. Collective over ranks that split tensors.
 
-    As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
+    As in Megatron-LM, an unmarked parameter on tensor-parallel ranks is assumed to be a copy, which counts once.
     """
     params = list(params)
     unknown = [param for param in params if not hasattr(param, ATTRIBUTE) or hasattr(param, _FOUND)]
     for param in unknown:
-        if hasattr(param, ATTRIBUTE):  # of an earlier engine, whose mesh may have been another
+        if hasattr(param, ATTRIBUTE):  # from an earlier engine, whose mesh may have differed
             delattr(param, ATTRIBUTE)
         setattr(param, _FOUND, True)
     if mesh.size("tp") > 1:
@@ -59,21 +59,21 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, replica_groups:
 
 
 def is_stack(param: Tensor) -> bool:
-    """Return whether the first dim of a parameter numbers experts, each of which has a matrix of its own."""
+    """Return whether the first dim of a parameter enumerates experts with a matrix each."""
     stacked = bool(getattr(param, STACKED, False)) or not getattr(param, "allreduce", True)
     return stacked and len(full_shape(param)) > 2
 
 
 def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
-    """Return whether the rank holds a part of a tensor, whatever splits it, or with ``matrices`` parts of matrices: a
-    run of stacked ones is whole. The shards of ZeRO do not count."""
+    """Return whether the rank holds a part of a tensor, by any split except ZeRO's shards. With ``matrices``, a slice
+    of a stack of whole matrices counts as whole."""
     placement, own = placement_of(param), tuple(full_shape(param))
     whole = placement.global_shape
     if EXPERTS in placement.split and len(whole) > len(
         own
-    ):  # other ranks have other tensors of the same name
+    ):  # other ranks have different tensors of that name
         whole = whole[1:]
-    if len(whole) != len(own):  # split, but nobody says how
+    if len(whole) != len(own):  # split in an unknown way
         return True
     first = int(matrices and is_stack(param))
     return own[first:] != whole[first:]
@@ -82,10 +82,10 @@ def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
 def whole_tensor(
     tensor: Tensor, replica_groups: ReplicaGroups, *, of: Tensor | None = None, share: int | None = None
 ) -> Tensor:
-    """The global tensor that ``tensor`` [the rank's shape] is a part of, in its dtype, without gradient. Collective
-    over the ranks of a split. Experts are stacked along a new first dim, in which all ranks take part.
-    ``of``: the parameter whose place ``tensor`` has, if that is not itself. ``share``: of experts with names of their
-    own, those of the rank at this place among the ranks that share them."""
+    """Return the global tensor of which ``tensor`` [the rank's shape] is a part, in its dtype, without gradient.
+    Collective over the ranks of a split. Experts are stacked along a new first dim, over all ranks. ``of``: the
+    parameter whose placement ``tensor`` has, if not its own. ``share``: for individually named experts, the position,
+    among the ranks that share them, of the rank whose experts to return."""
     param = tensor if of is None else of
     placement, axes = placement_of(param), replica_groups.split_axes(param)
     spread = EXPERTS in placement.split or share is not None
@@ -104,8 +104,8 @@ def whole_tensor(
 
 
 def counted(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
-    """Views of ``values``, elements ``[start, start + numel)`` of the rank's flat ``param``: what counts on this rank
-    where every weight must count once."""
+    """Return the views of ``values``, elements ``[start, start + numel)`` of the rank's flat ``param``, that count on
+    this rank where every weight must count once."""
     placement = placement_of(param)
     if not placement.counts or not placement.elsewhere:
         return [values] if placement.counts else []
@@ -124,8 +124,8 @@ def _view(flat: Tensor, region: Region) -> Tensor:
 
 
 def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
-    """``tensor_model_parallel`` (or ``model_parallel``), ``partition_dim`` and ``partition_stride``, as Megatron-LM
-    leaves them on a parameter."""
+    """Read ``tensor_model_parallel`` (or ``model_parallel``), ``partition_dim`` and ``partition_stride``, which
+    Megatron-LM sets on parameters."""
     marked = [p for p in params if _is_split(p)]
     extents = _extents(marked, mesh)
     for param, sizes in zip(marked, extents, strict=True):
@@ -133,8 +133,8 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
 
 
 def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
-    """Decide which copy counts: of copies on several ranks those of the first of ``tp``; of a weight that stages tie
-    without a replica group of its own, those of the stage that does not mark it ``ds_pipe_replicated``."""
+    """Decide which copy counts: for copies on tensor-parallel ranks, the first rank's; for a weight that stages tie
+    without a replica group, the one of the stage that does not mark it ``ds_pipe_replicated``."""
     first = mesh.rank("tp") == 0
     for param in params:
         tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)
@@ -152,7 +152,7 @@ def _dim(param: Tensor) -> int | None:
 
 
 def _extents(params: Sequence[Tensor], mesh: ProcessMesh) -> list[list[int]]:
-    """For each parameter its extent along the split dim on every tensor-parallel rank; they need not be equal."""
+    """Return the extents of each parameter along its split dim on every tensor-parallel rank, which may differ."""
     if not params:
         return []
     own = [full_shape(p)[dim] if (dim := _dim(p)) is not None else 0 for p in params]
@@ -164,6 +164,6 @@ def _extents(params: Sequence[Tensor], mesh: ProcessMesh) -> list[list[int]]:
 
 def _split(param: Tensor, sizes: Sequence[int], rank: int) -> Placement:
     dim, shape = _dim(param), tuple(full_shape(param))
-    if dim is None:  # split, but nobody says how: resumes over as many ranks
+    if dim is None:  # split in an unknown way: resumes only over as many ranks
         return Placement(global_shape=shape).stacked(rank, len(sizes), "tp")
     return interval(shape, dim, sizes, rank, stride=int(getattr(param, "partition_stride", 1) or 1))

@@ -1,7 +1,7 @@
-"""The interface of a transport, and the choice of the one that moves the tensors of a group.
+"""Define the interface of transports, and choose the one for a group.
 
-Gloo, the process group's own operations, shared memory, and shared memory within hosts with gloo between them are
-siblings with the same methods.
+Gloo, the process group's own operations, shared memory, and shared memory within hosts with gloo between them have
+the same methods.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from deepspeed.comm.pending import Pending
 if TYPE_CHECKING:
     from deepspeed.comm.transports import gloo, shared_memory
 
-# A group imports what moves its bytes when its first message does: a rank alone sends none.
+# Transports are imported at a group's first message: a single rank sends none.
 
 
 class Transport(Protocol):
-    """One way to move bytes. Tensors are 1-D and contiguous."""
+    """Moves the bytes of collectives. Tensors are 1-D and contiguous."""
 
     name: str
     background: bool
-    """Whether asynchronous operations finish without being waited for."""
+    """Whether asynchronous operations make progress without a `wait()`."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending: ...
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
@@ -45,14 +45,14 @@ class Transport(Protocol):
 
 
 class User(Protocol):
-    """Owner of what `Wires.transport` returned."""
+    """User of a transport that `Wires.transport` returned."""
 
     def choose_again(self) -> None: ...
 
 
 class Wires:
-    """The transports of one process group. There is one of these per group and process: messages of a group have one
-    numbering, and ranks attach to a segment of shared memory once, however many engines use the group."""
+    """The transports of one process group, shared by all engines that use it: a group's messages are numbered
+    together, and ranks attach to a shared-memory segment once."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group, self.ranks = group, ranks
@@ -62,12 +62,12 @@ class Wires:
         ] = {}  # by device type and permission to share memory
         self._gloo: gloo.GlooChannel | None = None
         self._shared: shared_memory.SharedMemoryChannel | None = None
-        self._before = Sent()  # through channels that were closed
+        self._before = Sent()  # bytes sent through closed channels
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
     def transport(self, device_type: str, *, may_share_memory: bool) -> Transport:
-        """The one place where a transport is chosen. A collective call for CPU tensors over gloo, the first time."""
+        """Return the transport, chosen at the first call, which is collective for CPU tensors over gloo."""
         found = self.chosen(device_type, may_share_memory=may_share_memory)
         if found is None:
             found = self._transports[device_type, may_share_memory] = self._make(
@@ -76,7 +76,7 @@ class Wires:
         return found
 
     def chosen(self, device_type: str, *, may_share_memory: bool) -> Transport | None:
-        """Return the transport that `transport` has returned before; None: nothing."""
+        """Return the transport if it has been chosen already, else None."""
         return self._transports.get((device_type, may_share_memory))
 
     def _make(self, device_type: str, may_share_memory: bool) -> Transport:
@@ -103,28 +103,28 @@ class Wires:
             from deepspeed.comm.transports.shared_memory import SharedMemoryTransport
 
             return SharedMemoryTransport(met.channel, over_gloo)
-        from deepspeed.comm.transports.hierarchical import HierarchicalTransport  # for ranks on several hosts
+        from deepspeed.comm.transports.hierarchical import HierarchicalTransport  # only for several hosts
 
         return HierarchicalTransport(met.channel, over_gloo)
 
     def sent(self) -> Sent:
-        """Through gloo and shared memory, for all engines that use the group."""
+        """Return the bytes sent through gloo and shared memory, by all engines that use the group."""
         found = self._before
         if self._gloo is not None:
             found += Sent(self._gloo.sent_near, self._gloo.sent_far)
         return found if self._shared is None else found + Sent(self._shared.sent, 0)
 
     def far_share(self) -> float:
-        """Return the share of the other ranks that are on other hosts."""
+        """Return the fraction of the other ranks that are on other hosts."""
         blocks = None if self._gloo is None else self._gloo.blocks
         return far_share(self.ranks, self.group.rank(), blocks)
 
     def at_close(self, method: Callable[[], None]) -> None:
-        """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
+        """Call ``method``, whose object is held weakly, before the group is destroyed."""
         self._at_close.append(weakref.WeakMethod(method))
 
     def close(self) -> None:
-        """Release what the transports hold; they are chosen again if they are asked for again."""
+        """Release the transports' resources; they are chosen again at their next use."""
         for reference in self._at_close:
             if (method := reference()) is not None:
                 method()
@@ -147,6 +147,6 @@ def is_gloo(group: ProcessGroup) -> bool:
 def _moves_host_tensors(group: ProcessGroup) -> bool:
     try:
         group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # as of NCCL's groups
+    except RuntimeError:  # such as an NCCL group
         return False
     return True

@@ -1,13 +1,13 @@
 """Collectives over gloo as direct exchanges between pairs of ranks.
 
-gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
-here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
-hop, in an order that depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
+gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing locally,
+at every size (benchmarks/comm_shared_memory.py prints both), and they round 16-bit sums at each hop, in an order that
+depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
 
-Every exchange is tagged with its sequence number, and with a mark of its operation, size and dtype: messages of
-different collectives, and a user's own messages on the same group, never mix. Ranks that disagree about a call wait
-for each other, which is explained after a while (hangs/watch.py). Without the mark gloo would end the process whose
-buffer is smaller, and leave part of a larger one as it was.
+Every exchange is tagged with its sequence number and a hash of its operation, size and dtype, so that messages of
+different collectives, and a user's own messages on the same group, never mix. Ranks that issue different calls hang,
+which is reported after a while (hangs/watch.py). Without the hash gloo would abort the process with a smaller buffer,
+and fill a larger one only in part.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from deepspeed.comm.pending import CommunicationError, OrderedPending, Pending
 from deepspeed.comm.reduction import sum_in_blocks
 
-# Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
-# in flight: one is summed while the next arrives. Smaller pieces add latency, larger ones miss the cache.
+# Bytes of received pieces that one reduction holds at a time, over all peers. Two pieces per peer are in flight: one
+# is summed while the next arrives. Smaller pieces add latency, larger ones miss the cache.
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 
-# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two. Two ranks send
-# no more bytes so, and do it as long as what they receive fits SCRATCH_BYTES: nothing is left to send for `wait()`.
+# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two. For two ranks
+# this sends no extra bytes, so they do it up to half of SCRATCH_BYTES: `wait()` then has nothing left to send.
 SMALL_ALL_REDUCE_BYTES = 8 << 10
 
-_TAG_BASE = 0x2D50_0000  # far from the tags that users choose
-_SEQUENCE_RANGE = 1 << 10  # two per collective; as many may be in flight
+_TAG_BASE = 0x2D50_0000  # far from typical user tags
+_SEQUENCE_RANGE = 1 << 10  # two tags per collective; bounds those in flight
 _MARK_RANGE = 1021  # a prime, in the upper 10 of 20 bits
 
 
 class GlooChannel:
-    """Tagged messages between this rank and its peers on one gloo group; ranks are those within the group."""
+    """Tagged messages between this rank and its peers on one gloo group; ranks are group ranks."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
-        # Called without the dispatcher, which takes 20 us per call.
+        # Bypasses the dispatcher, which takes 20 us per call.
         self.backend: Any = group._get_backend(torch.device("cpu"))
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = ranks
-        # Start with the next rank, so that not every rank talks to rank 0 first.
+        # Start with the next rank, so that not every rank sends to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         # Sums are computed within each block of ranks (those of one host), then over the blocks.
         self.blocks: tuple[tuple[int, ...], ...] = (tuple(range(self.size)),)
@@ -60,13 +60,13 @@ class GlooChannel:
         self.far = frozenset(rank for block in blocks if self.rank not in block for rank in block)
 
     def next_tag(self, mark: int = 0) -> int:
-        """Reserve two consecutive tags: all ranks call this once per collective, in the same order, with the same
+        """Reserve two consecutive tags. All ranks call this once per collective, in the same order, with the same
         mark."""
         self._sequence = (self._sequence + 2) % _SEQUENCE_RANGE
         return _TAG_BASE + mark * _SEQUENCE_RANGE + self._sequence
 
     def send(self, tensor: Tensor, peer: int, tag: int, operation: str) -> Work:
-        """`operation` is named by the error if the connection is lost by now."""
+        """Start to send. CommunicationError, naming `operation`: the connection is lost."""
         if peer in self.far:
             self.sent_far += tensor.nbytes
         else:
@@ -74,7 +74,7 @@ class GlooChannel:
         return self._start(self.backend.send, tensor, peer, tag, operation)
 
     def count(self, nbytes: int) -> None:
-        """For gloo's own algorithms, in which somebody else sends: as if every peer got its share from here."""
+        """Count the bytes of gloo's own algorithms, as if every peer got its share from this rank."""
         far = nbytes * len(self.far) // max(1, len(self.peers))
         self.sent_far += far
         self.sent_near += nbytes - far
@@ -91,7 +91,7 @@ class GlooChannel:
     def exchange(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], tag: int, operation: str
     ) -> Callable[[], None]:
-        """Start one message to, and one from, each of these ranks; return the function that waits for them."""
+        """Start the messages to and from these ranks; return the function that waits for them."""
         works = [(peer, self.receive(tensor, peer, tag, operation)) for peer, tensor in received.items()]
         works += [(peer, self.send(tensor, peer, tag, operation)) for peer, tensor in sent.items()]
 
@@ -113,13 +113,13 @@ _MARKED = ("all_gather", "reduce_scatter", "all_reduce", "reduce", "all_to_all")
 
 
 def _mark(operation: str, tensor: Tensor, *, sized: bool = True) -> int:
-    """A number that is the same on ranks that make the same call, and rarely the same for two calls."""
+    """Return a hash of the call, equal on ranks that issue the same call."""
     kind = _MARKED.index(operation) * 64 + _DTYPE_NUMBERS.get(tensor.dtype, 0)
     return (kind * 331 + (tensor.numel() * 7 if sized else 0)) % _MARK_RANGE
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 if gloo does not support the dtype (fp8, complex)."""
+    """Return a uint8 view if gloo does not support the dtype (fp8, complex)."""
     return tensor if tensor.dtype in _GLOO_DTYPES else tensor.view(torch.uint8)
 
 
@@ -132,18 +132,19 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(_GLOO_DTYP
 
 
 def shares(numel: int, size: int) -> list[tuple[int, int]]:
-    """The [start, stop) that each rank owns of a flat tensor: even, the last ones shorter or empty."""
+    """Return each rank's [start, stop) of a flat tensor: equal lengths, the last ones shorter or empty."""
     length = -(-numel // size)
     return [(min(rank * length, numel), min((rank + 1) * length, numel)) for rank in range(size)]
 
 
 def piece_numel(size: int, item_bytes: int) -> int:
-    """Elements of one piece such that the scratch of a reduction stays within SCRATCH_BYTES."""
+    """Return the elements of a piece such that the scratch of a reduction stays within SCRATCH_BYTES."""
     return max(1, SCRATCH_BYTES // (_PIECES_IN_FLIGHT * (size - 1) * item_bytes))
 
 
 def scratch_shape(count: int, size: int, item_bytes: int) -> tuple[int, int, int]:
-    """[slots, peers, elements of a piece] that the sum of a shard of ``count`` elements is received into."""
+    """Return [slots, peers, elements of a piece] of the receive scratch for the sum of a shard of
+    ``count`` elements."""
     piece = max(1, min(count, piece_numel(size, item_bytes)))
     return min(_PIECES_IN_FLIGHT, -(-count // piece)), size - 1, piece
 
@@ -153,7 +154,7 @@ def _pieces(start: int, stop: int, piece: int) -> Iterator[tuple[int, int]]:
 
 
 class _ShardedSum:
-    """This rank's shard of a sum over ranks, received piece by piece into bounded scratch.
+    """Sum of this rank's shard over ranks, received piece by piece into bounded scratch.
 
     Sends are posted immediately (gloo moves them once the peer has posted its receive), as are the receives of
     the first pieces; `run()` sums a piece, then posts the receive that reuses its scratch.
@@ -203,7 +204,7 @@ class _ShardedSum:
 
 
 class GlooTransport:
-    """Direct exchanges over one channel; gloo's own algorithms where the order of sums is no matter."""
+    """Transport by direct exchanges over one channel; uses gloo's own algorithms where no order of sums matters."""
 
     name, background = "gloo", False
 
@@ -211,7 +212,7 @@ class GlooTransport:
         self.channel = channel
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """Each rank sends its shard to each peer and receives theirs in place: no scratch."""
+        """Send this rank's shard to each peer and receive theirs in place: no scratch."""
         channel, count = self.channel, input.numel()
         tag = channel.next_tag(_mark("all_gather", input))
         own = output[channel.rank * count : (channel.rank + 1) * count]
@@ -221,12 +222,12 @@ class GlooTransport:
         return Pending(channel.exchange(dict.fromkeys(channel.peers, own), received, tag, "all_gather"))
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """Each rank sends each peer its shard in the input's dtype; the sum is local, in rank order."""
+        """Send each peer its shard in the input's dtype; sum locally, in rank order."""
         shards = _ShardedSum(self.channel, "reduce_scatter", input, shares(input.numel(), self.channel.size))
         return OrderedPending(lambda: shards.run(output, scale))
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        """reduce_scatter into this rank's shard and all_gather of the shards, piece by piece in one pass.
+        """Run reduce_scatter into this rank's shard and all_gather of the shards, piece by piece in one pass.
 
         The receives of the gathered pieces are posted immediately although their memory is still being sent: a peer
         sends a summed piece only after it has received that piece from this rank.
@@ -272,18 +273,18 @@ class GlooTransport:
             wait()
             sum_in_blocks(tensor, list(everyone), channel.blocks, scale)
 
-        # one that nobody waits for finishes with a later one
+        # one that is never waited for finishes with a later one
         return OrderedPending(finish) if tensor.nbytes > SMALL_ALL_REDUCE_BYTES else Pending(finish)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce is used."""
+        """Take the elementwise maximum with gloo's own all_reduce: any order gives the same bits."""
         self.channel.count(2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size)
         work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
         assert work is not None
         return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
-        """Everyone sends to `dst`, which sums piece by piece; the others keep their tensors."""
+        """Send to `dst`, which sums piece by piece; the other tensors are left unchanged."""
         count = tensor.numel()
         bounds = [(0, count) if rank == dst else (0, 0) for rank in range(self.channel.size)]
         shards = _ShardedSum(self.channel, "reduce", tensor, bounds)
@@ -291,7 +292,7 @@ class GlooTransport:
         return OrderedPending(lambda: shards.run(tensor[start:stop], scale))
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        """gloo's own broadcast (a tree over the ranks)."""
+        """Run gloo's own broadcast (a tree over the ranks)."""
         self.channel.count(tensor.nbytes * (self.channel.size - 1) if self.channel.rank == src else 0)
         work = torch.distributed.broadcast(
             _bytes(tensor), group=self.channel.group, group_src=src, async_op=True
@@ -302,7 +303,7 @@ class GlooTransport:
     def all_to_all(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
-        """Each pair of ranks exchanges its run; runs may be uneven or empty."""
+        """Exchange runs pairwise; they may be uneven or empty."""
         channel = self.channel
         tag = channel.next_tag(_mark("all_to_all", input, sized=False))
         received, sent = output.split(list(output_counts)), input.split(list(input_counts))
@@ -321,4 +322,4 @@ class GlooTransport:
         return Pending(lambda: self.channel.wait(work, "barrier"))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no resources."""

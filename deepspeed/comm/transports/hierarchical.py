@@ -1,12 +1,12 @@
 """Collectives among several hosts with equally many ranks each: shared memory within hosts, gloo between them.
 
-Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk across hosts, so the network carries
-1/L of what a direct exchange among all ranks sends. Sums are computed per host in rank order, in fp32, and then over
-hosts: the order that `sum_in_blocks` gives on gloo, so the bits are the same.
+Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l communicate across hosts, so the network
+carries 1/L of the bytes of a direct exchange among all ranks. Sums are computed per host in rank order, in fp32, and
+then over hosts: the order of `sum_in_blocks` on gloo, so the bits are the same.
 
-All work in shared memory is done while a caller waits, in order of issue (OrderedPending): the ranks of a host then use
-it in the same order, which does not depend on the speed of the network. What a gather or an all-to-all sends to other
-hosts is known when it is issued, and travels from then on.
+All work in shared memory is done inside `wait()`, in order of issue (OrderedPending), so that the ranks of a host use
+it in the same order at any speed of the network. A gather or an all-to-all starts its messages to other hosts when it
+is issued.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deepspeed.comm.transports.shared_memory import SharedMemoryChannel, SharedM
 
 
 class HierarchicalTransport:
-    """The ranks of this host (``inside``, through shared memory) and this rank's counterparts on the other hosts
-    (gloo). ``fallback``: for dtypes that shared memory cannot reduce."""
+    """Transport among the ranks of this host (``inside``, shared memory) and this rank's counterparts on the other
+    hosts (gloo). ``fallback``: for dtypes that shared memory cannot reduce."""
 
     name, background = "hierarchical", False
 
@@ -42,7 +42,7 @@ class HierarchicalTransport:
     def _exchange(
         self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
     ) -> Callable[[], None]:
-        """Start messages to and from the counterparts on these hosts; return the function that waits for them."""
+        """Start messages to and from the counterparts on these hosts; return the waiting function."""
         outward, inward = (
             {host * self.local_size + self.local_rank: tensor for host, tensor in tensors.items()}
             for tensors in (sent, received)
@@ -50,7 +50,7 @@ class HierarchicalTransport:
         return self.gloo.exchange(outward, inward, tag, operation)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """Gather ``input`` of all ranks into ``output``; transfers between hosts are in flight before anybody waits."""
+        """Gather ``input`` of all ranks into ``output``; transfers between hosts start at once."""
         return OrderedPending(self._begin_gather(output, input, self.gloo.next_tag()))
 
     def _begin_gather(self, output: Tensor, input: Tensor, tag: int) -> Callable[[], None]:
@@ -76,7 +76,7 @@ class HierarchicalTransport:
         return OrderedPending(lambda: self._run_reduce_scatter(output, input, scale, tag))
 
     def _run_reduce_scatter(self, output: Tensor, input: Tensor, scale: float, tag: int) -> None:
-        """Piece by piece, so that the partial sums of all hosts fit into the scratch."""
+        """Reduce piece by piece, so that the partial sums of all hosts fit into the scratch."""
         wide, count = accumulation_dtype(input.dtype), output.numel()
         shards = input.view(self.num_hosts, self.local_size, count)
         piece = max(1, min(count, SCRATCH_BYTES // (2 * self.num_hosts * wide.itemsize)))
@@ -94,7 +94,7 @@ class HierarchicalTransport:
             sum_in_order(output[start:stop], list(theirs[:, :length]), scale)
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        """reduce_scatter and all_gather, on a padded copy if the tensor is not divisible by the ranks."""
+        """Run reduce_scatter and all_gather, on a padded copy if the tensor is not divisible by the ranks."""
         if not can_reduce(tensor.dtype, accumulation_dtype(tensor.dtype)):
             return self.fallback.all_reduce(tensor, scale=scale)
         tag = self.gloo.next_tag()
@@ -128,7 +128,7 @@ class HierarchicalTransport:
         return OrderedPending(run)
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
-        """Reduce to the rank with the destination's position on each host, and from there to the destination."""
+        """Reduce to the rank at the destination's position on each host, and from there to the destination."""
         if not can_reduce(tensor.dtype, accumulation_dtype(tensor.dtype)):
             return self.fallback.reduce(tensor, dst, scale=scale)
         tag = self.gloo.next_tag()
@@ -152,7 +152,7 @@ class HierarchicalTransport:
             sum_in_order(own, [received[host] for host in range(self.num_hosts)], scale)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        """From the source to its counterparts, and from there within each host."""
+        """Send from the source to its counterparts, and from there within each host."""
         tag = self.gloo.next_tag()
 
         def run() -> None:
@@ -168,7 +168,7 @@ class HierarchicalTransport:
     def all_to_all(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
-        """Runs for this host's ranks go through shared memory, the others directly."""
+        """Send runs for this host's ranks through shared memory, the others directly."""
         first = self.host * self.local_size
         here = range(first, first + self.local_size)
         received, sent = output.split(list(output_counts)), input.split(list(input_counts))
@@ -192,7 +192,7 @@ class HierarchicalTransport:
         return OrderedPending(run)
 
     def barrier(self) -> Pending:
-        """Once all ranks of this host have arrived, notify the counterparts and wait for theirs."""
+        """Wait for the ranks of this host, then notify the counterparts and wait for them."""
         tag = self.gloo.next_tag()
 
         def run() -> None:

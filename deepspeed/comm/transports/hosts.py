@@ -1,4 +1,4 @@
-"""Ranks of a group that share a host, and the shared memory between them."""
+"""Determine which ranks of a group share a host, and connect them by shared memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from deepspeed.comm.transports.shared_memory import SharedMemoryChannel
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """`blocks`: the ranks (within the group) of each host, hosts ordered by their first rank. `channel`: connects the
-    ranks of this host, if the group communicates through shared memory."""
+    """Hosts of a group. `blocks`: group ranks of each host, hosts ordered by their first rank. `channel`: connects
+    the ranks of this host, if the group communicates through shared memory."""
 
     blocks: tuple[tuple[int, ...], ...]
     channel: SharedMemoryChannel | None
 
 
 def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
-    """Find out which rank is where, and connect the ranks of each host if the whole group can and may share memory.
-    A collective call: all ranks get the same blocks, and either all get a channel or none does."""
+    """Determine the hosts of all ranks, and connect the ranks of each host if the whole group can and may share
+    memory. Collective: all ranks get the same blocks, and either all get a channel or none does."""
     willing = may_share_memory and shared_memory.is_available()
     records = _gather(gloo, _HostRecord.of_this_process(willing))
     blocks = blocks_of([one.host for one in records])
@@ -51,7 +51,7 @@ def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
 
 
 def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
-    """Ranks grouped by equal host, in order of first appearance."""
+    """Group ranks by equal host, in order of first appearance."""
     found: dict[bytes, list[int]] = {}
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
@@ -59,7 +59,7 @@ def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
 
 
 def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
-    """One host, or several with equally many consecutive ranks, more than one each."""
+    """Return whether all hosts have equally many consecutive ranks, more than one each."""
     length = len(blocks[0])
     regular = all(
         block == tuple(range(length * index, length * (index + 1))) for index, block in enumerate(blocks)
@@ -70,8 +70,8 @@ def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
 def _connect(
     gloo: GlooChannel, block: tuple[int, ...], pid: int
 ) -> tuple[SharedMemoryChannel | None, list[_HostRecord]]:
-    """The first rank of a host (process `pid`) creates the segment, all ranks of the block map it. Returns this rank's
-    channel, and which ranks have one."""
+    """Create the segment on the first rank of the host (process `pid`), and map it on all ranks of the block. Return
+    this rank's channel, and records of which ranks have one."""
     rank = block.index(gloo.rank)
     descriptor, token = shared_memory.create_segment(len(block)) if rank == 0 else (0, 0)
     try:
@@ -135,12 +135,13 @@ def _random_identity() -> bytes:
 
 
 def host_identity() -> bytes:
-    """Equal for two processes exactly if they run under one kernel and see each other's process ids."""
+    """Return an identity that two processes share exactly if they run under one kernel and see each other's process
+    ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return _random_identity()  # unlike any other
+        return _random_identity()  # unique
     return f"{boot} {namespace}".encode()
 
 

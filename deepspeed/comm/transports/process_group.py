@@ -1,4 +1,4 @@
-"""Collectives by the process group's own operations: NCCL and every backend that is not gloo."""
+"""Collectives by the process group's own operations: NCCL and every backend other than gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from deepspeed.comm.transports.exchanged_sums import ExchangedSum, GroupOperatio
 
 
 class ProcessGroupTransport(GroupOperation):
-    """16-bit sums cross the wire as they are and are computed here in fp32 (``exchanged``)."""
+    """Transport by the backend's own collectives. 16-bit sums are exchanged in 16 bits and computed here in fp32
+    (``exchanged``)."""
 
     name, background = "process_group", True
 
@@ -89,11 +90,11 @@ class ProcessGroupTransport(GroupOperation):
         return Pending(lambda: self._wait(work, "barrier"))
 
     def close(self) -> None:
-        """The group is its maker's."""
+        """Do nothing: the group belongs to its creator."""
 
 
 class StagedTransport:
-    """Tensors of the host in a group whose backend has no operations for them: NCCL moves what is on GPUs only."""
+    """Transport of CPU tensors in a group whose backend moves only device tensors (NCCL)."""
 
     name, background = "staged", False
 
@@ -109,8 +110,8 @@ class StagedTransport:
 
 
 def through_device(operation: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Return ``operation``, for tensors of this process's accelerator, for tensors of the host: all are copied to the
-    accelerator, and the first, which every operation writes, back."""
+    """Wrap ``operation`` on the accelerator for CPU tensors: all are copied to the accelerator, and the first, which
+    every operation writes, back."""
 
     def call(written: Tensor, *args: Any, **kwargs: Any) -> Pending:
         device = get_accelerator().current_device_name()

@@ -1,10 +1,10 @@
-"""Collectives of CPU tensors among ranks of one host, through shared memory (csrc/comm).
+"""Collectives of CPU tensors among the ranks of one host, through shared memory (csrc/comm).
 
-One segment per process group: anonymous memory (memfd), which the other ranks open through /proc/<pid>/fd. So
-it has no name that could clash with another job's or remain after a kill, and needs no space in /dev/shm.
-Data moves through it in small slots: two ranks share 4 MiB, any number at most 64 MiB.
+There is one segment per process group: anonymous memory (memfd), which the other ranks open through /proc/<pid>/fd.
+So it has no name that could clash with another job's or remain after a kill, and needs no space in /dev/shm. Data
+moves through it in small slots: two ranks share 4 MiB, any number at most 64 MiB.
 
-Operations run natively, in order of issue, in a thread of the channel or in the thread that waits.
+Operations run natively, in order of issue, in a thread of the channel or in the waiting thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REASONS = {
     _CLOSED: "the process group was destroyed here",
 }
 
-# enum ds_dtype and enum ds_shm_dtype: what can be reduced
+# enum ds_dtype and enum ds_shm_dtype: dtypes that can be reduced
 _DTYPES: dict[torch.dtype, int] = {
     **native.DTYPE_CODES,
     torch.float64: 3,
@@ -57,13 +57,13 @@ _DTYPES: dict[torch.dtype, int] = {
     torch.int64: 8,
 }
 
-# How long a waiting thread spins before it sleeps: longer than a slot takes to fill, less than a time slice.
-# Not at all if ranks share cores: the one being waited for may need this very core.
+# Spin time of a waiting thread before it sleeps: longer than a slot takes to fill, less than a time slice. 0 if ranks
+# share cores, as the awaited rank may need this one.
 _SPIN_US = 50
 
 
-# struct ds_shm_operation with its ds_shm_call spread out: output, input, output_bytes, input_bytes, scale, count, kind,
-# input_dtype, output_dtype, root. As bytes, which are built twice as fast as a ctypes.Structure.
+# struct ds_shm_operation with its ds_shm_call spread out: output, input, output_bytes, input_bytes, scale, count,
+# kind, input_dtype, output_dtype, root. Packed bytes, because building them is twice as fast as a ctypes.Structure.
 _OPERATION = struct.Struct("@PPPPdqiiii")
 
 
@@ -106,7 +106,7 @@ class _Failure(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The native library with the functions of csrc/comm, or None if it (or Linux) is missing."""
+    """Return the native library with the functions of csrc/comm, or None without it or Linux."""
     lib = native.library()
     if lib is None or not sys.platform.startswith("linux"):
         return None
@@ -122,17 +122,17 @@ def _library() -> ctypes.CDLL | None:
         "ds_shm_explain": (None, (pointer, pointer)),
         "ds_shm_close": (None, (pointer,)),
     }
-    missing = native.declare(lib, signatures)  # in a library without csrc/comm
+    missing = native.declare(lib, signatures)  # a library without csrc/comm
     return None if missing or lib.ds_shm_abi() != _ABI else lib
 
 
 def is_available() -> bool:
-    """Return whether this build and platform can communicate through shared memory at all."""
+    """Return whether this build and platform support shared-memory communication."""
     return _library() is not None
 
 
 def _call_text(call: _Call | _Failure) -> str:
-    """A call in words: "all_reduce of 12 float32"."""
+    """Format a call: "all_reduce of 12 float32"."""
     name = _OPERATION_NAMES[call.kind]
     if call.kind in (_BARRIER, _ALL_TO_ALL):
         return name
@@ -157,10 +157,10 @@ class SharedMemoryChannel:
         self._pid = os.getpid()
         self._unwatched: list[tuple[int, tuple[Tensor, ...]]] = []
         self.sent = 0
-        """Bytes that others read of this rank's, as sums and copies would travel over a link."""
+        """Bytes that others read from this rank, counted as if sent over a link."""
 
     def start(self, timeout: timedelta, *, cores: int) -> None:
-        """Called once every rank has attached; `cores`: how many they have in total."""
+        """Start the channel, once every rank has attached; `cores`: their total number of cores."""
         spin_us = _SPIN_US if cores >= self.size else 0
         self.lib.ds_shm_start(self.handle, spin_us, int(timeout.total_seconds() * 1000))
 
@@ -170,8 +170,8 @@ class SharedMemoryChannel:
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
-        """The native side works on raw addresses: tensors of an operation that nobody waits for are kept here until
-        it is done."""
+        """Keep the tensors of an operation that is never waited for until it is done, as native code uses raw
+        addresses."""
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
 
@@ -195,7 +195,7 @@ class SharedMemoryChannel:
         )
 
     def close(self) -> None:
-        """Abandon what is in flight and unmap the segment. A forked child leaves the parent's untouched."""
+        """Abandon operations in flight and unmap the segment. In a forked child the parent's segment is left alone."""
         handle, self.handle = self.handle, None
         if handle is not None and os.getpid() == self._pid:
             self.lib.ds_shm_close(handle)
@@ -206,7 +206,7 @@ class SharedMemoryChannel:
 
 
 class _SharedMemoryPending(Pending):
-    """An operation that runs natively; holds its tensors until it is done."""
+    """A native operation in flight; holds its tensors until it is done."""
 
     __slots__ = ("_channel", "_operation", "_tensors", "_ticket")
 
@@ -241,8 +241,8 @@ class _SharedMemoryPending(Pending):
 
 
 def create_segment(size: int) -> tuple[int, int]:
-    """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
-    close it once they have. If none can be created, the negative errno instead of a descriptor."""
+    """Create shared memory for `size` ranks; return (file descriptor, token). The others open
+    /proc/<pid>/fd/<descriptor>, after which it is to be closed. On failure the descriptor is a negative errno."""
     lib = _library()
     token = secrets.randbits(63)
     descriptor: int = -errno.ENOSYS if lib is None else lib.ds_shm_create(size, token)
@@ -252,7 +252,7 @@ def create_segment(size: int) -> tuple[int, int]:
 def attach(
     pid: int, descriptor: int, token: int, rank: int, ranks: tuple[int, ...]
 ) -> SharedMemoryChannel | None:
-    """Map that process's segment as `rank` of these global ranks; None if this is not possible."""
+    """Map the segment of process `pid` as `rank` of these global ranks; None if impossible."""
     lib = _library()
     if lib is None:
         return None
@@ -262,8 +262,8 @@ def attach(
 
 
 class SharedMemoryTransport:
-    """Collectives over one channel. ``fallback``: the transport for dtypes that the native code cannot reduce; None:
-    there is none, as the caller asks `can_reduce` first."""
+    """Transport over one channel. ``fallback``: the transport for dtypes that native code cannot reduce; None: the
+    caller checks `can_reduce` first."""
 
     name, background = "shared_memory", True
 
@@ -309,7 +309,7 @@ class SharedMemoryTransport:
     ) -> Pending:
         item = input.element_size()
         self.channel.sent += (input.numel() - input_counts[self.channel.rank]) * item
-        # A tensor, so that it lives as long as the other tensors.
+        # A tensor, so that it is kept alive with the other tensors.
         counts = torch.tensor([output_counts, input_counts], dtype=torch.int64) * item
         operation = _OPERATION.pack(
             *(tensor.data_ptr() for tensor in (output, input, *counts)), 1.0, 0, _ALL_TO_ALL, 0, 0, 0
@@ -337,7 +337,7 @@ def _reduction(kind: int, output: Tensor, input: Tensor, scale: float, root: int
     if scale != 1.0 and not input.dtype.is_floating_point:
         raise ValueError(f"scale={scale} with dtype {input.dtype}: integers can only be summed (scale=1)")
     given = input.data_ptr()
-    if output is input:  # in place; functions like this are a good part of a small call's cost
+    if output is input:  # in place: a fast path, as packing is a good part of a small call's cost
         return _OPERATION.pack(given, given, 0, 0, scale, input.numel(), kind, dtype, dtype, root)
     target, wide = output.data_ptr(), _DTYPES[output.dtype]
     return _OPERATION.pack(target, given, 0, 0, scale, output.numel(), kind, dtype, wide, root)

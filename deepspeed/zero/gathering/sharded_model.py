@@ -1,4 +1,4 @@
-"""A module whose parameters are sharded: its buckets, and the parts that gather them around their use."""
+"""A module with sharded parameters: its buckets, and the parts that gather them around their use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from deepspeed.zero.gathering.scheduled_gather import GatherChannel
     from deepspeed.zero.gathering.shard_servers import ShardServers
 
-# What only several ranks need, or only their collectives, is imported where such a gatherer is made.
+# Modules that only several ranks, or only collectives, need are imported where such a gatherer is made.
 
 
 class ShardedModel:
@@ -96,16 +96,17 @@ class ShardedModel:
         self.coordinator.end_of_step()
 
     def gather_ahead(self, numel: int) -> None:
-        """From the next step on, gather up to ``numel`` elements ahead. On all ranks, between two steps."""
+        """Set the prefetch window to ``numel`` elements from the next step on. Called on all ranks
+        between two steps."""
         if numel != self.prefetch_numel:
             self.prefetch_numel = numel
             self.gatherer.plan_anew(numel)
 
     def keep_gathered(self, room: int) -> None:
-        """Keep buckets whole from now on that together take at most ``room`` bytes beyond their shards, the smallest
-        first; in addition to those that the config keeps. On all ranks, between two steps; the same ``room``.
+        """Keep buckets whole that together take at most ``room`` bytes beyond their shards, the smallest first, in
+        addition to those that the config keeps. Called on all ranks between two steps, with the same ``room``.
 
-        Buckets whose gathers round the weights are not kept: a module is to see the same weights as before.
+        Buckets whose gathers round the weights are not kept, so that modules see the same weights as before.
         """
         chosen: set[int] = set()
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.padded_numel):
@@ -124,13 +125,13 @@ class ShardedModel:
         self.gatherer.plan_anew(self.prefetch_numel)
 
     def abandon(self) -> None:
-        """The batch ended with an exception: nothing is in use, and the step starts over."""
+        """Release everything and restart the step, after an exception ended the batch."""
         self.coordinator.abandon()
         self.gatherer.abandon()
         self.transitions.reshard_all()
 
     def destroy(self) -> None:
-        """Undo everything; parameters become whole again. Collective."""
+        """Remove the hooks and make parameters whole again. Collective."""
         self.offload.destroy()
         self.row_norms.destroy()
         self.gatherer.settle()
@@ -146,7 +147,7 @@ def shard_module(
     config: DeepSpeedConfig,
     replica_groups: ReplicaGroups,
 ) -> ShardedModel:
-    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
+    """Shard every parameter of ``module`` (stage 3) and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group["params"]]
     trained = (
         trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
@@ -188,12 +189,12 @@ def shard_module(
 
 
 def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
-    """Return how much may be gathered at a time."""
+    """Return the limits of gathered elements, from the config."""
     return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))
 
 
 class GatherLinks:
-    """Ways by which this rank reaches the shards of the others."""
+    """Connections of this rank to the shards of the others."""
 
     def __init__(self, replica_groups: ReplicaGroupTable, packing: Packing) -> None:
         self.replica_groups = replica_groups
@@ -204,11 +205,11 @@ class GatherLinks:
         return self.replica_groups.all_ranks
 
     def shards(self, replica_group: str) -> int:
-        """Over how many ranks one copy of the weights is spread."""
+        """Return the number of ranks that share one copy of the weights."""
         return self.replica_groups[replica_group].shard.size
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
-        """Fetches whole buckets from the ranks that hold their shards. Collective."""
+        """Make the server that fetches whole buckets from the ranks that hold their shards. Collective."""
         from deepspeed.zero.gathering.quantized_gather import PayloadServers, make_pieces
         from deepspeed.zero.gathering.shard_servers import ShardServers
 
@@ -219,7 +220,7 @@ class GatherLinks:
         return ShardServers(buckets, self.replica_groups, timeout_s)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
-        """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
+        """Make, by bucket, the channel to the ranks that hold one copy, for gathers only. Collective."""
         from deepspeed.zero.gathering.quantized_gather import PayloadServers, PieceChannel
 
         names = sorted({bucket.layout.replica_group for bucket in buckets})
@@ -245,7 +246,7 @@ def make_gatherer(
     device: torch.device,
     prefetch_numel: int,
 ) -> LocalGather:
-    """The one place that chooses how shards are gathered, for weights that are used on ``device``."""
+    """Choose the gatherer for weights that are used on ``device``."""
     used = sorted({DENSE, *(bucket.layout.replica_group for bucket in buckets)})
     alone = all(links.shards(name) == 1 for name in used)
     if alone and storage.on_file and not off_host(device):
@@ -269,27 +270,28 @@ def make_gatherer(
 
 
 def _second_group(ranks: Communicator) -> Communicator:
-    """The same ranks once more, so that gathers and sums can be in flight at the same time. They are still launched in
-    one order (Note: one order in launch_order.py)."""
+    """Make a second group of the same ranks, so that gathers and sums can be in flight at the same time. They are
+    still launched in one order (Note: one order in launch_order.py)."""
     return ranks if ranks.size == 1 else ranks.beside(new_group(ranks.ranks, apart=True))
 
 
 def prefers_collectives(device_type: str) -> bool:
-    """Devices exchange shards directly; a fetch would go through host memory."""
+    """Return whether to gather by collectives: accelerators exchange shards directly, while a fetch would go through
+    host memory."""
     return device_type != "cpu"
 
 
 # ``Embedding(max_norm=...)`` at stage 3: rows clipped by a lookup stay clipped.
 #
 # torch clips the norm of the rows it is about to look up in place, in the gathered table. The next gather would
-# restore the old rows, and each rank looks up different ones. So every rank records which rows it has looked up,
-# and before the update all ranks clip the union of them, in their shards and their master weights: the result is
-# that of one process that sees every rank's batch. Within the step each rank sees the rows it looks up clipped,
-# since torch clips them again. A single rank clips its shards immediately.
+# restore the old rows, and each rank looks up different ones. So every rank records the rows it has looked up, and
+# before the update all ranks clip their union, in their shards and master weights: as one process would that sees
+# every rank's batch. Within the step each rank sees its looked-up rows clipped, since torch clips them again. A
+# single rank clips its shards immediately.
 
 
 class RowNorms:
-    """Watches the embeddings of ``module`` that have a ``max_norm``. ``all_ranks``: all ranks of a step."""
+    """Tracks looked-up rows of the embeddings of ``module`` with a ``max_norm``. ``all_ranks``: all ranks of a step."""
 
     def __init__(self, module: nn.Module, all_ranks: Communicator) -> None:
         self.all_ranks = all_ranks
@@ -341,7 +343,7 @@ class RowNorms:
             owner: ShardedBucket = param.ds_owner
             if not rows.numel():
                 continue
-            owner.transitions.evict_stale(owner.layout.index)  # now it is in shards on every rank
+            owner.transitions.evict_stale(owner.layout.index)  # now sharded on every rank
             whole = torch.empty(full_shape(param), dtype=param.dtype, device=owner.device)
             owner.read_param(param.ds_position, whole)
             torch.embedding_renorm_(whole, rows, float(table.max_norm), float(table.norm_type))
@@ -363,7 +365,7 @@ class RowNorms:
 
 
 def _write(param: Any, whole: Tensor) -> None:
-    """Write to the shards, and to the changed elements of wider master weights: the rest keep their bits."""
+    """Write to the shards, and to the changed elements of wider master weights; the others keep their bits."""
     access = getattr(param, "_ds_state_access", None)
     if access is not None:
         access.elements_written(param, whole)

@@ -1,7 +1,7 @@
 """Muon for hidden matrices and Adam for everything else, as one optimizer that ZeRO can shard.
 
-Momentum is per element, so its shards stay where the shards of the weights are. Only the orthogonalization needs
-whole matrices: ``UpdateContext.whole_matrices`` assembles each at one owner (``zero/whole_matrices.py``).
+Momentum is per element, so it is sharded like the weights. Only the orthogonalization needs whole matrices:
+``UpdateContext.whole_matrices`` assembles each at one owner rank (``zero/whole_matrices.py``).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from deepspeed.comm.collectives import communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 
-# Muon (K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks, 2024): the arithmetic, and
-# plain optimizers for matrices that are whole on every rank.
+# Muon (K. Jordan et al.: Muon: An optimizer for hidden layers in neural networks, 2024): the arithmetic, and plain
+# optimizers for matrices that every rank holds whole.
 #
-# A step of Muon replaces the momentum of a matrix by (nearly) the closest orthogonal matrix, so that all
-# directions move alike. Five steps of a quintic Newton-Schulz iteration bring every singular value near 1; the
-# coefficients of the paper trade exactness (results lie between about 0.7 and 1.2) for speed.
+# A step of Muon replaces the momentum of a matrix by (nearly) the closest orthogonal matrix, so that all directions
+# move equally. Five steps of a quintic Newton-Schulz iteration bring every singular value near 1; the coefficients of
+# the paper trade exactness (results lie between about 0.7 and 1.2) for speed.
 #
-# All products are in fp32 (the paper uses bf16 on GPUs), so that the result depends on the device's rounding no
-# more than any other sum does.
+# All products are in fp32 (the paper uses bf16 on GPUs), so that the result depends on the device's rounding no more
+# than any other sum.
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5 (Jordan et al. 2024)."""
+"""Coefficients of x, x^3 and x^5 (Jordan et al. 2024)."""
 
 METHODS = ("gram", "standard")
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
-    """Singular values of ``G`` [..., rows, cols] -> about 1, in fp32, by iterating on the matrix itself."""
+    """Return ``G`` [..., rows, cols] with singular values of about 1, in fp32, by iterating on the matrix itself."""
     a, b, c = COEFFICIENTS
     x, transposed = _prepared(G)
     for _ in range(steps):
@@ -44,11 +44,11 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 
 
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
-    """The same polynomial, iterated on the Gram matrix of the shorter side.
+    """Evaluate the same polynomial by iterating on the Gram matrix of the shorter side.
 
-    Each step multiplies x by a polynomial of x x^T, and all of them commute. So it is enough to track the Gram
-    matrix and the product of the polynomials, both [short, short], and to multiply by the matrix once: for a
-    matrix with k times as many columns as rows, 2 long products instead of 2 per step.
+    Each step multiplies x by a polynomial of x x^T, and all of them commute. So it is enough to track the Gram matrix
+    and the product of the polynomials, both [short, short], and to multiply by the matrix once: for a matrix with k
+    times as many columns as rows, 2 long products instead of 2 per step.
     """
     a, b, c = COEFFICIENTS
     x, transposed = _prepared(G)
@@ -70,16 +70,16 @@ _ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def check_method(ns_method: str) -> None:
-    """ValueError: no such iteration."""
+    """Raise ValueError if there is no such iteration."""
     if ns_method not in METHODS:
         raise ValueError(f"ns_method={ns_method!r} must be one of {', '.join(METHODS)}")
 
 
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
-    """In fp32 (fp64 stays), not taller than wide, with norm 1; and whether it was transposed.
+    """Return the matrix in fp32 (fp64 stays), at most as tall as wide, with norm 1; and whether it was transposed.
 
-    The largest element is brought near 1 first, by a power of 2, which rounds nothing: only the direction counts, and
-    squares of large or small elements, as those of a scaled loss, would leave the range of fp32. Zeros stay zeros.
+    A power of 2, which rounds nothing, first brings the largest element near 1: only the direction counts, and
+    squares of very large or small elements, as from a scaled loss, would leave the range of fp32. Zeros stay zeros.
     """
     if matrix.ndim < 2:
         raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
@@ -95,10 +95,10 @@ def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
 def orthogonalize(
     update: Tensor, ns_steps: int = 5, ns_method: str = "gram", is_expert_group: bool = False
 ) -> Tensor:
-    """The direction in which Muon moves a parameter whose momentum is ``update``; same shape and dtype.
+    """Return Muon's direction for a parameter with momentum ``update``; same shape and dtype.
 
-    More than two dimensions are flattened to [first, all others], or with ``is_expert_group`` a batch of matrices. Tall
-    matrices are scaled by sqrt(rows / cols), as in the paper's implementation.
+    More than two dims are flattened to [first, all others], or with ``is_expert_group`` taken as a batch of matrices.
+    Tall matrices are scaled by sqrt(rows / cols), as in the paper's implementation.
     """
     check_method(ns_method)
     matrix = update if is_expert_group or update.ndim <= 2 else update.reshape(len(update), -1)
@@ -110,7 +110,7 @@ def orthogonalize(
 def momentum_update(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], beta: float, nesterov: bool
 ) -> list[Tensor]:
-    """Update momenta (in place) and compute what is to be orthogonalized, elementwise: single rounded operations
+    """Update momenta (in place) and return the matrices to orthogonalize. Elementwise, with single rounded operations
     only, so that no bit depends on how tensors are partitioned."""
     fresh = torch._foreach_mul(list(grads), 1.0 - beta)
     torch._foreach_mul_(list(momenta), beta)
@@ -137,14 +137,14 @@ def muon_update(
 
 
 def apply_update(param: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
-    """``param * (1 - lr * weight_decay) - lr * update``, in fp32, rounded once to the dtype of ``param``."""
+    """Set ``param`` to ``param * (1 - lr * weight_decay) - lr * update``, in fp32, rounded once to its dtype."""
     wide = param.to(torch.promote_types(param.dtype, torch.float32))
     result = wide * (1.0 - lr * weight_decay) - update * lr
     param.copy_(result)
 
 
 class SingleDeviceMuon(torch.optim.Optimizer):
-    """Muon for matrices, all updated on this rank. State: ``momentum_buffer``."""
+    """Muon that updates all matrices on this rank. State: ``momentum_buffer``."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SingleDeviceMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns what ``closure`` returned."""
+        """Update all parameters that have a gradient; return the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -203,7 +203,7 @@ GROUP_DEFAULTS: dict[bool, dict[str, Any]] = {
     True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
     False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
-"""Options of a group whose ``use_muon`` is True, for matrices, or False, for embeddings, heads, biases and the like."""
+"""Defaults of a group with ``use_muon`` True, for matrices, or False, for embeddings, heads, biases and the like."""
 
 
 MOMENTUM = "momentum_buffer"
@@ -211,8 +211,8 @@ _ADAM_DEFAULTS = {**GROUP_DEFAULTS[False], "bias_correction": True, "adam_w_mode
 
 
 class MuonWithAuxAdam(MultiTensorAdam):
-    """Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
-    weight_decay). Values that a group does not set default to those of the paper's implementation. In a Muon group
+    """Muon and AdamW by group. Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False
+    for AdamW (lr, betas, eps, weight_decay); the defaults are those of the paper's implementation. In a Muon group
     with ``num_heads``, each matrix is a stack of that many matrices, which are orthogonalized separately."""
 
     update_traits = UpdateTraits(elementwise=False, whole_matrices=True)
@@ -261,7 +261,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
         updates = momentum_update(scaled, momenta, group["momentum"], nesterov=True) if params else []
         lr = float(group["lr"])
         if lr == 0.0:
-            return  # no weight would change: no need to orthogonalize
+            return  # no weight would change
         _orthogonalize(group, params, updates, context)
         for param, update in zip(params, updates, strict=True):
             apply_update(param, update.view(param.shape), lr, group["weight_decay"])
@@ -288,7 +288,7 @@ def _orthogonalize(
         each = matrix.view(heads, -1, matrix.shape[-1])
         return orthogonalize(each, ns_method=method, is_expert_group=True).view(matrix.shape)
 
-    def of_stack(matrices: Tensor) -> Tensor:  # three dims are a stack, by the protocol
+    def of_stack(matrices: Tensor) -> Tensor:  # by the protocol, three dims are a stack
         if matrices.ndim < 3:
             return function(matrices)
         return orthogonalize(matrices, ns_method=method, is_expert_group=True)
@@ -311,12 +311,13 @@ def build_muon(
     ns_method: str = "gram",
     per_head_muon: bool = False,
 ) -> MuonWithAuxAdam:
-    """``optimizer.type: Muon``: parameters flagged ``use_muon`` (``set_optimizer_flags``) go to Muon, others to Adam.
+    """Build ``optimizer.type: Muon``: parameters flagged ``use_muon`` (``set_optimizer_flags``) use Muon, others
+    Adam.
 
     Args:
-        params: parameters or groups; a group that sets ``use_muon`` is taken as it is, others are split.
-        lr: for both kinds, unless ``muon_lr`` or ``adam_lr`` or the group itself says otherwise.
-        per_head_muon: orthogonalize each head of projections of attention by itself: parameters whose
+        params: parameters or groups; a group that sets ``use_muon`` is used unchanged, others are split.
+        lr: for both kinds, unless ``muon_lr``, ``adam_lr`` or the group itself overrides it.
+        per_head_muon: orthogonalize each head of attention projections separately: parameters whose
             ``muon_num_heads`` is a number (``set_optimizer_flags``) get groups with ``num_heads``.
     """
     shared: dict[bool, dict[str, Any]] = {
