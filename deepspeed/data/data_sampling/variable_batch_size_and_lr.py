@@ -270,8 +270,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     verbose: bool = False,
     seed: int | None = None,
 ) -> tuple[VariableBatchLoader, VariableBatchSizeLR | None, dict[str, Any]]:
-    """Return the loader, the schedule (None without ``lr_scheduler_or_optimizer``), and arguments for
-    ``engine.deepspeed_io``.
+    """Return loader, schedule (None without ``lr_scheduler_or_optimizer``), arguments for ``engine.deepspeed_io``.
 
     Args:
         dataset_seqlens: tokens of each sample of ``dataset``, or of each one in ``dataset_filter_ids``.
