@@ -29,9 +29,8 @@ from deepspeed.ops.sparse_attention import (
     BigBirdSparsityConfig,
     FixedSparsityConfig,
     SparsityConfig,
-    gpu_attention,
+    block_attention,
 )
-from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
 from report import Report, common_arguments
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -86,7 +85,7 @@ def trained(call: Callable[..., Tensor], of: list[Tensor]) -> Callable[[], objec
 @contextmanager
 def without_kernels() -> Iterator[None]:
     with (
-        mock.patch.object(gpu_attention, "usable", lambda *_: False),
+        mock.patch.object(block_attention, "fits_gpu", lambda *_: False),
         mock.patch.object(evoformer_attn, "usable", lambda *_: False),
     ):
         yield
@@ -135,11 +134,14 @@ def sparse(report: Report, arguments: argparse.Namespace) -> None:
 
 def sparse_row(name: str, config: SparsityConfig, length: int, arguments: argparse.Namespace) -> list[str]:
     layout = config.make_layout(length)
-    plan, causal = LayoutPlan(layout, config.block), getattr(config, "attention", "") == "unidirectional"
+    plan, causal = (
+        block_attention.LayoutPlan(layout, config.block),
+        getattr(config, "attention", "") == "unidirectional",
+    )
     q, k, v = (_drawn(1, 12, length, 64, dtype=arguments.dtype) for _ in range(3))
 
     def run() -> Tensor:
-        return block_attention(q, k, v, plan, Masks(causal=causal), 0.125)
+        return block_attention.block_attention(q, k, v, plan, block_attention.Masks(causal=causal), 0.125)
 
     def dense() -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
