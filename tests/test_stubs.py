@@ -101,6 +101,8 @@ def test_pyright_resolves_documented_paths(tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text(
         "from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus\n"
         "from deepspeed.checkpoint import DeepSpeedCheckpoint\n"
+        "from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine, build_hf_engine\n"
+        "from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult\n"
         "reveal_type(GatheredParameters)\n"
     )
     found = subprocess.run([pyright, "client.py"], cwd=tmp_path, capture_output=True, text=True)

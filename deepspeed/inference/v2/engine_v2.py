@@ -29,9 +29,19 @@ from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.policy import InferenceV2Policy
 from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
 
+__all__ = [
+    "HuggingFaceCheckpointEngine",
+    "InferenceEngineV2",
+    "SchedulingError",
+    "SchedulingResult",
+    "build_engine_from_ds_checkpoint",
+    "build_hf_engine",
+]
+
 BLOCK_SIZE = 64
 MARK = "ds_engine.json"
 """The file by which a folder of ``serialize`` is known."""
+_MARK_OF_OTHERS = "ds_model_config.pkl"
 
 
 @dataclass(slots=True)
@@ -333,13 +343,6 @@ class SchedulingError(ExplainedError, RuntimeError):
         super().__init__(f"the batch cannot be scheduled: {result.name}")
         self.result = result
         self.status = result
-
-
-# Engines from files.
-
-__all__ = ["HuggingFaceCheckpointEngine", "build_engine_from_ds_checkpoint", "build_hf_engine"]
-
-_MARK_OF_OTHERS = "ds_model_config.pkl"
 
 
 def build_hf_engine(
