@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ def classifier_in(folder: str) -> str | None:
         named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, LookupError, TypeError):
         return None  # whoever loads it tells
-    return next((str(each) for each in named or () if str(each).endswith(_CLASSIFIER)), None)
+    return _classifier_of(named)
+
+
+def _classifier_of(architectures: Iterable[Any] | None) -> str | None:
+    return next((str(each) for each in architectures or () if str(each).endswith(_CLASSIFIER)), None)
 
 
 class Pretrained:
@@ -48,8 +53,7 @@ class Pretrained:
     @property
     def is_classifier(self) -> bool:
         """Return whether it classifies texts: see `classifier_in`."""
-        named = getattr(self.config, "architectures", None) or ()
-        return any(str(each).endswith(_CLASSIFIER) for each in named)
+        return _classifier_of(getattr(self.config, "architectures", None)) is not None
 
     def load_causal(self, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
         """Load the model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its

@@ -17,6 +17,13 @@ from deepspeed.parallel.tensor.layers import TensorParallelLayer as TensorParall
 from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.zero import params as zero_params
 
+__all__ = [
+    "GatherReplacedLayerParams", "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer",
+    "LmHeadLinearAllreduce", "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer",
+    "VocabParallelLinear", "collect_autotp_universal_checkpoint_info", "get_auto_tp_mode",
+    "is_autotp_training_mode", "set_autotp_mode",
+]  # fmt: skip
+
 # Parallel layers whose weight is several matrices side by side (q, k and v; gate and up), each of which is split.
 
 Shape = Sequence[int | Sequence[int]]
@@ -85,14 +92,6 @@ def extents_of(module: nn.Module, shape: Shape, partition_dim: int, dim: int) ->
 def _cut(extents: Sequence[int], mp_group: Communicator | ProcessGroup | None) -> Cut:
     ranks = communicator_of(mp_group).size
     return Cut.fused(0, [even_sizes(extent, ranks, 1) for extent in extents])
-
-
-__all__ = [
-    "GatherReplacedLayerParams", "GateUpPack_LinearLayer", "LinearAllreduce", "LinearLayer",
-    "LmHeadLinearAllreduce", "SubParamLinearAllreduce", "SubParamLinearLayer", "TensorParallel_Layer",
-    "VocabParallelLinear", "collect_autotp_universal_checkpoint_info", "get_auto_tp_mode",
-    "is_autotp_training_mode", "set_autotp_mode",
-]  # fmt: skip
 
 
 collect_autotp_universal_checkpoint_info = universal_checkpoint_info

@@ -153,14 +153,13 @@ class LoadingAnswers:
         return sockets
 
     async def _cancel(self) -> None:
-        await asyncio.sleep(
-            _POLL_S
-        )  # who has been accepted is answered: a task that never began closes nothing
+        # Accepted connections are answered first: a task that never began would not close its own.
+        await asyncio.sleep(_POLL_S)
         begun = asyncio.all_tasks() - {asyncio.current_task()}
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.sleep(_POLL_S)  # in which they are closed
+        await asyncio.sleep(_POLL_S)  # the transports close in the meantime
 
     def close(self) -> None:
         """Nobody listens, unless the sockets were handed over."""
