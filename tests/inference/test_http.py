@@ -398,18 +398,11 @@ def test_requests_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPat
 
 
 def test_long_bodies_do_not_hold_up_the_event_loop() -> None:
-    """While many are read and refused, the process computes for at most 80 ms (alone: 35 ms) before the loop goes on.
+    """While many are read and refused, in 2.2 s of computing, the process computes for at most 3.5 % of that (77 ms;
+    alone: 1.4 to 2.1 %) before the loop goes on.
 
-    Processor time, which other processes of this machine do not change, but how fast its processor is at the moment:
-    one of three attempts is enough.
+    Processor time, which other processes of this machine do not change, as a share, which its speed does not change.
     """
-    gc.collect()
-    gc.freeze()  # as ``ds serve`` does
-    assert any(longest_tick() < 0.08 for _ in range(3))
-
-
-def longest_tick() -> float:
-    """Return the most seconds of processor time between two turns of the event loop, while long bodies are refused."""
     ticks: list[float] = []
 
     async def tick() -> None:
@@ -421,6 +414,9 @@ def longest_tick() -> float:
     kept: list[asyncio.Task[None]] = []
     names = ("lists", "fewer tokens", "fewer lists", "fewer messages", "texts", "escapes without end", "name")
     long = [HOSTILE[name] for name in names] * 4
+    gc.collect()
+    gc.freeze()  # as ``ds serve`` does
+    started = time.process_time()
     with server(ready=lambda _: kept.append(asyncio.get_running_loop().create_task(tick()))) as running:
         found: list[int] = []
         clients = [
@@ -432,7 +428,7 @@ def longest_tick() -> float:
             client.join(60)
         assert found == [400] * len(long)
         kept[0].get_loop().call_soon_threadsafe(kept[0].cancel)
-    return max(ticks)
+    assert max(ticks) < 0.035 * (time.process_time() - started)
 
 
 def test_prompts_after_one_that_does_not_fit_are_not_tokenized() -> None:
