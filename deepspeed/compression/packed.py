@@ -206,10 +206,10 @@ class PackedLinear(PackedWeight, nn.Linear):
         if v is not None:
             output += (a.sum(dim=1, keepdim=True, dtype=torch.float32) * s) * v
         if u is not None:
-            of_ones = b.sum(dim=1, dtype=torch.float32) * t
+            column_sums = b.sum(dim=1, dtype=torch.float32) * t
             if v is not None:
-                of_ones += v * b.shape[1]
-            output += u * of_ones
+                column_sums += v * b.shape[1]
+            output += u * column_sums
         if self.bias is not None:
             output += self.bias
         return output.to(input.dtype).view(*input.shape[:-1], -1)

@@ -239,13 +239,13 @@ def without_quotes(value: Any) -> Any:
     return int(number) if word.lstrip("+-").isdigit() else number
 
 
-def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
+def unquoted_remedy(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
     """Return a remedy that removes the quotes, if the value is valid then."""
     spelled = without_quotes(value)
     return Remedy(value=spelled, replaces_value=True) if spelled is not None and fits(spelled) else None
 
 
-def remedy(value: Any) -> str:
+def unquote_hint(value: Any) -> str:
     """Return a hint for a string that spells a number or boolean; empty for other values."""
     spelled = without_quotes(value)
     return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"

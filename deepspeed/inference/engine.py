@@ -235,13 +235,13 @@ class InferenceEngine(nn.Module):
     def _use_kernels(self, part: nn.Module) -> None:
         config = self._config
         try:
-            for told in quantize_as_configured(part, config, self._dtype):
-                log_dist(f"inference: {told}", ranks=[0] if part is self.module else [])
+            for line in quantize_as_configured(part, config, self._dtype):
+                log_dist(f"inference: {line}", ranks=[0] if part is self.module else [])
         except ValueError as error:
             raise DeepSpeedConfigError(f"init_inference: {error}") from error
         if config.replace_with_kernel_inject:
-            told = inject_kernels(part)
-            log_dist(f"inference: {told}", ranks=[0] if part is self.module else [])
+            line = inject_kernels(part)
+            log_dist(f"inference: {line}", ranks=[0] if part is self.module else [])
 
 
 def _summed_layers(config: DeepSpeedInferenceConfig) -> tuple[str, ...]:

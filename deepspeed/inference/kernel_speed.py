@@ -250,7 +250,7 @@ def _attention(machine: Machine) -> Iterator[Case]:
         )
         terms = AttentionTerms(HEAD_SIZE**-0.5)
         kernel = None
-        if all(batch.by_kernel) or batch.of_gpu is not None:
+        if all(batch.by_kernel) or batch.gpu_pieces is not None:
             kernel = partial(paged_attention, query, key, value, batch, 0, terms)
         yield Case(
             name, kernel, partial(paged_attention, query, key, value, _plainly(batch), 0, terms), nbytes
@@ -271,7 +271,7 @@ def _decoding(machine: Machine) -> tuple[PagedCache, PackedBatch]:
 def _plainly(batch: PackedBatch) -> PackedBatch:
     """Return the same batch, to be computed by PyTorch."""
     plain = PackedBatch(batch.pieces, batch.cache, batch.device)
-    plain.kernel = plain.of_gpu = None
+    plain.kernel = plain.gpu_pieces = None
     plain.by_kernel = [False] * len(plain.pieces)
     return plain
 

@@ -165,20 +165,20 @@ def _whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``tensors``, unpacked if the model's config has a ``quantization_config``, which is then deleted."""
     config: Any = getattr(module, "config", None)
-    told = getattr(config, "quantization_config", None)
-    if told is None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
         yield from tensors
         return
     try:
-        for name, value in unpacked(tensors, told):
+        for name, value in unpacked(tensors, quantization):
             if isinstance(value, Tensor):
                 yield name, value
             elif keep is None or not keep(module, name, value):
                 yield name, value.dequantized()
     except PackedWeightsError as error:
         raise DeepSpeedConfigError(
-            f"{source}: by quantization_config its files hold weights of {method_of(told)}: {error}; load them with "
-            "from_pretrained, if Transformers can here, and give the model"
+            f"{source}: by quantization_config its files hold weights of {method_of(quantization)}: {error}; load "
+            "them with from_pretrained, if Transformers can here, and give the model"
         ) from error
     del config.quantization_config
 

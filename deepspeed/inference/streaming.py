@@ -37,7 +37,7 @@ class Unit:
     tensors: list[Tensor]
     offsets: list[int]
     region: Tensor
-    resting: list[Tensor]
+    stored: list[Tensor]
     running: int = 0
 
 
@@ -122,8 +122,8 @@ class StreamedWeights:
         for slot in self._slots:
             self._finish(slot)
         for unit in self.units:
-            for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
-                tensor.data = resting if self.store.readable else resting.to(self.device, copy=True)
+            for tensor, stored in zip(unit.tensors, unit.stored, strict=True):
+                tensor.data = stored if self.store.readable else stored.to(self.device, copy=True)
         self._slots, self.units = [], []
         self.store.close()
 
@@ -145,12 +145,12 @@ class StreamedWeights:
             offsets.append(end)
             end += -(-tensor.nbytes // _TENSOR_ALIGN) * _TENSOR_ALIGN
         region = self.store.region(max(ALIGN, -(-end // ALIGN) * ALIGN))
-        resting = _views(region, tensors, offsets)
-        for tensor, rest in zip(tensors, resting, strict=True):
+        stored = _views(region, tensors, offsets)
+        for tensor, rest in zip(tensors, stored, strict=True):
             rest.copy_(tensor.detach())
             tensor.data = rest
             self._placed.add(id(tensor))
-        return Unit(module, list(tensors), offsets, region, resting)
+        return Unit(module, list(tensors), offsets, region, stored)
 
     def _of_others(self, module: nn.Module, tensors: Sequence[Tensor]) -> Unit | None:
         if len(tensors) != 1:
@@ -172,10 +172,10 @@ class StreamedWeights:
 
     def _hook(self, number: int, unit: Unit) -> None:
         def before(*_: Any) -> None:
-            self._bring(number)
+            self._enter(number)
 
         def after(*_: Any) -> None:
-            self._leave(number)
+            self._exit(number)
 
         self._handles += [
             unit.module.register_forward_pre_hook(before),
@@ -185,7 +185,7 @@ class StreamedWeights:
     # -------------------------------------------------------------------------------------------------- running
 
     @untraced
-    def _bring(self, number: int) -> None:
+    def _enter(self, number: int) -> None:
         unit = self.units[number]
         unit.running += 1
         if unit.running > 1:
@@ -201,13 +201,13 @@ class StreamedWeights:
         self._read_ahead(number)
 
     @untraced
-    def _leave(self, number: int) -> None:
+    def _exit(self, number: int) -> None:
         unit = self.units[number]
         unit.running -= 1
         if unit.running:
             return
-        for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
-            tensor.data = resting
+        for tensor, stored in zip(unit.tensors, unit.stored, strict=True):
+            tensor.data = stored
         slot = self._slot_of(number)
         if slot is not None and len(self._slots) < len(self.units):
             slot.unit = None

@@ -78,8 +78,8 @@ class Plain:
         weights = torch.exp(scores - _finite(lse).to(scores.dtype).unsqueeze(-1))
         wide = grad.to(weights.dtype)
         dv = weights.mT @ wide
-        spread = (wide * out.to(wide.dtype)).sum(-1, keepdim=True)
-        dscores = weights * (wide @ _repeated(v, q).to(wide.dtype).mT - spread) * scale
+        delta = (wide * out.to(wide.dtype)).sum(-1, keepdim=True)
+        dscores = weights * (wide @ _repeated(v, q).to(wide.dtype).mT - delta) * scale
         dq = dscores @ _repeated(k, q).to(wide.dtype)
         dk = dscores.mT @ q.to(wide.dtype)
         return dq.to(q.dtype), _summed(dk, k).to(k.dtype), _summed(dv, v).to(v.dtype)

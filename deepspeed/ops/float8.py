@@ -123,14 +123,14 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         codes, scale, weight = ctx.saved_tensors
         grad = scaled(grads[0].reshape(-1, grads[0].shape[-1]), E5M2)
-        of_input = of_weight = None
+        grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = _product(grad, scaled(weight, E4M3), ctx.dtype, ctx.emulate)
-            of_input = of_input.view(*grads[0].shape[:-1], weight.shape[1])
+            grad_input = _product(grad, scaled(weight, E4M3), ctx.dtype, ctx.emulate)
+            grad_input = grad_input.view(*grads[0].shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[3]:
             turned = Scaled(grad.codes.t(), grad.scale)
-            of_weight = _product(turned, Scaled(codes, scale), weight.dtype, ctx.emulate)
-        return of_input, None, None, of_weight, None
+            grad_weight = _product(turned, Scaled(codes, scale), weight.dtype, ctx.emulate)
+        return grad_input, None, None, grad_weight, None
 
 
 def _product(left: Scaled, right: Scaled, dtype: torch.dtype, emulate: bool) -> Tensor:

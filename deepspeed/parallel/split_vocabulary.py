@@ -184,9 +184,9 @@ def entropy(logits: Tensor, group: Communicator) -> Tensor:
 
 
 @untraced
-def divergence(of_p: Tensor, of_q: Tensor, group: Communicator) -> Tensor:
+def divergence(p_logits: Tensor, q_logits: Tensor, group: Communicator) -> Tensor:
     """Return KL(p || q) of each row of logits [rows, own]. Collective."""
-    found: Tensor = _Divergence.apply(of_p, of_q, group)  # pyright: ignore[reportAssignmentType]
+    found: Tensor = _Divergence.apply(p_logits, q_logits, group)  # pyright: ignore[reportAssignmentType]
     return found
 
 
@@ -370,8 +370,8 @@ class _Divergence(torch.autograd.Function):
     """KL(p || q): [rows, own] twice -> [rows]"""
 
     @staticmethod
-    def forward(ctx: Any, of_p: Tensor, of_q: Tensor, group: Communicator) -> Tensor:
-        p, q = _softmaxes(group, of_p, of_q)
+    def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, group: Communicator) -> Tensor:
+        p, q = _softmaxes(group, p_logits, q_logits)
         divergence = torch.zeros_like(p.top)
         for part in p.runs():
             log_p, log_q = p.logs(part), q.logs(part)
@@ -379,17 +379,17 @@ class _Divergence(torch.autograd.Function):
             terms.masked_fill_((log_q == -torch.inf) & (log_p != -torch.inf), torch.inf)
             divergence[part] = terms.sum(-1)
         group.all_reduce(divergence).wait()
-        ctx.save_for_backward(of_p, of_q, p.top, q.top, p.log_total, q.log_total, divergence)
+        ctx.save_for_backward(p_logits, q_logits, p.top, q.top, p.log_total, q.log_total, divergence)
         return divergence.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of p: p (log p - log q - KL), and of q: q - p."""
-        of_p, of_q, *statistics, divergence = ctx.saved_tensors
-        p, q = _Softmax(of_p, *statistics[::2]), _Softmax(of_q, *statistics[1::2])
+        p_logits, q_logits, *statistics, divergence = ctx.saved_tensors
+        p, q = _Softmax(p_logits, *statistics[::2]), _Softmax(q_logits, *statistics[1::2])
         needed = ctx.needs_input_grad
-        results = [torch.empty_like(x) if needed[i] else None for i, x in enumerate((of_p, of_q))]
+        results = [torch.empty_like(x) if needed[i] else None for i, x in enumerate((p_logits, q_logits))]
         undefined = p.undefined() | q.undefined()
         for part in p.runs():
             log_p, log_q, grad = p.logs(part), q.logs(part), grads[0][part, None]

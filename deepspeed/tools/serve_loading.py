@@ -24,7 +24,7 @@ from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.pretrained import Pretrained
 from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.clients import read_keys
-from deepspeed.inference.serving.commands import Among, SingleRankCommands
+from deepspeed.inference.serving.commands import BroadcastCommands, SingleRankCommands
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models, ServedModel
 from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
@@ -126,7 +126,7 @@ class _Causal:
         formats = formats_of(args, tokenizer.template)
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
-        announcer = SingleRankCommands() if group is None else Among(group, runner.facts.device)
+        announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
         told = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
         self.told = f"model {args.name}, {memory_line(generator)}; {told}"
         load_one = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed.inference.scheduling.requests import SamplingParams
-from deepspeed.inference.serving.commands import Among, Commands
+from deepspeed.inference.serving.commands import BroadcastCommands, Commands
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Services, Update
 from deepspeed.inference.serving.text import TextStream
 from tests.inference.standin import REPLY, Bytes, Parrot
@@ -125,7 +125,7 @@ def test_other_ranks_do_the_same() -> None:
 
     def rank(group: ThreadGroup) -> tuple[list[int], int]:
         engine = Parrot()
-        service = Service(engine, announcer=Among(group, torch.device("cpu")))
+        service = Service(engine, announcer=BroadcastCommands(group, torch.device("cpu")))
         found: list[Update] = []
         if group.rank == 0:
             service.start()

@@ -66,26 +66,28 @@ class GroupedIntegers:
         return self.levels * self.scales[:, self.groups]
 
 
-def can_unpack(told: Any) -> bool:
+def can_unpack(quantization_config: Any) -> bool:
     """Return whether `unpacked` can read this ``quantization_config``; False for None."""
-    return told is not None and method_of(told) in _FORMATS
+    return quantization_config is not None and method_of(quantization_config) in _FORMATS
 
 
-def method_of(told: Any) -> str:
+def method_of(quantization_config: Any) -> str:
     """Return the quantization method that a ``quantization_config`` (mapping or object) names."""
-    return str(_settings(told).get("quant_method", ""))
+    return str(_settings(quantization_config).get("quant_method", ""))
 
 
 def unpacked(
-    tensors: Iterable[tuple[str, Tensor]], told: Any
+    tensors: Iterable[tuple[str, Tensor]], quantization_config: Any
 ) -> Iterator[tuple[str, Tensor | GroupedIntegers]]:
     """Yield names and values of weights: first all unpacked tensors, then one packed layer at a time.
 
     PackedWeightsError: the layout is not known, or a layer lacks tensors.
     """
-    settings, method = _settings(told), method_of(told)
+    settings, method = _settings(quantization_config), method_of(quantization_config)
     if method not in _FORMATS:
-        raise PackedWeightsError(f"weights of {method or told!r} are not read, only of {', '.join(_FORMATS)}")
+        raise PackedWeightsError(
+            f"weights of {method or quantization_config!r} are not read, only of {', '.join(_FORMATS)}"
+        )
     pattern, unpack = _FORMATS[method]
     layers: dict[str, _Parts] = defaultdict(_Parts)
     for name, value in tensors:
@@ -110,8 +112,12 @@ class _Parts(dict[str, Tensor]):
         raise PackedWeightsError(f"there is no {name}, only {', '.join(sorted(self))}")
 
 
-def _settings(told: Any) -> dict[str, Any]:
-    return dict(told) if isinstance(told, Mapping) else dict(told.to_dict())
+def _settings(quantization_config: Any) -> dict[str, Any]:
+    return (
+        dict(quantization_config)
+        if isinstance(quantization_config, Mapping)
+        else dict(quantization_config.to_dict())
+    )
 
 
 def _unpack_bits(words: Tensor, bits: int) -> Tensor:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from deepspeed.config.arguments import (
     REQUIRED,
     WrongArgument,
-    meant,
-    remedy,
+    unquote_hint,
+    unquoted_remedy,
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
@@ -318,8 +318,8 @@ def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
         wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
     for section, problems in wrong:
         for key, value, text, fits in problems:
-            message = f"{shown(value)} is not allowed; expected {text}{remedy(value)}"
-            yield Finding((f"{section}.params.{key}",), message, remedy=meant(value, fits))
+            message = f"{shown(value)} is not allowed; expected {text}{unquote_hint(value)}"
+            yield Finding((f"{section}.params.{key}",), message, remedy=unquoted_remedy(value, fits))
 
 
 def _unknown_class(name: str, own: tuple[str, ...], module: str) -> str:

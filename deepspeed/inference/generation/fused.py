@@ -66,7 +66,7 @@ def supports(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
 
 def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any) -> Chosen:
     """``prompts``: [rows, length] on the host."""
-    made, new, told = Chosen(prompts), prompts, config.return_dict_in_generate
+    made, new, as_dict = Chosen(prompts), prompts, config.return_dict_in_generate
     ends, rows = _has_ends(criteria), len(prompts)
     going, unfinished = list(range(rows)), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(0)
@@ -75,9 +75,9 @@ def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: 
         # A row that has ended keeps its last logits: it draws what it would have drawn, and gets padding.
         logits = found if len(going) == rows else logits.index_copy(0, torch.tensor(going), found)
         scores = processors(made.tokens, logits.clone()) if processors else logits
-        if told and config.output_scores:
+        if as_dict and config.output_scores:
             made.scores.append(scores)
-        if told and config.output_logits:
+        if as_dict and config.output_logits:
             made.logits.append(logits)
         chosen = _choose(scores, config.do_sample)
         if ends:
@@ -87,7 +87,7 @@ def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: 
         unfinished &= ~criteria(made.tokens, tuple(made.scores) or None)
         if not unfinished.any():
             return made
-        if ends and not told:  # logits of what comes behind an end, and the cache, are part of what is told
+        if ends and not as_dict:  # logits of what comes behind an end, and the cache, are part of that output
             going = unfinished.nonzero()[:, 0].tolist()
 
 
@@ -247,7 +247,7 @@ def _loop_of(kind: type[Any]) -> Any:
         forward = functools.partial(rows.logits, given.get("attention_mask"))
         made = choose_tokens(forward, input_ids, logits_processor, stopping_criteria, generation_config)
         return (
-            _told(made, given["past_key_values"])
+            _output_of(made, given["past_key_values"])
             if generation_config.return_dict_in_generate
             else made.tokens
         )
@@ -255,7 +255,7 @@ def _loop_of(kind: type[Any]) -> Any:
     return sample
 
 
-def _told(made: Chosen, cache: Any) -> Any:
+def _output_of(made: Chosen, cache: Any) -> Any:
     from transformers.generation import GenerateDecoderOnlyOutput
 
     scores, logits = (tuple(each) or None for each in (made.scores, made.logits))

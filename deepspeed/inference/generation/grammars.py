@@ -46,9 +46,9 @@ class Grammars:
             return
         if len(constraint.text) > _MAX_CHARACTERS:
             raise ValueError(f"a grammar has at most {_MAX_CHARACTERS:,} characters")
-        told = _library().LLMatcher.validate_grammar(self._grammar(constraint), self._tokens(size))
-        if told and not told.startswith("WARNING"):
-            raise ValueError(f"{constraint.kind}: {told}")
+        errors = _library().LLMatcher.validate_grammar(self._grammar(constraint), self._tokens(size))
+        if errors and not errors.startswith("WARNING"):
+            raise ValueError(f"{constraint.kind}: {errors}")
         with self._lock:
             self._right[constraint, size] = None
             if len(self._right) > _CHECKED:

@@ -44,14 +44,14 @@ class Sampler:
             chosen = (
                 self._on_gpu(scores, requests) if self._takes(scores) else self._on_host(scores, requests)
             )
-        told = [row for row, request in enumerate(requests) if request.params.logprobs]
-        if told:
+        wanted = [row for row, request in enumerate(requests) if request.params.logprobs]
+        if wanted:
             found = logprobs_of(
-                logits if len(told) == len(requests) else logits[told],
-                [chosen[row] for row in told],
-                [requests[row].params.top_logprobs for row in told],
+                logits if len(wanted) == len(requests) else logits[wanted],
+                [chosen[row] for row in wanted],
+                [requests[row].params.top_logprobs for row in wanted],
             )
-            for row, entry in zip(told, found, strict=True):
+            for row, entry in zip(wanted, found, strict=True):
                 requests[row].logprobs.append(entry)
         return {request.id: token for request, token in zip(requests, chosen, strict=True)}
 

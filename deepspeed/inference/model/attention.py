@@ -54,7 +54,9 @@ class PackedBatch:
     offsets: Tensor = field(init=False)  # [tokens]
     last: Tensor = field(init=False)  # indices of the tokens whose logits are wanted
     kernel: host.PagedPieces | None = field(init=False)
-    of_gpu: Any = field(init=False)  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
+    gpu_pieces: Any = field(
+        init=False
+    )  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
     by_kernel: list[bool] = field(init=False)  # per piece
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
@@ -78,11 +80,11 @@ class PackedBatch:
         described = [(piece.blocks, piece.start, piece.count) for piece in self.pieces]
         if native:
             self.kernel = host.PagedPieces(described, self.by_kernel)
-        self.of_gpu = None
+        self.gpu_pieces = None
         if self.cache.is_on_gpu:
             from deepspeed.ops.gpu.paged_attention import PagedPieces
 
-            self.of_gpu = PagedPieces(described, self.device)
+            self.gpu_pieces = PagedPieces(described, self.device)
 
     @cached_property
     def tables(self) -> list[Tensor]:
@@ -130,10 +132,12 @@ def paged_attention(
     else:
         if not stored:
             batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
-        if batch.of_gpu is not None:
+        if batch.gpu_pieces is not None:
             from deepspeed.ops.gpu import paged_attention as gpu
 
-            return gpu.paged_attention(query, batch.cache.pages(layer), batch.of_gpu, **terms.for_kernel())
+            return gpu.paged_attention(
+                query, batch.cache.pages(layer), batch.gpu_pieces, **terms.for_kernel()
+            )
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
     start = 0
     for index, piece in enumerate(batch.pieces):

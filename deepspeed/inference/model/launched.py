@@ -118,8 +118,8 @@ class DecoderLaunches:
         from deepspeed.ops.gpu import rotary  # imports Triton
 
         shape, rows = layer.shape, len(projected)
-        of_keys, of_values = shape.heads * shape.key_size, shape.heads * shape.value_size
-        heads = (projected.shape[1] - of_keys - of_values) // shape.key_size
+        key_width, value_width = shape.heads * shape.key_size, shape.heads * shape.value_size
+        heads = (projected.shape[1] - key_width - value_width) // shape.key_size
         query_norm, key_norm = layer.query_norm, layer.key_norm
         weights = None if query_norm is None or key_norm is None else (query_norm.weight, key_norm.weight)
         rotary.rotate_and_store(
@@ -132,7 +132,7 @@ class DecoderLaunches:
             weights=weights,
             eps=1e-6 if query_norm is None else query_norm.eps,
         )
-        parts = projected.split([heads * shape.key_size, of_keys, of_values], dim=1)
+        parts = projected.split([heads * shape.key_size, key_width, value_width], dim=1)
         sizes = (shape.key_size, shape.key_size, shape.value_size)
         query, key, value = (
             part.view(rows, -1, size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)

@@ -48,23 +48,23 @@ def quantize_as_configured(
         and weight.enabled
         and (weight.post_init_quant or weight.quantized_initialization)
     ):
-        told = quantize_layers(
+        line = quantize_layers(
             module,
             WeightQuantConfig(
                 post_init_quant=weight.post_init_quant,
                 quantized_initialization=weight.quantized_initialization,
             ),
         )
-        if told is not None:
-            yield told
+        if line is not None:
+            yield line
     if config.dtype is not torch.int8:
         return
     if QuantTypeEnum(weight.q_type) is QuantTypeEnum.asym:
-        told = quantize_layers(
+        line = quantize_layers(
             module, WeightQuantConfig(num_bits=weight.num_bits, q_groups=weight.q_groups, q_type="asymmetric")
         )
-        if told is not None:
-            yield told
+        if line is not None:
+            yield line
         return
     yield quantize_linears(module, weight.num_bits, weight.q_groups, dtype)
     parts = quantize_parts(module, weight.num_bits, weight.q_groups, dtype)
@@ -104,7 +104,7 @@ def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype
     return count
 
 
-def give_six_bits(module: nn.Module) -> str:
+def quantize_to_fp6(module: nn.Module) -> str:
     """Store the weights of linear layers as 6-bit floating-point numbers (W6A16), except weights shared with other
     layers. Return a log line."""
     owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())

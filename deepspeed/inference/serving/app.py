@@ -243,7 +243,7 @@ class _Server:
             return answers
         response.add(answers[0])
         await self._end(response, sequences)
-        return JSONResponse(response.told)
+        return JSONResponse(response.response)
 
     async def _response_events(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
@@ -268,9 +268,9 @@ class _Server:
     ) -> list[dict[str, Any]]:
         """Remember a response before its client is told of its end. Returns the last events."""
         usage = usage_of_response(usage_of(sequences), sequences[0].reasoning_tokens)
-        events = response.end(sequences[0].told_reason, usage)
+        events = response.end(sequences[0].finish_reason, usage)
         if response.is_kept:
-            await asyncio.to_thread(self.store.put, response.told, response.messages)
+            await asyncio.to_thread(self.store.put, response.response, response.messages)
         return events
 
     async def _finished(
@@ -295,7 +295,7 @@ class _Server:
             answer.choice(
                 each.choice.index,
                 _with_prefix(each, pieces),
-                each.told_reason,
+                each.finish_reason,
                 each.logprobs if logprobs else None,
             )
             for each, pieces in zip(sequences, answers, strict=True)
@@ -321,9 +321,9 @@ class _Server:
                 if first:
                     begun.add(index)
                     pieces = _with_prefix(sequence, pieces)
-                told = sequence.take_logprobs() if logprobs else None
-                reason = sequence.told_reason if last else None
-                yield _event(answer.part([answer.delta(index, pieces, reason, told, first)]))
+                entries = sequence.take_logprobs() if logprobs else None
+                reason = sequence.finish_reason if last else None
+                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)]))
                 open_ones -= last
             if counted:
                 yield _event(answer.part([], usage_of(sequences)))

@@ -70,7 +70,7 @@ class SingleRankCommands:
         return commands
 
 
-class Among:
+class BroadcastCommands:
     """Announcer for the ranks of ``group``: two small broadcasts, the second only if there are commands.
 
     CommunicationError: a rank does not answer within the group's timeout.

@@ -158,8 +158,10 @@ def _positions(module: nn.Module) -> int:
 
 def _activation(config: Any) -> nn.Module:
     """Return what a folder of sentence-transformers names; the logistic function where it names nothing."""
-    told = {**vars(config), **(getattr(config, "sentence_transformers", None) or {})}
-    named = next((str(told[key]) for key in _ACTIVATION_KEYS if told.get(key)), "Sigmoid").rpartition(".")[2]
+    settings = {**vars(config), **(getattr(config, "sentence_transformers", None) or {})}
+    named = next((str(settings[key]) for key in _ACTIVATION_KEYS if settings.get(key)), "Sigmoid").rpartition(
+        "."
+    )[2]
     if named not in ("Sigmoid", "Identity"):
         raise ValueError(f"the activation {named} of the model's config is not Sigmoid or Identity")
     return getattr(nn, named)()

@@ -35,7 +35,7 @@ def read_hermes(source: AnswerText, tools: Tools) -> Reading[None]:
             yield from source.spaces()
             yield from source.skip("</tool_call>")
         else:
-            source.as_text()
+            source.emit_kept()
 
 
 def read_llama3(source: AnswerText, tools: Tools) -> Reading[None]:
@@ -71,11 +71,11 @@ def read_xml(source: AnswerText, tools: Tools) -> Reading[None]:
         if marker == "<tool_call>":
             yield from source.spaces()
             if not (yield from source.skip("<function=")):
-                source.as_text()
+                source.emit_kept()
                 continue
         name = yield from source.word()
         if name not in tools or not (yield from source.skip(">")):
-            source.as_text()
+            source.emit_kept()
             continue
         source.begin(name)
         if (yield from _parameters(source, tools[name])):
@@ -94,7 +94,7 @@ def _calls(source: AnswerText, tools: Tools, between: str) -> Reading[bool]:
         if not (yield from source.skip(between)):
             break
         yield from source.spaces()
-    source.as_text()
+    source.emit_kept()
     return found
 
 
@@ -105,10 +105,10 @@ def _named(source: AnswerText, tools: Tools) -> Reading[None]:
     yield from source.skip("[ARGS]")
     yield from source.spaces()
     if name not in tools or (yield from source.peek(1)) != "{":
-        source.as_text()
+        source.emit_kept()
         return
     source.begin(name)
-    if (yield from source.value(source.argue)):
+    if (yield from source.value(source.emit_arguments)):
         source.close()
 
 
@@ -118,7 +118,7 @@ def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
     while True:
         yield from source.spaces()
         if (yield from source.skip("</function>")):
-            source.argue("{}" if before == "{" else "}")
+            source.emit_arguments("{}" if before == "{" else "}")
             return True
         if not (yield from source.skip("<parameter=")):
             return False
@@ -127,9 +127,9 @@ def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
         if key is None or value is None:
             return False
         described = known.get(key) if isinstance(known, dict) else None
-        told = json.dumps(key, ensure_ascii=False)
-        source.argue(
-            f"{before}{told}: {_json_of(value.removeprefix(chr(10)).removesuffix(chr(10)), described, schema)}"
+        quoted = json.dumps(key, ensure_ascii=False)
+        source.emit_arguments(
+            f"{before}{quoted}: {_json_of(value.removeprefix(chr(10)).removesuffix(chr(10)), described, schema)}"
         )
         before = ", "
 
@@ -296,7 +296,7 @@ class ReasoningFormat:
         before = prompt.rstrip()
         return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
 
-    def goes_on_in(self, message: str) -> bool:
+    def ends_inside(self, message: str) -> bool:
         """Return whether the partial ``message`` ends inside reasoning."""
         return message.rfind(self.begin) > message.rfind(self.end)
 
@@ -307,12 +307,12 @@ class ReasoningFormat:
             source.keep()
             yield from source.spaces()
             if not (yield from source.skip(self.begin)) and not inside:
-                source.as_text()
+                source.emit_kept()
                 return
             source.drop()
-            source.say("reasoning", "")
-            yield from source.pass_until((self.end,), lambda text: source.say("reasoning", text))
-            source.say("text", "")
+            source.emit("reasoning", "")
+            yield from source.pass_until((self.end,), lambda text: source.emit("reasoning", text))
+            source.emit("text", "")
 
         return read
 

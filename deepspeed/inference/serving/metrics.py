@@ -97,8 +97,8 @@ class Metrics:
             yield from _value(f"vllm:{name}", "counter", labels, now.get(key, 0))
         yield "# TYPE vllm:request_success_total counter"
         for reason, count in sorted(self._finished.items()):
-            told = _REASONS.get(reason, reason)
-            yield f'vllm:request_success_total{{{labels}finished_reason="{told}"}} {count}'
+            label = _REASONS.get(reason, reason)
+            yield f'vllm:request_success_total{{{labels}finished_reason="{label}"}} {count}'
         for name, histogram in (
             ("time_to_first_token_seconds", self._first_token),
             ("inter_token_latency_seconds", self._between_tokens),

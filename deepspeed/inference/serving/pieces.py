@@ -194,7 +194,7 @@ class AnswerText:
         """Output the text before the first of ``markers`` and return that marker; from it on, text is kept. "" if there
         is none."""
         self._kept = None
-        marker = yield from self.pass_until(markers, lambda text: self.say("text", text))
+        marker = yield from self.pass_until(markers, lambda text: self.emit("text", text))
         self._kept = [marker]
         return marker
 
@@ -206,13 +206,13 @@ class AnswerText:
         """Discard the kept text."""
         self._kept = None
 
-    def as_text(self) -> None:
+    def emit_kept(self) -> None:
         """Output the kept text."""
         kept, self._kept = self._kept, None
         if kept:
-            self.say("text", "".join(kept))
+            self.emit("text", "".join(kept))
 
-    def say(self, kind: Kind, text: str) -> None:
+    def emit(self, kind: Kind, text: str) -> None:
         """Output text or reasoning, without leading and trailing white space."""
         if kind != self.kind:
             self.kind, self._spaces, self._blank = kind, [], True
@@ -235,7 +235,7 @@ class AnswerText:
             self._note("call", name, self.calls, self._make_id())
             self.calls += 1
 
-    def argue(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Add text to the arguments of the current call."""
         self._note("arguments", text, self.calls - 1)
 
@@ -393,7 +393,7 @@ class _JsonCall:
         assert self.name is not None
         self.begun = True
         self._source.begin(self.name)
-        self._source.argue(arguments)
+        self._source.emit_arguments(arguments)
         self._source.close()
 
     def _arguments(self) -> Reading[bool]:
@@ -402,7 +402,7 @@ class _JsonCall:
         if self.name is not None and first == "{":
             self.begun = True
             source.begin(self.name)
-            whole = yield from source.value(source.argue)
+            whole = yield from source.value(source.emit_arguments)
             if whole:
                 source.close()
             return whole

@@ -32,12 +32,12 @@ def pooling_of(folder: str) -> str | None:
     if not path.is_file():
         return None
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): give --pooling") from None
-    if not isinstance(told, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{path}: an object is expected: give --pooling")
-    modes = [name for name, value in told.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ValueError(
             f"{path}: pooling by {' and '.join(modes) or 'nothing'} is not supported: give --pooling"

@@ -207,10 +207,10 @@ def check_tokens(tokens: list[Any], where: str) -> None:
         if type(token) is int and 0 <= token < _MAX_TOKENS:  # True is an instance of int
             continue
         where = f"{where}.{place}"
-        told = (
+        problem = (
             f"{token} is no token" if type(token) is int else f"a token is an integer, not {kind_of(token)}"
         )
-        raise RequestError(f"{where}: {told}", where)
+        raise RequestError(f"{where}: {problem}", where)
 
 
 def messages_of(request: Any) -> list[dict[str, Any]]:
@@ -241,10 +241,10 @@ def _text_of(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise RequestError(f"{where}: a part is an object, not {kind_of(part)}", where)
     kind = part.get("type")
-    told = repr(kind[:NAME_LENGTH]) if isinstance(kind, str) else kind_of(kind)
+    shown = repr(kind[:NAME_LENGTH]) if isinstance(kind, str) else kind_of(kind)
     if kind == "text":
         raise RequestError(f"{where}: the text of a part is {kind_of(part.get('text'))}", where)
-    raise RequestError(f"{where}: parts of type {told} are not supported, only 'text'", where)
+    raise RequestError(f"{where}: parts of type {shown} are not supported, only 'text'", where)
 
 
 def wants_logprobs(request: _Sampling) -> bool:
@@ -320,9 +320,9 @@ def params_of(
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
-        told = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
-        most_told = f"this model's maximum context length is {most} tokens"
-        raise RequestError(f"{most_told}: {told}", "max_tokens", "context_length_exceeded")
+        detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
+        limit = f"this model's maximum context length is {most} tokens"
+        raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
     new = min(default, room) if asked is None else asked
     logprobs = wants_logprobs(request)
     return SamplingParams(
@@ -381,11 +381,11 @@ class Answer:
         """Make a choice of a whole answer."""
         content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
-            told = {"content": "", **_told_pieces(pieces)}
-            for call in told.get("tool_calls", ()):
+            message = {"content": "", **_message_fields(pieces)}
+            for call in message.get("tool_calls", ()):
                 del call["index"]
-                told["content"] = told["content"] or None
-            content = {"message": {"role": "assistant", **told}}
+                message["content"] = message["content"] or None
+            content = {"message": {"role": "assistant", **message}}
         return {"index": index, **content, **self._end(reason, logprobs)}
 
     def delta(
@@ -400,7 +400,7 @@ class Answer:
         content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
             role = {"role": "assistant", "content": ""} if first else {}
-            content = {"delta": {**role, **_told_pieces(pieces)}}
+            content = {"delta": {**role, **_message_fields(pieces)}}
         return {"index": index, **content, **self._end(reason, logprobs)}
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -408,32 +408,32 @@ class Answer:
         return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
 
     def _end(self, reason: str | None, logprobs: Sequence[TextLogprob] | None) -> dict[str, Any]:
-        told: Any = None
+        formatted: Any = None
         if logprobs is not None and self.chat:
-            told = {"content": [_told(each) for each in logprobs], "refusal": None}
+            formatted = {"content": [_chat_logprob(each) for each in logprobs], "refusal": None}
         elif logprobs is not None:
             tops = [_by_text(each.top) for each in logprobs]
-            told = {
+            formatted = {
                 "tokens": [each.text for each in logprobs],
                 "token_logprobs": [None if each.value is None else _finite(each.value) for each in logprobs],
                 "top_logprobs": [top or None for top in tops] if any(tops) else None,
                 "text_offset": [each.offset for each in logprobs],
             }
-        return {"logprobs": told, "finish_reason": reason}
+        return {"logprobs": formatted, "finish_reason": reason}
 
 
 def _text(pieces: Sequence[Piece]) -> str:
     return "".join(each.text for each in pieces if each.kind == "text")
 
 
-def _told_pieces(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return the parts of a message that are there: content, reasoning under both of its names, calls."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     text, thought = _text(pieces), "".join(each.text for each in pieces if each.kind == "reasoning")
     if text:
-        told["content"] = text
+        fields["content"] = text
     if thought:
-        told["reasoning_content"] = told["reasoning"] = thought
+        fields["reasoning_content"] = fields["reasoning"] = thought
     calls: dict[int, dict[str, Any]] = {}
     for each in pieces:
         if each.kind == "call":
@@ -442,7 +442,7 @@ def _told_pieces(pieces: Sequence[Piece]) -> dict[str, Any]:
         elif each.kind == "arguments":
             call = calls.setdefault(each.index, {"index": each.index, "function": {"arguments": ""}})
             call["function"]["arguments"] += each.text
-    return {**told, "tool_calls": list(calls.values())} if calls else told
+    return {**fields, "tool_calls": list(calls.values())} if calls else fields
 
 
 def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
@@ -453,7 +453,7 @@ def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
     return found
 
 
-def _told(entry: TextLogprob) -> dict[str, Any]:
+def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
     top = [_entry(text, value) for text, value in entry.top]
     return {**_entry(entry.text, entry.value or 0.0), "top_logprobs": top}
 

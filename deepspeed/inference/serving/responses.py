@@ -169,8 +169,8 @@ def messages_of_items(given: Any) -> list[dict[str, Any]]:
             text = output if isinstance(output, str) else _joined(output, f"{where}.output")
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
-            told = repr(kind[:64]) if isinstance(kind, str) else kind_of(kind)
-            raise RequestError(f"{where}.type: {told} is not supported", f"{where}.type")
+            given = repr(kind[:64]) if isinstance(kind, str) else kind_of(kind)
+            raise RequestError(f"{where}.type: {given} is not supported", f"{where}.type")
         if thought and made[-1]["role"] == "assistant":
             made[-1].setdefault("reasoning", thought)
         thought = ""
@@ -220,7 +220,7 @@ class ResponseAnswer:
     def __init__(self, request: ResponsesRequest, model: str, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
         self.is_kept = request.store
-        self.told: dict[str, Any] = {
+        self.response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
@@ -255,30 +255,30 @@ class ResponseAnswer:
 
     def add(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
         """Add parts of the answer; return their events."""
-        told = []
+        events = []
         for piece in pieces:
             if piece.kind == "call" or self._item is None or self._item["type"] != _ITEMS[piece.kind]:
-                told += self._close("completed")
-                told += self._open(piece)
+                events += self._close("completed")
+                events += self._open(piece)
             if piece.kind != "call":
                 self._text.append(piece.text)
-                told.append(self._event(_DELTAS[piece.kind], delta=piece.text, **self._place()))
-        return told
+                events.append(self._event(_DELTAS[piece.kind], delta=piece.text, **self._place()))
+        return events
 
     def end(self, reason: str | None, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the last events. ``reason``: finish reason as in chats; ``usage``: see `usage_of_response`."""
         cut = reason == "length"
-        told = self._close("incomplete" if cut else "completed")
-        self.told["status"] = "incomplete" if cut else "completed"
+        events = self._close("incomplete" if cut else "completed")
+        self.response["status"] = "incomplete" if cut else "completed"
         if cut:
-            self.told["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.told["usage"] = usage
-        self.messages += messages_of_items(self.told["output"]) if self.told["output"] else []
-        return [*told, self._whole(f"response.{self.told['status']}")]
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = usage
+        self.messages += messages_of_items(self.response["output"]) if self.response["output"] else []
+        return [*events, self._whole(f"response.{self.response['status']}")]
 
     def fail(self, message: str) -> dict[str, Any]:
         """Return the event of a failed response."""
-        self.told |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._whole("response.failed")
 
     def _open(self, piece: Piece) -> list[dict[str, Any]]:
@@ -303,11 +303,11 @@ class ResponseAnswer:
                 "content": [],
             }
         self._text = []
-        index = len(self.told["output"])
-        told = [self._event("response.output_item.added", output_index=index, item=dict(self._item))]
+        index = len(self.response["output"])
+        events = [self._event("response.output_item.added", output_index=index, item=dict(self._item))]
         if piece.kind != "call":
-            told.append(self._event("response.content_part.added", part=self._part(""), **self._place()))
-        return told
+            events.append(self._event("response.content_part.added", part=self._part(""), **self._place()))
+        return events
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         item, text = self._item, "".join(self._text)
@@ -315,7 +315,7 @@ class ResponseAnswer:
             return []
         place, kind = self._place(), item["type"]
         if kind == "function_call":
-            told = [
+            events = [
                 self._event(
                     "response.function_call_arguments.done", name=item["name"], arguments=text, **place
                 )
@@ -324,16 +324,16 @@ class ResponseAnswer:
         else:
             part = self._part(text)
             done = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
-            told = [
+            events = [
                 self._event(done, text=text, **place),
                 self._event("response.content_part.done", part=part, **place),
             ]
             item["content"] = [part]
         item["status"] = status
-        self.told["output"].append(item)
+        self.response["output"].append(item)
         self._item = None
-        index = len(self.told["output"]) - 1
-        return [*told, self._event("response.output_item.done", output_index=index, item=item)]
+        index = len(self.response["output"]) - 1
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _part(self, text: str) -> dict[str, Any]:
         assert self._item is not None
@@ -343,11 +343,11 @@ class ResponseAnswer:
 
     def _place(self) -> dict[str, Any]:
         assert self._item is not None
-        place = {"item_id": self._item["id"], "output_index": len(self.told["output"])}
+        place = {"item_id": self._item["id"], "output_index": len(self.response["output"])}
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
 
     def _whole(self, name: str) -> dict[str, Any]:
-        return self._event(name, response={**self.told, "output": list(self.told["output"])})
+        return self._event(name, response={**self.response, "output": list(self.response["output"])})
 
     def _event(self, kind: str, /, **fields: Any) -> dict[str, Any]:
         self._number += 1

@@ -84,7 +84,7 @@ class RunningAnswer:
         return pieces
 
     @property
-    def told_reason(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Return why it ended, as clients are told: calls are a reason of their own, unless the last was cut short."""
         called = self._parser is not None and self._parser.has_called
         return "tool_calls" if called and self.reason == "stop" else self.reason

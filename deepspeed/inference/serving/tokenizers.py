@@ -79,9 +79,9 @@ class HuggingFaceTokenizer:
         roles = {
             name: str(value) for name, value in known.special_tokens_map.items() if isinstance(value, str)
         }
-        of_interest = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        absent = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
         template = getattr(known, "chat_template", None)
-        return {"tokenizer_class": type(known).__name__, "chat_template": template, **of_interest, **roles}
+        return {"tokenizer_class": type(known).__name__, "chat_template": template, **absent, **roles}
 
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
         """Tokenize a chat. ``arguments``: of the template and of ``apply_chat_template``."""
@@ -95,10 +95,10 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
-            told = (
+            problem = (
                 f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in"
             )
-            raise RequestError(f"{told} {self._max_tokens:,} tokens", None, "context_length_exceeded")
+            raise RequestError(f"{problem} {self._max_tokens:,} tokens", None, "context_length_exceeded")
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def _left_out(self) -> dict[int, str]:

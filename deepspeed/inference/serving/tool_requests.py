@@ -198,7 +198,7 @@ def _reasoning(name: str | None, end: str, begun: str) -> tuple[ReasoningFormat 
         return None, False
     form = REASONING_FORMATS[name]
     if begun.strip():  # the state follows from the partial message, not from the end of the prompt
-        inside = form.goes_on_in(begun)
+        inside = form.ends_inside(begun)
         return (form if inside else None), inside
     if end.rstrip().endswith(form.end):
         return None, False

@@ -22,12 +22,12 @@ def check_schema(schema: Any, where: str, depth: int = 0) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        told = (
+        problem = (
             f"at most {_MAX_DEPTH} are inside of each other"
             if depth > _MAX_DEPTH
             else f"not {kind_of(schema)}"
         )
-        raise RequestError(f"{where}: a JSON schema is expected, {told}", where)
+        raise RequestError(f"{where}: a JSON schema is expected, {problem}", where)
     kinds, needed, values = (schema.get(name) for name in ("type", "required", "enum"))
     if kinds is not None and not isinstance(kinds, str) and not _is_texts(kinds):
         raise _wrong(f"{where}.type", "the name of a type or a list of these is expected", kinds)
@@ -60,8 +60,8 @@ def _is_texts(given: Any) -> bool:
 
 
 def _wrong(where: str, expected: str, given: Any) -> RequestError:
-    told = "a list with something else" if isinstance(given, list) else kind_of(given)
-    return RequestError(f"{where}: {expected}, not {told}", where)
+    shown = "a list with something else" if isinstance(given, list) else kind_of(given)
+    return RequestError(f"{where}: {expected}, not {shown}", where)
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:

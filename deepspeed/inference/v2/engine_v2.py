@@ -22,7 +22,7 @@ from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
 from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.cache.stored import StoredBlocks
 from deepspeed.inference.model.runner import ModelRunner
-from deepspeed.inference.quantized.selection import give_six_bits
+from deepspeed.inference.quantized.selection import quantize_to_fp6
 from deepspeed.inference.split.layers import split_over, tensor_parallel_group
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
@@ -76,7 +76,7 @@ class InferenceEngineV2:
         if self._group is not None:
             split_over(self._model, self._group)
         if engine_config.quantization.quantization_mode is not None:
-            log_dist(f"inference: {give_six_bits(self._model)}", ranks=[0])
+            log_dist(f"inference: {quantize_to_fp6(self._model)}", ranks=[0])
         self.runner = ModelRunner(self._model, BLOCK_SIZE)
         self._max_context = min(manager.max_context, self.runner.facts.max_length or manager.max_context)
         num_blocks = self._num_blocks(manager)

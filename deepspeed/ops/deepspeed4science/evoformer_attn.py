@@ -88,11 +88,11 @@ def attention_bwd(
         dq, dk, dv = gpu.backward(*arguments)
     else:
         dq, dk, dv = _backward(*arguments)
-    of_biases = [
+    grad_biases = [
         None if grad is None or bias is None else grad.to(bias.dtype)
         for grad, bias in ((bias1_grad, bias1), (bias2_grad, bias2))
     ]
-    return dq, dk, dv, of_biases[0], of_biases[1]
+    return dq, dk, dv, grad_biases[0], grad_biases[1]
 
 
 def _backward(
@@ -112,10 +112,10 @@ def _backward(
     for at, chunk in _chunks(q, k):
         scores = _scores(q, k, bias1, bias2, at, chunk)
         weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
-        of_out = _heads(grad, at, chunk)
-        spread = (of_out * _heads(out, at, chunk)).sum(-1, keepdim=True)
-        dscores = weights * (of_out @ _heads(v, at, chunk).mT - spread)
-        dv[at, chunk] = (weights.mT @ of_out).transpose(1, 2).to(dv.dtype)
+        grad_out = _heads(grad, at, chunk)
+        delta = (grad_out * _heads(out, at, chunk)).sum(-1, keepdim=True)
+        dscores = weights * (grad_out @ _heads(v, at, chunk).mT - delta)
+        dv[at, chunk] = (weights.mT @ grad_out).transpose(1, 2).to(dv.dtype)
         dq[at, chunk] = (dscores @ _heads(k, at, chunk) * scale).transpose(1, 2).to(dq.dtype)
         dk[at, chunk] = (dscores.mT @ _heads(q, at, chunk) * scale).transpose(1, 2).to(dk.dtype)
         if bias1_grad is not None:

@@ -166,7 +166,7 @@ class BlockCodec(_NativeCodec):
 
     @staticmethod
     def _at_random(blocks: Tensor, seed: int) -> Rounding:
-        return lambda quotients: quotients.add_(_parts(blocks, seed)).round_()
+        return lambda quotients: quotients.add_(_random_offsets(blocks, seed)).round_()
 
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
         scales, data = _open(payloads, -(-numel // self.block))
@@ -340,21 +340,21 @@ def seed_of(*numbers: int) -> int:
     """Hash ``numbers``, in order, to 32 bits."""
     seed = 0
     for number in numbers:
-        seed = _mixed(seed + number)
+        seed = _hash32(seed + number)
     return seed
 
 
-def _parts(blocks: Tensor, seed: int) -> Tensor:
+def _random_offsets(blocks: Tensor, seed: int) -> Tensor:
     """Return fp32 in (-1/2, 1/2) per element of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
     block = blocks.shape[-1]
     number = torch.arange(blocks.numel() // block, device=blocks.device)
-    keys = _mixed(number + _mixed(number.new_full((), seed & _WORD) + (number >> 32)))
-    keys = _mixed(blocks.view(torch.int32).long().sum(-1) + keys.view(blocks.shape[:-1]))
-    random = _mixed(keys.unsqueeze(-1) + torch.arange(block, device=blocks.device))
+    keys = _hash32(number + _hash32(number.new_full((), seed & _WORD) + (number >> 32)))
+    keys = _hash32(blocks.view(torch.int32).long().sum(-1) + keys.view(blocks.shape[:-1]))
+    random = _hash32(keys.unsqueeze(-1) + torch.arange(block, device=blocks.device))
     return ((random >> 15) | 1).float().mul_(2.0**-17).sub_(0.5)
 
 
-def _mixed(x: Any) -> Any:
+def _hash32(x: Any) -> Any:
     """Hash the lowest 32 bits of an integer or of int64 numbers, as ``mix`` in ``csrc/include/mixing.h`` does."""
     x = x & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD

@@ -86,8 +86,8 @@ def _forward(
         )
         v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
-    out, of_row = finished(top, total, out)
-    tl.store(lse + base + rows, of_row, mask=inside)
+    out, row_lse = finished(top, total, out)
+    tl.store(lse + base + rows, row_lse, mask=inside)
     stored(output + base * size, out, rows, inside, size, SIZE)
 
 
@@ -99,7 +99,7 @@ def _query_gradient(
     output,
     lse,
     grad,
-    spread,
+    delta,
     grad_query,
     starts,
     columns,
@@ -121,7 +121,7 @@ def _query_gradient(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute by rows. Also stores ``spread``, the row sums of output times its gradient, for the other kernels."""
+    """Compute by rows. Also stores ``delta``, the row sums of output times its gradient, for the other kernels."""
     batch, head, row, rows, inside = own(heads, block_rows, BLOCK, ROWS)
     first, count = list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
     base = (batch * heads + head).to(tl.int64) * tokens
@@ -131,13 +131,13 @@ def _query_gradient(
         positions += batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
 
     q = loaded(query + base * size, rows, inside, size, SIZE).to(DOT)
-    of_out = loaded(grad + base * size, rows, inside, size, SIZE)
+    grad_out = loaded(grad + base * size, rows, inside, size, SIZE)
     out = loaded(output + base * size, rows, inside, size, SIZE)
-    of_row = tl.sum(of_out.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(spread + base + rows, of_row, mask=inside)
-    of_out = of_out.to(DOT)
+    row_delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta + base + rows, row_delta, mask=inside)
+    grad_out = grad_out.to(DOT)
     normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
-    found = tl.zeros([ROWS, SIZE], tl.float32)
+    grad_q = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, count, COLUMNS):
         seen, exists = listed(columns + first, start, count, BLOCK, COLUMNS)
         k = loaded(key + base * size, seen, exists, size, SIZE).to(DOT)
@@ -145,9 +145,9 @@ def _query_gradient(
             q, k, rows, inside, seen, exists, scale, key_bias, score_bias, positions, tokens, CAUSAL, False
         )
         v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
-        of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
-        found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
-    stored(grad_query + base * size, found * (scale / _LOG2E), rows, inside, size, SIZE)
+        grad_scores = scores_gradient(tl.exp2(scores - normal[:, None]), grad_out, v, row_delta[:, None])
+        grad_q += tl.dot(grad_scores.to(DOT), k, input_precision="ieee")
+    stored(grad_query + base * size, grad_q * (scale / _LOG2E), rows, inside, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["block_rows"])
@@ -157,7 +157,7 @@ def _key_gradients(
     value,
     lse,
     grad,
-    spread,
+    delta,
     grad_key,
     grad_value,
     starts,  # of the transposed layout: rows that attend to each block column
@@ -192,8 +192,8 @@ def _key_gradients(
 
     k = loaded(key + base * size, keys, inside, size, SIZE).to(DOT)
     v = loaded(value + base * size, keys, inside, size, SIZE).to(DOT)
-    of_k = tl.zeros([ROWS, SIZE], tl.float32)
-    of_v = tl.zeros([ROWS, SIZE], tl.float32)
+    grad_k = tl.zeros([ROWS, SIZE], tl.float32)
+    grad_v = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, count, COLUMNS):
         rows, exists = listed(columns + first, start, count, BLOCK, COLUMNS)
         q = loaded(query + base * size, rows, exists, size, SIZE).to(DOT)
@@ -202,13 +202,13 @@ def _key_gradients(
         )
         normal = finite(tl.load(lse + base + rows, mask=exists, other=0.0))
         weights = tl.exp2(scores - normal[None, :])
-        of_out = loaded(grad + base * size, rows, exists, size, SIZE).to(DOT)
-        of_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
-        of_row = tl.load(spread + base + rows, mask=exists, other=0.0)
-        of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
-        of_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
-    stored(grad_key + base * size, of_k * (scale / _LOG2E), keys, inside, size, SIZE)
-    stored(grad_value + base * size, of_v, keys, inside, size, SIZE)
+        grad_out = loaded(grad + base * size, rows, exists, size, SIZE).to(DOT)
+        grad_v += tl.dot(weights.to(DOT), grad_out, input_precision="ieee")
+        row_delta = tl.load(delta + base + rows, mask=exists, other=0.0)
+        grad_scores = scores_gradient(weights, v, grad_out, row_delta[None, :])
+        grad_k += tl.dot(grad_scores.to(DOT), q, input_precision="ieee")
+    stored(grad_key + base * size, grad_k * (scale / _LOG2E), keys, inside, size, SIZE)
+    stored(grad_value + base * size, grad_v, keys, inside, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["batches", "count_members", "parts"])
@@ -218,7 +218,7 @@ def _positions_gradient(
     value,
     lse,
     grad,
-    spread,
+    delta,
     grad_positions,  # fp32, accumulated into
     members,  # heads with this layout
     starts,  # of this layout
@@ -260,20 +260,20 @@ def _positions_gradient(
             batch = first_batch + turn // each_head
             head = tl.load(members + first_head + turn % each_head).to(tl.int32)
             base = (batch * heads + head).to(tl.int64) * tokens
-            of_keys = key_bias
+            sequence_bias = key_bias
             if key_bias is not None:
-                of_keys = key_bias + batch.to(tl.int64) * tokens
+                sequence_bias = key_bias + batch.to(tl.int64) * tokens
             q = loaded(query + base * size, rows, inside, size, SIZE).to(DOT)
             k = loaded(key + base * size, seen, exists, size, SIZE).to(DOT)
             at = positions + plane
             scores = scores_of(
-                q, k, rows, inside, seen, exists, scale, of_keys, score_bias, at, tokens, CAUSAL, False
+                q, k, rows, inside, seen, exists, scale, sequence_bias, score_bias, at, tokens, CAUSAL, False
             )
             normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
-            of_out = loaded(grad + base * size, rows, inside, size, SIZE).to(DOT)
+            grad_out = loaded(grad + base * size, rows, inside, size, SIZE).to(DOT)
             v = loaded(value + base * size, seen, exists, size, SIZE).to(DOT)
-            of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
-            found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+            row_delta = tl.load(delta + base + rows, mask=inside, other=0.0)
+            found += scores_gradient(tl.exp2(scores - normal[:, None]), grad_out, v, row_delta[:, None])
         place = grad_positions + plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]
         wanted = inside[:, None] & exists[None, :]
         tl.store(place, tl.load(place, mask=wanted, other=0.0) + found, mask=wanted)
@@ -374,25 +374,25 @@ def backward(
     positions_wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and positions."""
-    of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
-    spread = torch.empty_like(lse)
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+    delta = torch.empty_like(lse)
     tile = backward_tile(q, layout.block)
     sizes = (scale * LOG2E, q.shape[1], q.shape[2], q.shape[2] // layout.block)
     pointers = _pointers(added)
     constants = {**_constants(q, layout, added, tile), **tile.options}
     _query_gradient[_programs(q, layout, tile)](
-        *(q, k, v, out, lse, grad, spread, of_q, *layout.rows[:3], *pointers, *sizes), **constants
+        *(q, k, v, out, lse, grad, delta, grad_q, *layout.rows[:3], *pointers, *sizes), **constants
     )
     _key_gradients[_programs(q, layout, tile)](
-        *(q, k, v, lse, grad, spread, of_k, of_v, *layout.columns[:3], *pointers, *sizes), **constants
+        *(q, k, v, lse, grad, delta, grad_k, grad_v, *layout.columns[:3], *pointers, *sizes), **constants
     )
-    of_positions = None
+    grad_positions = None
     if positions_wanted and added.positions is not None:
-        of_positions = _of_positions((q, k, v, lse, grad, spread), layout, added, scale, tile)
-    return of_q, of_k, of_v, of_positions
+        grad_positions = _sum_positions_gradient((q, k, v, lse, grad, delta), layout, added, scale, tile)
+    return grad_q, grad_k, grad_v, grad_positions
 
 
-def _of_positions(
+def _sum_positions_gradient(
     tensors: tuple[Tensor, ...], layout: BlockLayout, added: Added, scale: float, tile: Tile
 ) -> Tensor:
     q, positions = tensors[0], added.positions

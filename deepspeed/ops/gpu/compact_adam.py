@@ -113,23 +113,23 @@ def _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, i
 
 
 @triton.jit
-def _stored_params(param_at, p, of_params, index, inside, PARAM: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _stored_params(param_at, p, params_offset, index, inside, PARAM: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Store the parameters in their dtype, rounded to nearest or stochastically."""
     if STOCHASTIC:
-        dither = _dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
+        dither = _dither(params_offset, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
         tl.store(param_at, _rounded(p, dither), mask=inside)
     else:
         tl.store(param_at, p.to(PARAM), mask=inside)
 
 
 @triton.jit(
-    do_not_specialize=["of_codes", "of_params", "grad_scale", "step_size", "inv_correction2", "decay"]
+    do_not_specialize=["codes_offset", "params_offset", "grad_scale", "step_size", "inv_correction2", "decay"]
 )
 def _compact_kernel(
     segments,  # [n, _WORDS] int64
     blocks,  # [programs, 2] int64: segment, first element
-    of_codes,  # offset of this step in the dither sequence; likewise of_params
-    of_params,
+    codes_offset,  # offset of this step in the dither sequence; likewise params_offset
+    params_offset,
     grad_scale,
     beta1,
     rest1,
@@ -185,12 +185,12 @@ def _compact_kernel(
     root = tl.sqrt_rn(v)
     p = p * decay - tl.div_rn(step_size * m, root * inv_correction2 + eps)
     if CODED:
-        dither = _dither(of_codes, index, _CODES_ELEMENT, _CODES_HIGH)
+        dither = _dither(codes_offset, index, _CODES_ELEMENT, _CODES_HIGH)
         _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, inside, is_block)
     else:
         tl.store(m_at, m, mask=inside)
         tl.store(v_at, v, mask=inside)
-    _stored_params(param_at, p, of_params, index, inside, PARAM, STOCHASTIC)
+    _stored_params(param_at, p, params_offset, index, inside, PARAM, STOCHASTIC)
     low = tl.load(row + 6)
     tl.store(low.to(tl.pointer_type(LOW)) + at, p.to(LOW), mask=at < tl.where(low != 0, numel, 0))
 
@@ -209,15 +209,15 @@ def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool,
 def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
     step_size, inv_correction2 = corrections(group, part.steps)
-    of_codes, of_params = (
+    codes_offset, params_offset = (
         _signed(part.steps * sequence.update) for sequence in (state_codes.OF_CODES, state_codes.OF_PARAMS)
     )
     with torch.cuda.device_of(part.segments):
         _compact_kernel[(len(part.blocks),)](
             part.segments,
             part.blocks,
-            of_codes,
-            of_params,
+            codes_offset,
+            params_offset,
             float(grad_scale),
             float(beta1),
             1.0 - beta1,

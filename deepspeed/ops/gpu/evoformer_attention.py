@@ -67,7 +67,7 @@ def _place(tokens, ROWS: tl.constexpr, heads):
 
 
 @triton.jit
-def _scores(q, k, row, key, rows, keys, scale, of_keys, of_pairs, BY_KEYS: tl.constexpr):
+def _scores(q, k, row, key, rows, keys, scale, key_bias, pair_bias, BY_KEYS: tl.constexpr):
     """Return scores with the biases of a sequence and a plane of pairs: [rows, keys], transposed if ``BY_KEYS``."""
     if BY_KEYS:
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -76,8 +76,8 @@ def _scores(q, k, row, key, rows, keys, scale, of_keys, of_pairs, BY_KEYS: tl.co
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         row, key = row[:, None], key[None, :]
     seen = (row < rows) & (key < keys)
-    scores = biased(scores, of_keys, key, key < keys)
-    scores = biased(scores, of_pairs, row.to(tl.int64) * keys + key, seen)
+    scores = biased(scores, key_bias, key, key < keys)
+    scores = biased(scores, pair_bias, row.to(tl.int64) * keys + key, seen)
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -88,8 +88,8 @@ def _forward(
     value,
     output,
     lse,
-    of_keys,
-    of_pairs,
+    key_bias,
+    pair_bias,
     scale,  # times log2(e)
     sequences,  # per batch element
     heads,
@@ -102,25 +102,28 @@ def _forward(
     DOT: tl.constexpr,
 ):
     sequence, head, row = _place(rows, ROWS, heads)
-    if of_keys is not None:
-        of_keys += sequence.to(tl.int64) * keys
-    if of_pairs is not None:
-        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
-    q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
+    if key_bias is not None:
+        key_bias += sequence.to(tl.int64) * keys
+    if pair_bias is not None:
+        pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
+    query_offset, key_offset = (
+        _head(rows, sequence, head, heads, size),
+        _head(keys, sequence, head, heads, size),
+    )
+    q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, False)
-        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
+        k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
+        scores = _scores(q, k, row, column, rows, keys, scale, key_bias, pair_bias, False)
+        v = _loaded(value + key_offset, column, keys, heads, size, SIZE).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
-    out, of_row = finished(top, total, out)
+    out, row_lse = finished(top, total, out)
     place = (sequence.to(tl.int64) * heads + head) * rows + row
-    tl.store(lse + place, of_row / _LOG2E, mask=row < rows)
-    _stored(output + of_q, out, row, rows, heads, size, SIZE)
+    tl.store(lse + place, row_lse / _LOG2E, mask=row < rows)
+    _stored(output + query_offset, out, row, rows, heads, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -131,10 +134,10 @@ def _query_gradient(
     output,
     lse,
     grad,
-    spread,
+    delta,
     grad_query,
-    of_keys,
-    of_pairs,
+    key_bias,
+    pair_bias,
     scale,
     sequences,
     heads,
@@ -146,30 +149,33 @@ def _query_gradient(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Compute by rows. Also stores ``spread``, the row sums of output times its gradient, for the other kernels."""
+    """Compute by rows. Also stores ``delta``, the row sums of output times its gradient, for the other kernels."""
     sequence, head, row = _place(rows, ROWS, heads)
-    if of_keys is not None:
-        of_keys += sequence.to(tl.int64) * keys
-    if of_pairs is not None:
-        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
-    q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
-    of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE)
-    out = _loaded(output + of_q, row, rows, heads, size, SIZE)
-    of_row = tl.sum(of_out.to(tl.float32) * out.to(tl.float32), 1)
-    of_out = of_out.to(DOT)
+    if key_bias is not None:
+        key_bias += sequence.to(tl.int64) * keys
+    if pair_bias is not None:
+        pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
+    query_offset, key_offset = (
+        _head(rows, sequence, head, heads, size),
+        _head(keys, sequence, head, heads, size),
+    )
+    q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
+    grad_out = _loaded(grad + query_offset, row, rows, heads, size, SIZE)
+    out = _loaded(output + query_offset, row, rows, heads, size, SIZE)
+    row_delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+    grad_out = grad_out.to(DOT)
     place = (sequence.to(tl.int64) * heads + head) * rows + row
-    tl.store(spread + place, of_row, mask=row < rows)
+    tl.store(delta + place, row_delta, mask=row < rows)
     normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
-    found = tl.zeros([ROWS, SIZE], tl.float32)
+    grad_q = tl.zeros([ROWS, SIZE], tl.float32)
     for start in range(0, keys, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, False)
-        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
-        of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
-        found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
-    _stored(grad_query + of_q, found * (scale / _LOG2E), row, rows, heads, size, SIZE)
+        k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
+        scores = _scores(q, k, row, column, rows, keys, scale, key_bias, pair_bias, False)
+        v = _loaded(value + key_offset, column, keys, heads, size, SIZE).to(DOT)
+        grad_scores = scores_gradient(tl.exp2(scores - normal[:, None]), grad_out, v, row_delta[:, None])
+        grad_q += tl.dot(grad_scores.to(DOT), k, input_precision="ieee")
+    _stored(grad_query + query_offset, grad_q * (scale / _LOG2E), row, rows, heads, size, SIZE)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -179,12 +185,12 @@ def _key_gradients(
     value,
     lse,
     grad,
-    spread,
+    delta,
     grad_key,
     grad_value,
-    grad_of_keys,  # [sequences, heads, keys] fp32, or None
-    of_keys,
-    of_pairs,
+    grad_key_bias,  # [sequences, heads, keys] fp32, or None
+    key_bias,
+    pair_bias,
     scale,
     sequences,
     heads,
@@ -198,35 +204,38 @@ def _key_gradients(
 ):
     """Compute by keys: a program has ``ROWS`` of them, and takes the queries ``COLUMNS`` at a time."""
     sequence, head, column = _place(keys, ROWS, heads)
-    if of_keys is not None:
-        of_keys += sequence.to(tl.int64) * keys
-    if of_pairs is not None:
-        of_pairs += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
-    k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-    v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
-    found_k = tl.zeros([ROWS, SIZE], tl.float32)
-    found_v = tl.zeros([ROWS, SIZE], tl.float32)
-    found_bias = tl.zeros([ROWS], tl.float32)
+    if key_bias is not None:
+        key_bias += sequence.to(tl.int64) * keys
+    if pair_bias is not None:
+        pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
+    query_offset, key_offset = (
+        _head(rows, sequence, head, heads, size),
+        _head(keys, sequence, head, heads, size),
+    )
+    k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
+    v = _loaded(value + key_offset, column, keys, heads, size, SIZE).to(DOT)
+    grad_k = tl.zeros([ROWS, SIZE], tl.float32)
+    grad_v = tl.zeros([ROWS, SIZE], tl.float32)
+    bias_sums = tl.zeros([ROWS], tl.float32)
     for start in range(0, rows, COLUMNS):
         row = start + tl.arange(0, COLUMNS)
-        q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
-        scores = _scores(q, k, row, column, rows, keys, scale, of_keys, of_pairs, True)
+        q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
+        scores = _scores(q, k, row, column, rows, keys, scale, key_bias, pair_bias, True)
         place = (sequence.to(tl.int64) * heads + head) * rows + row
         normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
         weights = tl.exp2(scores - normal[None, :])
-        of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
-        found_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
-        of_row = tl.load(spread + place, mask=row < rows, other=0.0)
-        of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
-        found_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
-        if grad_of_keys is not None:
-            found_bias += tl.sum(of_scores, 1)
-    _stored(grad_key + of_k, found_k * (scale / _LOG2E), column, keys, heads, size, SIZE)
-    _stored(grad_value + of_k, found_v, column, keys, heads, size, SIZE)
-    if grad_of_keys is not None:
+        grad_out = _loaded(grad + query_offset, row, rows, heads, size, SIZE).to(DOT)
+        grad_v += tl.dot(weights.to(DOT), grad_out, input_precision="ieee")
+        row_delta = tl.load(delta + place, mask=row < rows, other=0.0)
+        grad_scores = scores_gradient(weights, v, grad_out, row_delta[None, :])
+        grad_k += tl.dot(grad_scores.to(DOT), q, input_precision="ieee")
+        if grad_key_bias is not None:
+            bias_sums += tl.sum(grad_scores, 1)
+    _stored(grad_key + key_offset, grad_k * (scale / _LOG2E), column, keys, heads, size, SIZE)
+    _stored(grad_value + key_offset, grad_v, column, keys, heads, size, SIZE)
+    if grad_key_bias is not None:
         place = (sequence.to(tl.int64) * heads + head) * keys + column
-        tl.store(grad_of_keys + place, found_bias, mask=column < keys)
+        tl.store(grad_key_bias + place, bias_sums, mask=column < keys)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -236,10 +245,10 @@ def _pairs_gradient(
     value,
     lse,
     grad,
-    spread,
-    grad_of_pairs,  # fp32, accumulated into
-    of_keys,
-    of_pairs,
+    delta,
+    grad_pair_bias,  # fp32, accumulated into
+    key_bias,
+    pair_bias,
     scale,
     sequences,
     heads,
@@ -252,32 +261,38 @@ def _pairs_gradient(
     DOT: tl.constexpr,
 ):
     """Sum the gradient of a tile of queries and keys of one head over the sequences of one batch element."""
-    of_rows, of_columns = tl.cdiv(rows, ROWS), tl.cdiv(keys, COLUMNS)
-    tile, plane = tl.program_id(0) % (of_rows * of_columns), tl.program_id(0) // (of_rows * of_columns)
-    row = tile // of_columns * ROWS + tl.arange(0, ROWS)
-    column = tile % of_columns * COLUMNS + tl.arange(0, COLUMNS)
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(keys, COLUMNS)
+    tile, plane = (
+        tl.program_id(0) % (row_tiles * column_tiles),
+        tl.program_id(0) // (row_tiles * column_tiles),
+    )
+    row = tile // column_tiles * ROWS + tl.arange(0, ROWS)
+    column = tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
     head, first = plane % heads, plane // heads * sequences
-    if of_pairs is not None:
-        of_pairs += plane.to(tl.int64) * rows * keys
+    if pair_bias is not None:
+        pair_bias += plane.to(tl.int64) * rows * keys
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
     for number in range(sequences):
         sequence = first + number
-        keys_bias = of_keys
-        if of_keys is not None:
-            keys_bias = of_keys + sequence.to(tl.int64) * keys
-        of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
-        q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
-        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
-        scores = _scores(q, k, row, column, rows, keys, scale, keys_bias, of_pairs, False)
+        sequence_bias = key_bias
+        if key_bias is not None:
+            sequence_bias = key_bias + sequence.to(tl.int64) * keys
+        query_offset, key_offset = (
+            _head(rows, sequence, head, heads, size),
+            _head(keys, sequence, head, heads, size),
+        )
+        q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
+        k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
+        scores = _scores(q, k, row, column, rows, keys, scale, sequence_bias, pair_bias, False)
         place = (sequence.to(tl.int64) * heads + head) * rows + row
         normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
-        of_row = tl.load(spread + place, mask=row < rows, other=0.0)
-        of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
-        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
-        found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+        row_delta = tl.load(delta + place, mask=row < rows, other=0.0)
+        grad_out = _loaded(grad + query_offset, row, rows, heads, size, SIZE).to(DOT)
+        v = _loaded(value + key_offset, column, keys, heads, size, SIZE).to(DOT)
+        found += scores_gradient(tl.exp2(scores - normal[:, None]), grad_out, v, row_delta[:, None])
     place = (plane.to(tl.int64) * rows + row)[:, None] * keys + column[None, :]
     mask = (row < rows)[:, None] & (column < keys)[None, :]
-    tl.store(grad_of_pairs + place, tl.load(grad_of_pairs + place, mask=mask, other=0.0) + found, mask=mask)
+    tl.store(grad_pair_bias + place, tl.load(grad_pair_bias + place, mask=mask, other=0.0) + found, mask=mask)
 
 
 class Gradients(NamedTuple):
@@ -288,7 +303,7 @@ class Gradients(NamedTuple):
 
 @where_tensors_are
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None, pair_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return output, and log-sum-exp [batch, sequences, heads, queries]. Shapes as in `DS4Sci_EvoformerAttention`."""
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -296,7 +311,7 @@ def forward(
     lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=torch.float32)
     tile = forward_tile(q)
     _forward[_programs(q, q.shape[2], tile)](
-        *(q, k, v, out, lse, contiguous(of_keys), contiguous(of_pairs)),
+        *(q, k, v, out, lse, contiguous(key_bias), contiguous(pair_bias)),
         *_sizes(q, k),
         **_constants(q, tile),
         **tile.options,
@@ -312,37 +327,37 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    of_keys: Tensor | None,
-    of_pairs: Tensor | None,
-    grad_of_keys: Tensor | None,
-    grad_of_pairs: Tensor | None,
+    key_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    grad_key_bias: Tensor | None,
+    grad_pair_bias: Tensor | None,
 ) -> Gradients:
     """Return the inputs' gradients; those of the biases are accumulated into the last two arguments, in fp32."""
     grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
     found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
-    spread = torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     tile = backward_tile(q)
-    rest = (contiguous(of_keys), contiguous(of_pairs), *_sizes(q, k))
+    rest = (contiguous(key_bias), contiguous(pair_bias), *_sizes(q, k))
     constants = {**_constants(q, tile), **tile.options}
     _query_gradient[_programs(q, q.shape[2], tile)](
-        *(q, k, v, out, lse, grad, spread, found.query), *rest, **constants
+        *(q, k, v, out, lse, grad, delta, found.query), *rest, **constants
     )
     by_head = None
-    if grad_of_keys is not None:
+    if grad_key_bias is not None:
         by_head = lse.new_empty((*lse.shape[:3], k.shape[2]))
     _key_gradients[_programs(q, k.shape[2], tile)](
-        *(q, k, v, lse, grad, spread, found.key, found.value, by_head), *rest, **constants
+        *(q, k, v, lse, grad, delta, found.key, found.value, by_head), *rest, **constants
     )
-    if grad_of_keys is not None and by_head is not None:
-        grad_of_keys += by_head.sum(2)[:, :, None, None]
-    if grad_of_pairs is not None:
-        sums = grad_of_pairs.contiguous()
+    if grad_key_bias is not None and by_head is not None:
+        grad_key_bias += by_head.sum(2)[:, :, None, None]
+    if grad_pair_bias is not None:
+        sums = grad_pair_bias.contiguous()
         tiles = triton.cdiv(q.shape[2], tile.rows) * triton.cdiv(k.shape[2], tile.columns)
         _pairs_gradient[(q.shape[0] * q.shape[3] * tiles,)](
-            *(q, k, v, lse, grad, spread, sums), *rest, **constants
+            *(q, k, v, lse, grad, delta, sums), *rest, **constants
         )
-        if sums is not grad_of_pairs:
-            grad_of_pairs.copy_(sums)
+        if sums is not grad_pair_bias:
+            grad_pair_bias.copy_(sums)
     return found
 
 

@@ -57,7 +57,7 @@ def _gate_kernel(
 
 
 @triton.jit
-def _swiglu_backward_kernel(grad, gate, up, of_gate, of_up, numel, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, numel, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < numel
     g = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
@@ -65,8 +65,8 @@ def _swiglu_backward_kernel(grad, gate, up, of_gate, of_up, numel, BLOCK: tl.con
     y = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(x)
     slope = share * (1.0 + x * (1.0 - share))
-    tl.store(of_gate + index, (g * y * slope).to(of_gate.dtype.element_ty), mask=inside)
-    tl.store(of_up + index, (g * x * share).to(of_up.dtype.element_ty), mask=inside)
+    tl.store(grad_gate + index, (g * y * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + index, (g * x * share).to(grad_up.dtype.element_ty), mask=inside)
 
 
 def supports(gate: Tensor, up: Tensor | None = None) -> bool:
@@ -112,10 +112,10 @@ class Swiglu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         if gate.numel():
             with torch.cuda.device_of(gate):
                 _swiglu_backward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
-                    grad.contiguous(), gate, up, of_gate, of_up, gate.numel(), BLOCK=_BLOCK, num_warps=4
+                    grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel(), BLOCK=_BLOCK, num_warps=4
                 )
-        return of_gate, of_up
+        return grad_gate, grad_up

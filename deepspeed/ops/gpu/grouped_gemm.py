@@ -45,9 +45,9 @@ def _product_kernel(
     groups,
     inner,
     outer,
-    of_group,
-    of_inner,
-    of_outer,
+    group_stride,
+    inner_stride,
+    outer_stride,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -60,7 +60,7 @@ def _product_kernel(
         return
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * OUTER + tl.arange(0, OUTER)).to(tl.int64)[None, :]
-    matrix = matrices + group.to(tl.int64) * of_group
+    matrix = matrices + group.to(tl.int64) * group_stride
     total = tl.zeros((ROWS, OUTER), tl.float32)
     for first in range(0, inner, INNER):
         middle = (first + tl.arange(0, INNER)).to(tl.int64)
@@ -68,7 +68,7 @@ def _product_kernel(
             x + row * inner + middle[None, :], mask=(row < end) & (middle[None, :] < inner), other=0.0
         )
         right = tl.load(
-            matrix + middle[:, None] * of_inner + column * of_outer,
+            matrix + middle[:, None] * inner_stride + column * outer_stride,
             mask=(middle[:, None] < inner) & (column < outer),
             other=0.0,
         )
@@ -85,13 +85,13 @@ def _matrices_kernel(
     x,  # [rows, inner]
     grad,  # [rows, outer]
     out,  # [groups, inner, outer], in any layout
-    of_bias,  # [groups, outer], or None
+    grad_bias,  # [groups, outer], or None
     ends,  # [groups] int32
     inner,
     outer,
-    of_group,
-    of_inner,
-    of_outer,
+    group_stride,
+    inner_stride,
+    outer_stride,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -114,13 +114,13 @@ def _matrices_kernel(
             grad + row * outer + column[None, :], mask=(row < end) & (column[None, :] < outer), other=0.0
         )
         total = tl.dot(tl.trans(left.to(OPERAND)), right.to(OPERAND), total, input_precision=PRECISION)
-        if of_bias is not None:
+        if grad_bias is not None:
             sums += tl.sum(right.to(tl.float32), 0)
-    place = out + group * of_group + middle[:, None] * of_inner + column[None, :] * of_outer
+    place = out + group * group_stride + middle[:, None] * inner_stride + column[None, :] * outer_stride
     inside = (middle[:, None] < inner) & (column[None, :] < outer)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
-    if of_bias is not None and tl.program_id(1) == 0:
-        tl.store(of_bias + group * outer + column, sums.to(of_bias.dtype.element_ty), mask=column < outer)
+    if grad_bias is not None and tl.program_id(1) == 0:
+        tl.store(grad_bias + group * outer + column, sums.to(grad_bias.dtype.element_ty), mask=column < outer)
 
 
 def supports(*tensors: Tensor | None) -> bool:
@@ -160,9 +160,11 @@ def product(
     return out
 
 
-def of_matrices(rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, of_bias: Tensor | None) -> Tensor:
+def matrices_gradient(
+    rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, grad_bias: Tensor | None
+) -> Tensor:
     """The gradient of ``matrices``, in their layout, for the gradient ``grad`` [n, outer] of `product`; that of the
-    bias is written to ``of_bias`` [groups, outer]. Both are zeros for a group without rows."""
+    bias is written to ``grad_bias`` [groups, outer]. Both are zeros for a group without rows."""
     groups, inner, outer = matrices.shape
     out = torch.empty_like(matrices)
     if not out.numel():
@@ -174,7 +176,7 @@ def of_matrices(rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, of_b
             rows.contiguous(),
             grad.contiguous(),
             out,
-            of_bias,
+            grad_bias,
             ends,
             inner,
             outer,
@@ -201,14 +203,14 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
         rows, matrices, ends = ctx.saved_tensors
         to_rows, to_matrices, _, to_bias = ctx.needs_input_grad
-        of_rows = rows.new_zeros(rows.shape) if to_rows else None
-        of_bias = grad.new_zeros(len(matrices), matrices.shape[2]) if to_bias else None
+        grad_rows = rows.new_zeros(rows.shape) if to_rows else None
+        grad_bias = grad.new_zeros(len(matrices), matrices.shape[2]) if to_bias else None
         made = None
-        if of_rows is not None:
-            product(grad, matrices.transpose(1, 2), ends, out=of_rows)
+        if grad_rows is not None:
+            product(grad, matrices.transpose(1, 2), ends, out=grad_rows)
         if to_matrices or to_bias:
-            made = of_matrices(rows, grad, matrices, ends, of_bias)
-        return of_rows, made if to_matrices else None, None, of_bias
+            made = matrices_gradient(rows, grad, matrices, ends, grad_bias)
+        return grad_rows, made if to_matrices else None, None, grad_bias
 
 
 def _types(rows: Tensor) -> dict[str, Any]:

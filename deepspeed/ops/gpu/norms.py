@@ -83,10 +83,10 @@ def _backward_kernel(
     weight,  # [size], or None
     means,  # [rows], or None
     factors,  # [rows]
-    of_total,  # [rows, size], the gradient of the residual
-    of_x,  # [rows, size], or None: the same as of the residual
-    of_weight,  # [programs, size] fp32, or None
-    of_bias,  # [programs, size] fp32, or None
+    grad_residual,  # [rows, size], the gradient of the residual
+    grad_x,  # [rows, size], or None: the same as of the residual
+    grad_weight,  # [programs, size] fp32, or None
+    grad_bias,  # [programs, size] fp32, or None
     rows,
     size,
     offset,
@@ -118,17 +118,17 @@ def _backward_kernel(
         result = (scaled - centre - normed * along) * factor
         if grad_total is not None:
             result += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(of_total + at, result.to(of_total.dtype.element_ty), mask=inside)
-        if of_x is not None:
+        tl.store(grad_residual + at, result.to(grad_residual.dtype.element_ty), mask=inside)
+        if grad_x is not None:
             part = tl.where(kept(at, seed_low, seed_high, limit), result * scale, 0.0)
-            tl.store(of_x + at, part.to(of_x.dtype.element_ty), mask=inside)
+            tl.store(grad_x + at, part.to(grad_x.dtype.element_ty), mask=inside)
         weight_sums += g * normed
         bias_sums += g
     place = tl.program_id(0).to(tl.int64) * size + column
-    if of_weight is not None:
-        tl.store(of_weight + place, weight_sums, mask=inside)
-    if of_bias is not None:
-        tl.store(of_bias + place, bias_sums, mask=inside)
+    if grad_weight is not None:
+        tl.store(grad_weight + place, weight_sums, mask=inside)
+    if grad_bias is not None:
+        tl.store(grad_bias + place, bias_sums, mask=inside)
 
 
 def supports(x: Tensor, *others: Tensor | None) -> bool:
@@ -190,8 +190,8 @@ class AddedNorm(torch.autograd.Function):
         size = total.shape[-1]
         rows = total.numel() // size if size else 0
         grad = torch.zeros_like(total) if grad is None else grad.contiguous()
-        of_total = torch.empty_like(total)
-        of_x = None if ctx.drops is None else torch.empty_like(total)
+        grad_residual = torch.empty_like(total)
+        grad_x = None if ctx.drops is None else torch.empty_like(total)
         programs = max(1, min(_PROGRAMS, rows))
         sums = [
             None if each is None else torch.empty(programs, size, dtype=torch.float32, device=total.device)
@@ -205,8 +205,8 @@ class AddedNorm(torch.autograd.Function):
                 weight,
                 means,
                 factors,
-                of_total,
-                of_x,
+                grad_residual,
+                grad_x,
                 *sums,
                 rows,
                 size,
@@ -215,12 +215,16 @@ class AddedNorm(torch.autograd.Function):
                 BLOCK=triton.next_power_of_2(size),
                 num_warps=_warps(size),
             )
-        of_parameters = [
+        grad_parameters = [
             None if given is None or made is None else made.sum(0).to(given.dtype)
             for given, made in zip((weight, bias), sums, strict=True)
         ]
-        of_residual = of_total if ctx.needs_input_grad[1] else None
-        return (of_total if of_x is None else of_x), of_residual, *of_parameters, None, None, None, None
+        return (
+            grad_residual if grad_x is None else grad_x,
+            grad_residual if ctx.needs_input_grad[1] else None,
+            *grad_parameters,
+            *(None, None, None, None),
+        )
 
 
 def _forward(

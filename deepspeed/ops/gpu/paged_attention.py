@@ -71,10 +71,12 @@ def _queries(
     query, token, head, inside, query_token, query_head, key_size: tl.constexpr, KEY_SIZE: tl.constexpr
 ):
     """Return the queries of a program's rows, [ROWS, KEY_SIZE]."""
-    of_key = tl.arange(0, KEY_SIZE)
+    key_column = tl.arange(0, KEY_SIZE)
     row_at = query + token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
     return tl.load(
-        row_at[:, None] + of_key[None, :], mask=inside[:, None] & (of_key < key_size)[None, :], other=0.0
+        row_at[:, None] + key_column[None, :],
+        mask=inside[:, None] & (key_column < key_size)[None, :],
+        other=0.0,
     )
 
 
@@ -111,10 +113,12 @@ def _stored_part(
 ):
     """Store the results of one part of a piece, for the kernel that combines them."""
     place = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
-    of_value = tl.arange(0, VALUE_SIZE)
+    value_column = tl.arange(0, VALUE_SIZE)
     tl.store(parts_lse + place, lse)
     tl.store(
-        parts + place[:, None] * value_size + of_value[None, :], out, mask=(of_value < value_size)[None, :]
+        parts + place[:, None] * value_size + value_column[None, :],
+        out,
+        mask=(value_column < value_size)[None, :],
     )
 
 
@@ -167,7 +171,7 @@ def _attend(
     token, head, inside = _rows_of(pieces, piece, tl.load(item + 1), kv_head, GROUP, ROWS)
     position = tl.load(pieces + 3 * piece) + token
     token += tl.load(pieces + 3 * piece + 2)
-    of_key, of_value = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
+    key_column, value_column = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
     blocks = tl.cdiv(end, BLOCK)
 
     q = _queries(query, token, head, inside, query_token, query_head, key_size, KEY_SIZE).to(DOT)
@@ -186,13 +190,13 @@ def _attend(
         block = tl.load(tables + piece * longest + column // BLOCK, mask=listed, other=0)
         base = block.to(tl.int64) * kv_heads + kv_head
         at = column % BLOCK
-        k_at = keys + (base * (key_size * BLOCK) + at)[None, :] + of_key[:, None] * BLOCK
-        k = tl.load(k_at, mask=(of_key < key_size)[:, None] & listed[None, :], other=0.0).to(DOT)
+        k_at = keys + (base * (key_size * BLOCK) + at)[None, :] + key_column[:, None] * BLOCK
+        k = tl.load(k_at, mask=(key_column < key_size)[:, None] & listed[None, :], other=0.0).to(DOT)
         scores = _scored(
             q, k, column, exists, position, slopes, slope, scale, softcap, window, WINDOW, SOFTCAP
         )
-        v_at = values + (base * (value_size * BLOCK) + at * value_size)[:, None] + of_value[None, :]
-        v = tl.load(v_at, mask=exists[:, None] & (of_value < value_size)[None, :], other=0.0).to(DOT)
+        v_at = values + (base * (value_size * BLOCK) + at * value_size)[:, None] + value_column[None, :]
+        v = tl.load(v_at, mask=exists[:, None] & (value_column < value_size)[None, :], other=0.0).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
     out, lse = finished(top, total, out)
     part = tl.load(item + 4)
@@ -219,8 +223,8 @@ def _join(
     piece, first, count = tl.load(join), tl.load(join + 2), tl.load(join + 3)
     token, head, inside = _rows_of(pieces, piece, tl.load(join + 1), kv_head, GROUP, ROWS)
     token += tl.load(pieces + 3 * piece + 2)
-    of_value = tl.arange(0, VALUE_SIZE)
-    exists = (of_value < value_size)[None, :]
+    value_column = tl.arange(0, VALUE_SIZE)
+    exists = (value_column < value_size)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
@@ -228,7 +232,9 @@ def _join(
         place = ((part * kv_heads + kv_head) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         lse = tl.load(parts_lse + place)
         found = tl.load(
-            parts + place[:, None] * value_size + of_value[None, :], mask=inside[:, None] & exists, other=0.0
+            parts + place[:, None] * value_size + value_column[None, :],
+            mask=inside[:, None] & exists,
+            other=0.0,
         )
         higher = tl.maximum(top, lse)
         base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -59,11 +59,11 @@ def finite(lse):
 
 
 @triton.jit
-def scores_gradient(weights, left, right, spread):
+def scores_gradient(weights, left, right, delta):
     """Return the gradient of the scores between rows of ``left`` and rows of ``right``: those of the gradient of the
-    output and values, whichever way the weights lie. ``spread``, the product of output and its gradient of each row,
+    output and values, whichever way the weights lie. ``delta``, the product of output and its gradient of each row,
     broadcasts to them."""
-    return weights * (tl.dot(left, tl.trans(right), input_precision="ieee") - spread)
+    return weights * (tl.dot(left, tl.trans(right), input_precision="ieee") - delta)
 
 
 def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,9 +54,9 @@ def rows_of(indices: Tensor, length: int, batch_first: bool) -> Tensor:
     """Map ``indices`` [batch, kept] to rows of activations viewed as [batch * tokens, ...], or as [tokens * batch,
     ...]; int64 [batch * kept] in the order of the activations."""
     batch = indices.shape[0]
-    of_batch = torch.arange(batch, device=indices.device).unsqueeze(1)
+    batch_index = torch.arange(batch, device=indices.device).unsqueeze(1)
     indices = indices.to(torch.int64)
-    flat = indices + of_batch * length if batch_first else (indices * batch + of_batch).t()
+    flat = indices + batch_index * length if batch_first else (indices * batch + batch_index).t()
     return flat.reshape(-1)
 
 

@@ -87,9 +87,9 @@ class Sampled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         a, b = ctx.saved_tensors
-        of_a = times_dense(grad, b.mT, ctx.index) if ctx.needs_input_grad[0] else None
-        of_b = times_dense(grad, a, ctx.index, transposed=True).mT if ctx.needs_input_grad[1] else None
-        return of_a, of_b, None
+        grad_a = times_dense(grad, b.mT, ctx.index) if ctx.needs_input_grad[0] else None
+        grad_b = times_dense(grad, a, ctx.index, transposed=True).mT if ctx.needs_input_grad[1] else None
+        return grad_a, grad_b, None
 
 
 class TimesDense(torch.autograd.Function):
@@ -103,13 +103,13 @@ class TimesDense(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         blocks, b = ctx.saved_tensors
-        of_blocks, of_b = None, None
+        grad_blocks, grad_b = None, None
         if ctx.needs_input_grad[0]:
             left, right = (b, grad) if ctx.transposed else (grad, b)
-            of_blocks = sampled(left, right.mT, ctx.index)
+            grad_blocks = sampled(left, right.mT, ctx.index)
         if ctx.needs_input_grad[1]:
-            of_b = times_dense(blocks, grad, ctx.index, transposed=not ctx.transposed)
-        return of_blocks, of_b, None, None
+            grad_b = times_dense(blocks, grad, ctx.index, transposed=not ctx.transposed)
+        return grad_blocks, grad_b, None, None
 
 
 def _four(x: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ class BlockIndex:
 
 def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
     """Return the layout's blocks of ``a @ b``; ``a`` [batch, heads, rows, k], ``b`` [batch, heads, k, columns]."""
-    of_a, of_b = _panels(a, index.rows, index.block), _panels(b.mT, index.columns, index.block)
+    a_panels, b_panels = _panels(a, index.rows, index.block), _panels(b.mT, index.columns, index.block)
     out = a.new_empty((a.shape[0], len(index), index.block, index.block))
     for part in _parts(len(index), a.shape[0] * index.block * a.shape[-1]):
-        left, right = of_a.index_select(1, index.row[part]), of_b.index_select(1, index.column[part])
+        left, right = a_panels.index_select(1, index.row[part]), b_panels.index_select(1, index.column[part])
         out[:, part] = left @ right.mT
     return out
 
@@ -63,16 +63,16 @@ def sampled(a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
 def times_dense(blocks: Tensor, b: Tensor, index: BlockIndex, *, transposed: bool = False) -> Tensor:
     """Multiply the sparse matrix (or its transpose) with ``b`` [batch, heads, columns (rows), n]."""
     source, target = (index.row, index.column) if transposed else (index.column, index.row)
-    of_source, of_target = (index.rows, index.columns) if transposed else (index.columns, index.rows)
-    panels = _panels(b, of_source, index.block)
+    source_count, target_count = (index.rows, index.columns) if transposed else (index.columns, index.rows)
+    panels = _panels(b, source_count, index.block)
     wide = torch.promote_types(b.dtype, torch.float32)
     out = torch.zeros(
-        (b.shape[0], index.heads * of_target, index.block, b.shape[-1]), dtype=wide, device=b.device
+        (b.shape[0], index.heads * target_count, index.block, b.shape[-1]), dtype=wide, device=b.device
     )
     for part in _parts(len(index), b.shape[0] * index.block * b.shape[-1]):
         left = blocks[:, part].mT if transposed else blocks[:, part]
         out.index_add_(1, target[part], (left @ panels.index_select(1, source[part])).to(wide))
-    return out.to(b.dtype).reshape(b.shape[0], index.heads, of_target * index.block, b.shape[-1])
+    return out.to(b.dtype).reshape(b.shape[0], index.heads, target_count * index.block, b.shape[-1])
 
 
 def _panels(dense: Tensor, count: int, block: int) -> Tensor:

@@ -110,12 +110,12 @@ class TransformersSparseAttention:
     ) -> Tensor:
         """Few queries, the last of the tokens that the keys have."""
         rows, columns, block = query.shape[2], key.shape[2], self.config.block
-        of_row = torch.arange(columns - rows, columns)
-        of_column = torch.arange(columns)
+        query_index = torch.arange(columns - rows, columns)
+        key_index = torch.arange(columns)
         layout = self.layout(columns, query.shape[1])
-        seen = layout[:, of_row // block][:, :, of_column // block].bool()
+        seen = layout[:, query_index // block][:, :, key_index // block].bool()
         if causal:
-            seen = seen & (of_row[:, None] >= of_column)
+            seen = seen & (query_index[:, None] >= key_index)
         seen = seen.to(query.device)[None]
         if mask is not None:
             seen = seen & mask[:, None, None, :columns].bool()
@@ -147,15 +147,15 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
         ValueError: the model has another number of heads, or (in its first forward) layers that did not call it,
             because they compute attention in a way of their own.
     """
-    of_text = text_config(model.config)
-    heads = int(of_text.num_attention_heads)
+    text = text_config(model.config)
+    heads = int(text.num_attention_heads)
     if heads != config.num_heads:
         raise ValueError(
             f"{type(model).__name__} has {heads} heads, the sparsity config num_heads={config.num_heads}"
         )
     attention = TransformersSparseAttention(config, type(model).__name__)
-    _register(f"{NAME}_{id(attention):x}", attention, of_text)
-    _check_first_forward(model, attention, int(getattr(of_text, "num_hidden_layers", 1)))
+    _register(f"{NAME}_{id(attention):x}", attention, text)
+    _check_first_forward(model, attention, int(getattr(text, "num_hidden_layers", 1)))
     return attention
 
 
@@ -165,7 +165,7 @@ def use_padding_masks(model: nn.Module) -> None:
     _register(NAME, _replaced, text_config(model.config))
 
 
-def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
+def _register(name: str, attention: Callable[..., Any], text: Any) -> None:
     functions, masks = attention_registries("sparse attention in Transformers' models")
     from transformers.masking_utils import flash_attention_mask
 
@@ -180,7 +180,7 @@ def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
 
     functions.register(name, attention)
     masks.register(name, padding)
-    of_text._attn_implementation = name
+    text._attn_implementation = name
 
 
 def _replaced(module: nn.Module, *_: Any, **__: Any) -> Any:

@@ -84,7 +84,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def of_linear(
+def linear_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, *, x_needs: bool = True, weight_needs: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of ``x`` and ``weight`` of `linear`."""
@@ -92,8 +92,8 @@ def of_linear(
     # For double backward, the operations must be torch's.
     own = not torch.is_grad_enabled() and runs_here(grad, weight)
     multiply = product if own else torch.matmul
-    of_x = multiply(grad_rows, weight).view(x.shape) if x_needs else None
-    return of_x, multiply(grad_rows.mT, rows) if weight_needs else None
+    grad_x = multiply(grad_rows, weight).view(x.shape) if x_needs else None
+    return grad_x, multiply(grad_rows.mT, rows) if weight_needs else None
 
 
 class _LinearProduct(torch.autograd.Function):
@@ -107,5 +107,5 @@ class _LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), needs = grads, ctx.needs_input_grad
         x, weight = ctx.saved_tensors
-        of_x, of_weight = of_linear(grad, x, weight, x_needs=needs[0], weight_needs=needs[1])
-        return of_x, of_weight, grad.flatten(0, -2).sum(0) if needs[2] else None
+        grad_x, grad_weight = linear_gradients(grad, x, weight, x_needs=needs[0], weight_needs=needs[1])
+        return grad_x, grad_weight, grad.flatten(0, -2).sum(0) if needs[2] else None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.ops import gpu, native
-from deepspeed.ops.transformer.products import linear, of_linear
+from deepspeed.ops.transformer.products import linear, linear_gradients
 
 # Parts of a transformer layer that keep less for backward, and compute or derive the rest there.
 
@@ -41,10 +41,10 @@ class InvertibleLayerNorm(torch.autograd.Function):
         normalized = (out.to(wide) - bias.to(wide)) / scale.masked_fill(scale == 0, torch.inf)
         scaled = grad * scale
         along = (scaled * normalized).mean(-1, keepdim=True)
-        of_x = (scaled - scaled.mean(-1, keepdim=True) - normalized * along) * rstd.to(wide)
+        grad_x = (scaled - scaled.mean(-1, keepdim=True) - normalized * along) * rstd.to(wide)
         rows = tuple(range(grad.dim() - 1))
-        of_weight, of_bias = (grad * normalized).sum(rows), grad.sum(rows)
-        return of_x.to(out.dtype), of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
+        grad_weight, grad_bias = (grad * normalized).sum(rows), grad.sum(rows)
+        return grad_x.to(out.dtype), grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None
 
 
 class GeluLinear(torch.autograd.Function):
@@ -61,9 +61,11 @@ class GeluLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         inner = functional.gelu(x) if needs[1] else x
-        of_inner, of_weight = of_linear(grad, inner, weight, x_needs=needs[0], weight_needs=needs[1])
-        of_x = None if of_inner is None else torch.ops.aten.gelu_backward(of_inner, x)
-        return of_x, of_weight
+        grad_inner, grad_weight = linear_gradients(
+            grad, inner, weight, x_needs=needs[0], weight_needs=needs[1]
+        )
+        grad_x = None if grad_inner is None else torch.ops.aten.gelu_backward(grad_inner, x)
+        return grad_x, grad_weight
 
 
 class DroppedWeights(torch.autograd.Function):
@@ -86,12 +88,12 @@ class DroppedWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weights, kept, value = ctx.saved_tensors
-        of_value = of_weights = None
+        grad_value = grad_weights = None
         if ctx.needs_input_grad[1]:
-            of_value = _again(ctx, weights, kept).mT @ grad
+            grad_value = _again(ctx, weights, kept).mT @ grad
         if ctx.needs_input_grad[0]:
-            of_weights = _again(ctx, grad @ value.mT, kept)
-        return of_weights, of_value, None
+            grad_weights = _again(ctx, grad @ value.mT, kept)
+        return grad_weights, grad_value, None
 
 
 def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
@@ -500,5 +502,5 @@ class _Dropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        of_x = dropped(grad, ctx.ratio, ctx.seed) if ctx.needs_input_grad[0] else None
-        return of_x, grad if ctx.needs_input_grad[1] else None, None, None
+        grad_x = dropped(grad, ctx.ratio, ctx.seed) if ctx.needs_input_grad[0] else None
+        return grad_x, grad if ctx.needs_input_grad[1] else None, None, None

@@ -61,21 +61,21 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
-        of_rows = torch.empty_like(rows) if to_rows else None
-        of_weight = torch.empty_like(weight) if to_weight else None
-        of_bias = grad.new_empty(len(weight), weight.shape[2]) if to_bias else None
+        grad_rows = torch.empty_like(rows) if to_rows else None
+        grad_weight = torch.empty_like(weight) if to_weight else None
+        grad_bias = grad.new_empty(len(weight), weight.shape[2]) if to_bias else None
         for expert, span in _row_slices(ctx.counts):
-            if of_rows is not None:
-                torch.mm(grad[span], weight[expert].t(), out=of_rows[span])
-            if of_weight is not None:
-                torch.mm(rows[span].t(), grad[span], out=of_weight[expert])
-            if of_bias is not None:
-                torch.sum(grad[span], 0, out=of_bias[expert])
+            if grad_rows is not None:
+                torch.mm(grad[span], weight[expert].t(), out=grad_rows[span])
+            if grad_weight is not None:
+                torch.mm(rows[span].t(), grad[span], out=grad_weight[expert])
+            if grad_bias is not None:
+                torch.sum(grad[span], 0, out=grad_bias[expert])
         for expert, count in enumerate(ctx.counts):
-            for each in (of_weight, of_bias):
+            for each in (grad_weight, grad_bias):
                 if not count and each is not None:
                     each[expert].zero_()
-        return of_rows, of_weight, of_bias, None
+        return grad_rows, grad_weight, grad_bias, None
 
 
 def _row_slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

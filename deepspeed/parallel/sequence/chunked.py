@@ -201,11 +201,11 @@ class _ChunkBackward:
         self.dx = grad.new_empty(*grad.shape[:2], qkv_weight.shape[1])
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.sums = [None if each is None else torch.zeros_like(each, dtype=wide) for each in self.weights]
-        self.of_keys: list[tuple[SequenceChunk, SequenceChunk] | None] = [None] * len(kept)
+        self.key_gradients: list[tuple[SequenceChunk, SequenceChunk] | None] = [None] * len(kept)
         self._load(len(kept) - 1)
 
     def _load(self, at: int) -> None:
-        for chunk in (*self.kept[at].of_queries, *(self.of_keys[at] or ())) if at >= 0 else ():
+        for chunk in (*self.kept[at].of_queries, *(self.key_gradients[at] or ())) if at >= 0 else ():
             chunk.load_to_gpu()
 
     def chunk(self, at: int) -> None:
@@ -214,7 +214,7 @@ class _ChunkBackward:
         added = at + 1 < len(self.kept)  # later chunks have already created the sums
         ahead = FetchedAhead(groups, (2, 3) if added else ())
         q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here.of_queries)
-        grad = self._of_context(at, out)
+        grad = self._context_gradient(at, out)
         dq, dk, dv = self._attention(at, ahead, grad, (q, k, v, out, lse))
         for chunk in here.of_queries:
             chunk.offload()
@@ -236,9 +236,9 @@ class _ChunkBackward:
 
     def _group(self, at: int) -> tuple[SequenceChunk, ...]:
         here = self.kept[at]
-        return here.k, here.v, *(self.of_keys[at] or ())
+        return here.k, here.v, *(self.key_gradients[at] or ())
 
-    def _of_context(self, at: int, out: Tensor) -> Tensor:
+    def _context_gradient(self, at: int, out: Tensor) -> Tensor:
         """Return the gradient of one chunk's attention output, and accumulate that of the output weight."""
         call, own = self.call, self.call.heads_of_all()[0]
         rows = self.grads[at].reshape(-1, self.grads[at].shape[-1])
@@ -246,8 +246,8 @@ class _ChunkBackward:
         total = self.sums[2]
         assert total is not None
         _add_product(total, rows, _rows(context))
-        of_context = (rows @ self.weights[2]).view(*self.grads[at].shape[:2], call.heads, call.size)
-        return call.exchange(at).spread((of_context.permute(1, 2, 0, 3),), (own,))[0]
+        grad_context = (rows @ self.weights[2]).view(*self.grads[at].shape[:2], call.heads, call.size)
+        return call.exchange(at).spread((grad_context.permute(1, 2, 0, 3),), (own,))[0]
 
     def _attention(
         self, at: int, ahead: FetchedAhead, grad: Tensor, kept: tuple[Tensor, ...]
@@ -259,29 +259,29 @@ class _ChunkBackward:
         kernel = kernel_for(q, v, CAUSAL)
         dq, dk, dv = (each.to(wide) for each in kernel.backward(grad, q, k, v, out, lse, CAUSAL, call.scale))
         for earlier, (key, value, *totals) in enumerate(ahead):
-            of_q, of_k, of_v = kernel_for(q, value, None).backward(
+            grad_q, grad_k, grad_v = kernel_for(q, value, None).backward(
                 grad, q, key, value, out, lse, None, call.scale
             )
-            dq += of_q
+            dq += grad_q
             if totals:
-                totals[0] += of_k
-                totals[1] += of_v
+                totals[0] += grad_k
+                totals[1] += grad_v
             else:
-                self.of_keys[earlier] = (call.keep(of_k.to(wide)), call.keep(of_v.to(wide)))
-        begun = self.of_keys[at]
+                self.key_gradients[earlier] = (call.keep(grad_k.to(wide)), call.keep(grad_v.to(wide)))
+        begun = self.key_gradients[at]
         if begun is not None:
             dk += begun[0].get_gpu_chunk()
             dv += begun[1].get_gpu_chunk()
-            self.of_keys[at] = None
+            self.key_gradients[at] = None
         return dq, dk, dv
 
     def _projection(self, at: int, x: Tensor, grad: Tensor) -> None:
         """Backpropagate ``grad`` [rows, (heads + 2 kv_heads) * size] through the projection of one chunk."""
-        weight, total, of_bias = self.weights[0], self.sums[0], self.sums[1]
+        weight, total, bias_total = self.weights[0], self.sums[0], self.sums[1]
         assert weight is not None and total is not None
         _add_product(total, grad, x.reshape(-1, x.shape[-1]))
-        if of_bias is not None:
-            of_bias += grad.sum(0, dtype=of_bias.dtype)
+        if bias_total is not None:
+            bias_total += grad.sum(0, dtype=bias_total.dtype)
         target = self.dx.split(self.call.local)[at]
         torch.mm(grad, weight, out=target.view(-1, target.shape[-1]))
 

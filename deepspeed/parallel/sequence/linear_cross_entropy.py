@@ -140,8 +140,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, bias, labels, chosen, highest, log_total = ctx.saved_tensors
         task: _Task = ctx.task
         inputs, grad = hidden.to(task.dtype), torch.where(chosen, grads[0], 0)[:, None]
-        of_hidden = torch.zeros(hidden.shape, dtype=task.wide, device=hidden.device)
-        of_weight, of_bias = (
+        grad_hidden = torch.zeros(hidden.shape, dtype=task.wide, device=hidden.device)
+        grad_weight, grad_bias = (
             torch.empty_like(x) if x is not None and needed else None
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
@@ -151,14 +151,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wide.masked_fill_(~chosen[:, None], 0.0)  # a token with only excluded words has NaN probabilities
             inside, place = task.part.columns(labels, run=part)
             wide.scatter_add_(1, place[:, None], torch.where(inside[:, None], -grad, 0))
-            if of_bias is not None:
-                of_bias[part] = wide.sum(0)
+            if grad_bias is not None:
+                grad_bias[part] = wide.sum(0)
             narrow = wide.to(task.dtype)
-            if of_weight is not None:
-                of_weight[part] = narrow.T @ inputs
+            if grad_weight is not None:
+                grad_weight[part] = narrow.T @ inputs
             if ctx.needs_input_grad[0]:
-                of_hidden += narrow @ weight[part].to(task.dtype)  # summed in fp32
+                grad_hidden += narrow @ weight[part].to(task.dtype)  # summed in fp32
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None, None
-        task.part.group.all_reduce(of_hidden).wait()
-        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
+            return None, grad_weight, grad_bias, None, None, None
+        task.part.group.all_reduce(grad_hidden).wait()
+        return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None

@@ -66,7 +66,7 @@ def run(
     terms = AttentionTerms(0.3, window, softcap, draw(heads) if sinks else None)
     cache.is_on_host, cache.is_on_gpu = False, on_gpu
     batch = PackedBatch(PIECES, cache, torch.device(device))
-    assert (batch.of_gpu is not None) == on_gpu
+    assert (batch.gpu_pieces is not None) == on_gpu
     return paged_attention(query, key, value, batch, 0, terms), cache
 
 

@@ -33,7 +33,7 @@ class _TextPairs(BaseModel):
         """Return the texts of each side, as many of both. RequestError: there are none, or they are no texts."""
         raise NotImplementedError
 
-    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    def answer_of(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
         """Return what an answer says of the ``scores`` of the right side's ``texts``."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class ScoreRequest(_TextPairs):
             )
         return left * (len(right) // len(left)), right
 
-    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    def answer_of(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
         data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
         return {
             "id": f"score-{uuid.uuid4().hex}",
@@ -78,7 +78,7 @@ class RerankRequest(_TextPairs):
         documents = _texts(texts, "documents")
         return _texts(self.query, "query") * len(documents), documents
 
-    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    def answer_of(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
         order = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n or None]
         document = (lambda at: {"document": {"text": texts[at]}}) if self.return_documents else lambda _: {}
         results = [{"index": at, **document(at), "relevance_score": scores[at]} for at in order]
@@ -115,10 +115,10 @@ def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
         async def compared() -> Response:
             pooled = await embedder.pooled(inputs)
-            told = asked.told(await asyncio.to_thread(scores_of, pooled), right)
+            fields = asked.answer_of(await asyncio.to_thread(scores_of, pooled), right)
             count = sum(map(len, inputs))
             usage = {"prompt_tokens": count, "total_tokens": count}
-            return JSONResponse({"model": embedder.name, "usage": usage, **told})
+            return JSONResponse({"model": embedder.name, "usage": usage, **fields})
 
         return await answered(request, compared())
 

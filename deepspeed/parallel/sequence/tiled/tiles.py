@@ -220,8 +220,8 @@ class _Gradients:
     def __init__(self, run: _Run, inputs: Sequence[Any]) -> None:
         self.run = run
         needed = zip(inputs, run.needed, strict=True)
-        self.of_inputs = [torch.zeros_like(each) if need else None for each, need in needed]
-        self.of_leaves: list[Tensor | None] = [None] * len(run.leaves)
+        self.input_grads = [torch.zeros_like(each) if need else None for each, need in needed]
+        self.leaf_grads: list[Tensor | None] = [None] * len(run.leaves)
 
     def add(self, index: int, tiles: Sequence[Any], result: Tensor, grad: Tensor) -> None:
         """Differentiate one tile and accumulate."""
@@ -230,18 +230,18 @@ class _Gradients:
         call = self.run.call
         wanted = [tile for tile, need in zip(tiles, self.run.needed, strict=True) if need]
         found = iter(torch.autograd.grad(result, [*wanted, *self.run.leaves], grad, allow_unused=True))
-        for dim, total in zip(call.split_dims, self.of_inputs, strict=True):
+        for dim, total in zip(call.split_dims, self.input_grads, strict=True):
             if total is not None and (part := next(found)) is not None:
                 own = total if dim is None else total.narrow(dim, call.starts[index], call.lengths[index])
                 own += part
         for position, part in enumerate(found):
             if part is not None:
-                self.of_leaves[position] = _sum(self.of_leaves[position], part, len(call.order))
+                self.leaf_grads[position] = _sum(self.leaf_grads[position], part, len(call.order))
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        leaves = zip(self.run.leaves, self.of_leaves, strict=True)
-        of_leaves = [None if total is None else total.to(leaf.dtype) for leaf, total in leaves]
-        return (*self.of_inputs, *of_leaves)
+        leaves = zip(self.run.leaves, self.leaf_grads, strict=True)
+        leaf_grads = [None if total is None else total.to(leaf.dtype) for leaf, total in leaves]
+        return (*self.input_grads, *leaf_grads)
 
 
 def _sum(total: Tensor | None, part: Tensor, terms: int) -> Tensor:
@@ -309,7 +309,7 @@ class RecomputeContext:
         self.dtype = torch.get_autocast_dtype(device.type) if self.casts else None
         self.devices = [] if device.type in ("cpu", "meta") else [device]
         self.random = torch.get_rng_state()
-        self.of_devices = [torch.get_device_module(each).get_rng_state(each) for each in self.devices]
+        self.device_states = [torch.get_device_module(each).get_rng_state(each) for each in self.devices]
         self.tracker = get_cuda_rng_tracker()
         self.named = self.tracker.get_states()
 
@@ -324,7 +324,7 @@ class RecomputeContext:
         kind = self.device.type if self.devices else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind):
             torch.set_rng_state(self.random)
-            for device, state in zip(self.devices, self.of_devices, strict=True):
+            for device, state in zip(self.devices, self.device_states, strict=True):
                 torch.get_device_module(device).set_rng_state(state, device)
             with self.tracker.replay(self.named), self.of_forward():
                 yield
