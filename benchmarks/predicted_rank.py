@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.tools.calibration_rank import Trained
+from deepspeed.tools.calibration_rank import TimedModel
 
 
 def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ class PredictedRank:
     def __init__(self, model: str, micro: int, sequence: int, config: dict[str, Any]) -> None:
         self.model = model
         self.micro, self.sequence, self.config = micro, sequence, config
-        self.trained: dict[int, Trained] = {}
+        self.trained: dict[int, TimedModel] = {}
         os.environ["DS_SHM"] = "0"
         deepspeed.init_distributed("gloo")
 
@@ -31,7 +31,7 @@ class PredictedRank:
         """An engine of each stage, to be taken in turn."""
         for stage in stages:
             config = at_stage(self.config, stage)
-            trained = self.trained[stage] = Trained(self.model, None, config, self.micro, self.sequence)
+            trained = self.trained[stage] = TimedModel(self.model, None, config, self.micro, self.sequence)
             for _ in range(warmup):
                 trained.step()
 
@@ -51,7 +51,7 @@ class PredictedRank:
 
         config = at_stage(self.config, stage)
         with Allocations() as allocations:
-            trained = Trained(self.model, None, config, 1, sequence)
+            trained = TimedModel(self.model, None, config, 1, sequence)
             trained.step()
             with allocations.span("steady"):
                 trained.step()

@@ -28,7 +28,7 @@ from deepspeed.planning.step_time.calibration import Calibration, load
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call
-from deepspeed.tools.calibrate import Asked, calibrate
+from deepspeed.tools.calibrate import CalibrationRequest, calibrate
 from jobs import Job, progress
 from links import Links, links_or_exit
 from predicted_rank import at_stage
@@ -163,7 +163,7 @@ def times(arguments: argparse.Namespace, report: Report) -> None:
     if arguments.calibration and Path(arguments.calibration).exists():
         found = load(arguments.calibration)
     else:
-        asked = Asked(
+        asked = CalibrationRequest(
             model=arguments.model,
             config=config_of(arguments),
             micro=arguments.micro,

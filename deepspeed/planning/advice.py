@@ -218,7 +218,7 @@ def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
     """Return the changes that let the host's update overlap with a device that now waits for it, each with its plan.
     They need more memory, which the machine may lack."""
     offload = current.plan.state_offload
-    waits = current.setting.apart and offload is not None and offload.folder is None
+    waits = current.setting.has_device_memory and offload is not None and offload.folder is None
     if not waits or current.plan.zenflow is not None or current.plan.speculates:
         return []
     found = []

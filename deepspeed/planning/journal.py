@@ -18,9 +18,9 @@ class Journal(Protocol):
     def compute(self, phase: MemoryPhase, call: int) -> None:
         """Record the forward or backward of a call; the parameters that it needs are gathered."""
 
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         """Record the start of a collective; waiting on the result records its end. ``nbytes``: size of the full buffer
-        that all ranks fill or sum, or that each sends from; ``apart``: stride between the ranks (1: neighbours)."""
+        that all ranks fill or sum, or that each sends from; ``stride``: between the ranks (1: neighbours)."""
         ...
 
 
@@ -33,7 +33,7 @@ class _Silent:
 
     def compute(self, phase: MemoryPhase, call: int) -> None: ...
 
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         return DONE
 
 
@@ -50,14 +50,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start of a collective. ``nbytes``: size of the full buffer. ``ranks``: number of participants, with stride
-    ``apart`` (1: neighbours). ``number``: identifies it in `JournalWait`."""
+    """Start of a collective. ``nbytes``: size of the full buffer. ``ranks``: number of participants, with
+    ``stride`` (1: neighbours). ``number``: identifies it in `JournalWait`."""
 
     number: int
     operation: str
     nbytes: float
     ranks: int
-    apart: int = 1
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class Notebook:
     def compute(self, phase: MemoryPhase, call: int) -> None:
         self.parts[-1].append(Compute(phase, call))
 
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         number, self.started = self.started, self.started + 1
         if not self.parts:
             return Pending()
-        self.parts[-1].append(Start(number, operation, float(nbytes), ranks, apart))
+        self.parts[-1].append(Start(number, operation, float(nbytes), ranks, stride))
         return Pending(lambda: self.parts[-1].append(JournalWait(number)))

@@ -112,7 +112,7 @@ class Offload:
     memory: CountedMemory
     plan: Plan
     optimizer: OptimizerFacts
-    apart: bool
+    has_device_memory: bool
     tier: ResidentTier = field(default_factory=ResidentTier)
     storing: int = 0
     """Host bytes of the buffer through which masters are written to storage."""
@@ -123,7 +123,9 @@ class Offload:
     def files_gradients(self, layout: BucketLayout) -> bool:
         """Tell whether the bucket's summed gradient shard is stored in the file (``OffloadedTier.new_gradients``); at
         stage 1 it is part of the whole gradient."""
-        return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
+        return (
+            self._swaps and not self.has_device_memory and self.plan.zero.shard_grads and self.takes(layout)
+        )
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
         """Return the bytes of the bucket's summed gradient shard."""
@@ -146,7 +148,7 @@ class Offload:
         memory: Any = self.memory
         return make_tier(
             self.plan.state_offload,
-            torch.device("meta" if self.apart else "cpu"),
+            torch.device("meta" if self.has_device_memory else "cpu"),
             layouts,
             weights_swap=None,
             elementwise=self.optimizer.elementwise,
@@ -160,7 +162,7 @@ class Offload:
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
         taken = tier.takes(layout)
         dtype = self.plan.precision.master or layout.dtype
-        off_device = self.apart and bucket.place is MemoryPlace.DEVICE
+        off_device = self.has_device_memory and bucket.place is MemoryPlace.DEVICE
         own_master = taken and (off_device or bucket.place is MemoryPlace.DISK)
         separate = dtype != layout.dtype or own_master
         if separate:
@@ -179,11 +181,13 @@ class Offload:
             )
             for piece in pieces
         ]
-        near = MemoryPlace.DEVICE if self.apart else bucket.state_place
+        near = MemoryPlace.DEVICE if self.has_device_memory else bucket.state_place
         if self.plan.speculates or (self.plan.state_offload is not None and self.plan.zenflow is not None):
-            self._shadow_copies(owned, bucket.state_place, here=taken or not self.apart)
+            self._shadow_copies(owned, bucket.state_place, here=taken or not self.has_device_memory)
         if self.plan.zenflow is not None:
-            self._columns(owned, self.plan.zenflow, near, MemoryPlace.HOST if self.apart else near)
+            self._columns(
+                owned, self.plan.zenflow, near, MemoryPlace.HOST if self.has_device_memory else near
+            )
         if taken:
             return owned
         for one in owned:
@@ -198,7 +202,9 @@ class Offload:
                 one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
             )
             nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
-            self.ledger.add(STEADY, MemoryPlace.HOST if self.apart else place, MemoryKind.STATE, nbytes)
+            self.ledger.add(
+                STEADY, MemoryPlace.HOST if self.has_device_memory else place, MemoryKind.STATE, nbytes
+            )
 
     def _columns(
         self, owned: Sequence[SimulatedFragment], flow: ZenFlowPlan, near: MemoryPlace, host: MemoryPlace

@@ -48,13 +48,13 @@ class PlanSetting:
     """Whether CPU ranks communicate through shared memory."""
 
     @property
-    def apart(self) -> bool:
+    def has_device_memory(self) -> bool:
         """True if the device has its own memory."""
         return self.device_type != "cpu"
 
     @property
     def sum_scratch(self) -> SumScratch:
-        if self.apart:
+        if self.has_device_memory:
             return SumScratch.EXCHANGED
         return SumScratch.NONE if self.shared_memory else SumScratch.MESSAGES
 
@@ -77,7 +77,7 @@ class PlanSetting:
     @property
     def near(self) -> MemoryPlace:
         """The place where the model computes."""
-        return MemoryPlace.DEVICE if self.apart else MemoryPlace.HOST
+        return MemoryPlace.DEVICE if self.has_device_memory else MemoryPlace.HOST
 
     @cached_property
     def buckets(self) -> Sequence[BucketUse]:
@@ -107,7 +107,11 @@ def plan_memory(setting: PlanSetting) -> Ledger:
     _building(ledger, setting, buckets)
     _weights(ledger, setting, buckets)
     offload = Offload(
-        ledger, CountedMemory(setting.device_type), setting.plan, setting.optimizer, apart=setting.apart
+        ledger,
+        CountedMemory(setting.device_type),
+        setting.plan,
+        setting.optimizer,
+        has_device_memory=setting.has_device_memory,
     )
     offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
     _gradients(ledger, setting, buckets, offload)
@@ -230,7 +234,7 @@ def _built_in_shards(
         held += part if place is building else 0
     ledger.add([MemoryPhase.BUILD], building, MemoryKind.PARAMETERS, held)
     ledger.add([MemoryPhase.BUILD], building, MemoryKind.GATHERED, max(0, max(peaks, default=0) - held))
-    if place is MemoryPlace.HOST and setting.apart:
+    if place is MemoryPlace.HOST and setting.has_device_memory:
         ledger.add([MemoryPhase.INITIALIZE], place, MemoryKind.PARAMETERS, sum(parts))
     elif place is MemoryPlace.DISK:
         memory = CountedMemory(setting.device_type)
@@ -282,7 +286,7 @@ def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse])
     for bucket in buckets:
         if bucket.place is MemoryPlace.DISK:
             memory.file("param", bucket.resting_bytes)
-        elif bucket.place is MemoryPlace.HOST and setting.apart and offload is not None:
+        elif bucket.place is MemoryPlace.HOST and setting.has_device_memory and offload is not None:
             memory.host(ledger, FROM_READY, MemoryKind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
         else:
             ledger.add(FROM_READY, bucket.place, MemoryKind.PARAMETERS, bucket.resting_bytes)
@@ -302,7 +306,7 @@ def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse
         if not bucket.trained:
             continue
         layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
-        leaves = setting.apart and offload.takes(layout) and plan.zenflow is None
+        leaves = setting.has_device_memory and offload.takes(layout) and plan.zenflow is None
         if not plan.zero.shard_grads:
             ledger.add(TRAINING, near, MemoryKind.GRADIENTS, nbytes * layout.num_shards)
         elif not leaves and not offload.files_gradients(layout):
@@ -336,7 +340,7 @@ def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
         shards=setting.shards_by_group(),
         all_ranks=setting.ranks,
         micro_batches=setting.micro_batches,
-        apart=setting.apart,
+        has_device_memory=setting.has_device_memory,
         scratch=setting.sum_scratch,
         journal=journal,
     )
@@ -347,7 +351,7 @@ def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], 
     plan, phases = setting.plan, (MemoryPhase.FIRST_UPDATE, MemoryPhase.STEP)
     resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
-    if setting.apart and owned:  # the norm: squares in fp64, piece by piece
+    if setting.has_device_memory and owned:  # the norm: squares in fp64, piece by piece
         ledger.add(phases, setting.near, MemoryKind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))
     if setting.optimizer.fused:
         return
@@ -357,5 +361,5 @@ def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], 
             numel = sum(f.numel for f in bucket.layout.owned(0))
             ledger.add(phases, bucket.state_place, MemoryKind.UPDATE, numel * master.itemsize)
     # torch.optim, fp32: two temporaries of the largest tensor or, on devices (foreach), one of every tensor
-    size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
+    size = 4 * (sum(owned) if setting.has_device_memory else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, MemoryKind.UPDATE, size)

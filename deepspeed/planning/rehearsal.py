@@ -136,7 +136,7 @@ class SumScratch(Enum):
 
 
 class SimulatedCommunicator(Communicator):
-    """A communicator whose peers answer immediately. ``apart``: stride between the ranks."""
+    """A communicator whose peers answer immediately. ``stride``: between the ranks."""
 
     def __init__(
         self,
@@ -145,17 +145,17 @@ class SimulatedCommunicator(Communicator):
         *,
         scratch: SumScratch = SumScratch.NONE,
         journal: Journal = SILENT,
-        apart: int = 1,
+        stride: int = 1,
     ) -> None:
         super().__init__(None)
         self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
         self.journal = journal
-        self.apart = apart
+        self.stride = stride
         self.scratch = scratch if size > 1 else SumScratch.NONE
 
     def _record(self, operation: str, nbytes: int) -> Pending:
-        return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
+        return self.journal.collective(operation, nbytes, self.size, self.stride) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         return self._sum("reduce_scatter", input)
@@ -179,14 +179,14 @@ class SimulatedCommunicator(Communicator):
         self.meter.change(MemoryKind.COMMUNICATION, sent + received + total)
         self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
-    def _received(self, tensor: Tensor, told: Pending) -> Pending:
+    def _received(self, tensor: Tensor, announced: Pending) -> Pending:
         """Count the buffers that receive this rank's shard from its peers, from the start of the sum until its wait."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
         self.meter.change(MemoryKind.COMMUNICATION, nbytes)
 
         def finish() -> None:
-            told.wait()
+            announced.wait()
             self.meter.change(MemoryKind.COMMUNICATION, -nbytes)
 
         return Pending(finish)
@@ -218,7 +218,7 @@ class SimulatedChannel(SimulatedCommunicator):
     """The communicator of a bucket's gather: takes the bytes from the layout, since the shard has no memory."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
-        super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
+        super().__init__(near.size, near.meter, journal=near.journal, stride=near.stride)
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
@@ -254,14 +254,14 @@ class SimulatedReplicaGroups:
     def _replica_group(
         self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch
     ) -> ReplicaGroup:
-        apart = self.all_ranks.size // holders  # stride: experts are spread over neighbours
+        stride = self.all_ranks.size // holders  # stride: experts are spread over neighbours
         whole, shard, replicas = (
-            SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
+            SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, stride=stride * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
         self.near[name] = shard
         if in_groups(size, self.group):
-            self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, apart=apart)
+            self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, stride=stride)
         return ReplicaGroup(name, whole, shard, replicas, divisor=self.all_ranks.size)
 
     def __getitem__(self, name: str) -> ReplicaGroup:
@@ -319,7 +319,7 @@ class SimulatedServers(ShardServers):
         bucket = self.buckets[index]
         near = self.replica_groups.near[bucket.layout.replica_group]
         if near.size > 1:
-            near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
+            near.journal.collective("fetch", bucket.nbytes, near.size, near.stride).wait()
 
 
 class SimulatedLinks(GatherLinks):
@@ -361,7 +361,7 @@ class Rehearsal:
         layouts: all buckets; ``persistent`` and ``trained``: flags by bucket.
         calls: parameter indices by call of forward.
         shards: ranks that share one copy, by replica group; ``all_ranks``: all data-parallel ranks.
-        apart: whether the device has its own memory.
+        has_device_memory: whether the device has its own memory.
     """
 
     layouts: Sequence[BucketLayout]
@@ -373,7 +373,7 @@ class Rehearsal:
     shards: Mapping[str, int]
     all_ranks: int
     micro_batches: int
-    apart: bool
+    has_device_memory: bool
     scratch: SumScratch = SumScratch.NONE
     meter: Meter = field(default_factory=Meter)
     journal: Journal = SILENT
@@ -461,7 +461,7 @@ class Rehearsal:
             buckets,
             SimulatedLinks(replica_groups),
             SimulatedStorage(self.plan.param_offload),
-            device=META if self.apart else HERE,
+            device=META if self.has_device_memory else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),
         )
         return ParamCoordinator(buckets, gatherer, live_budget(self.zero))

@@ -149,7 +149,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
         )
     _activations(ledger, request, setting, config)
     compiled = config.compile_config
-    if compiled.deepcompile and compiled.offload_opt_states and setting.apart:
+    if compiled.deepcompile and compiled.offload_opt_states and setting.has_device_memory:
         _states_between_updates(ledger)
     return PlanAnswer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
 

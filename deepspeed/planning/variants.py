@@ -117,5 +117,5 @@ def _sent(found: PlanAnswer) -> float:
     ranks = found.request.ranks
     if ranks == 1:
         return 0.0
-    apart = replace(found, request=replace(found.request, nodes=ranks))
-    return link_times(apart, 1.0, 1.0).options[0].nbytes
+    one_rank_per_node = replace(found, request=replace(found.request, nodes=ranks))
+    return link_times(one_rank_per_node, 1.0, 1.0).options[0].nbytes

@@ -39,7 +39,7 @@ _ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class CalibrationRequest:
     """Arguments of a calibration. ``batch``: `module:function` that returns a batch, for the user's own model.
     ``steps``: timed steps per stage, or more if those take less than ``seconds``. ``threads``: per rank; 0: half of the
     cores."""
@@ -61,11 +61,13 @@ Place = Callable[[int], tuple[list[str], dict[str, str]]]
 """Maps a rank to a prefix of its command line, and to additional environment variables."""
 
 
-def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], None] = print) -> Calibration:
+def calibrate(
+    request: CalibrationRequest, place: Place | None = None, tell: Callable[[str], None] = print
+) -> Calibration:
     """Run the calibration. CalibrationError: it is not possible here, or failed; with the output of the ranks."""
-    if not is_shape(asked.model) and asked.batch is None:
+    if not is_shape(request.model) and request.batch is None:
         raise CalibrationError(
-            f"--model {asked.model}: a calibration trains, so it needs a batch: give --batch module:function, which "
+            f"--model {request.model}: a calibration trains, so it needs a batch: give --batch module:function, which "
             "returns what the model is called with; or a named shape such as gpt:10m"
         )
     device_type = get_accelerator().device_name().partition(":")[0]
@@ -74,13 +76,13 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
             f"a calibration needs two devices; there is {get_accelerator().device_count()}"
         )
     cores = len(available_cores())
-    threads = asked.threads or max(1, cores // 2)
+    threads = request.threads or max(1, cores // 2)
     found: dict[str, Any] = {"steps": {}}
     for ranks in (1, 2):
-        tell(f"calibrating: {ranks} rank{'s' * (ranks > 1)}, stages {', '.join(map(str, asked.stages))}")
-        part = _run(asked, ranks, threads, place if ranks > 1 else None)
+        tell(f"calibrating: {ranks} rank{'s' * (ranks > 1)}, stages {', '.join(map(str, request.stages))}")
+        part = _run(request, ranks, threads, place if ranks > 1 else None)
         found = {**found, **part, "steps": {**found["steps"], **part["steps"]}}
-    elements, flops = _model_facts(asked)
+    elements, flops = _model_facts(request)
     lines = {name: CostLine(**line) for name, line in found["lines"].items()}
     lines.setdefault("fetch", lines["all_gather"])
     return Calibration(
@@ -90,10 +92,10 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
         device_type=device_type,
         cores=cores,
         threads=threads,
-        model=asked.model,
+        model=request.model,
         elements=elements,
-        tokens=asked.micro * asked.sequence,
-        precision=_precision(asked.config),
+        tokens=request.micro * request.sequence,
+        precision=_precision(request.config),
         flops=flops,
         forward_share=found["shares"][0],
         backward_share=found["shares"][1],
@@ -109,15 +111,19 @@ def _precision(config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def _model_facts(asked: Asked) -> tuple[int, float]:
+def _model_facts(request: CalibrationRequest) -> tuple[int, float]:
     """Return the trained elements, and the FLOPs of a forward."""
     with torch.device("meta"):
-        module = build_shape(asked.model) if is_shape(asked.model) else call_of(asked.model)()
-    config = {"train_micro_batch_size_per_gpu": asked.micro, **asked.config}
+        module = build_shape(request.model) if is_shape(request.model) else call_of(request.model)()
+    config = {"train_micro_batch_size_per_gpu": request.micro, **request.config}
     planned = answer(PlanRequest(module=module, config=config, ranks=1, device_type="cpu"))
     facts = planned.setting.facts
     flops = flops_by_call(
-        module, facts, asked.micro * asked.sequence, asked.sequence, shape_of(getattr(module, "config", None))
+        module,
+        facts,
+        request.micro * request.sequence,
+        request.sequence,
+        shape_of(getattr(module, "config", None)),
     )
     return sum(spec.numel for spec in facts.specs[: facts.trained]), sum(flops)
 
@@ -125,29 +131,29 @@ def _model_facts(asked: Asked) -> tuple[int, float]:
 # The ranks ---------------------------------------------------------------------------------------------------
 
 
-def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
-    config = {key: value for key, value in asked.config.items() if key not in _SET_HERE}
-    config |= {"train_micro_batch_size_per_gpu": asked.micro, "steps_per_print": 10**9}
-    zero = asked.config.get("zero_optimization")
+def _run(request: CalibrationRequest, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
+    config = {key: value for key, value in request.config.items() if key not in _SET_HERE}
+    config |= {"train_micro_batch_size_per_gpu": request.micro, "steps_per_print": 10**9}
+    zero = request.config.get("zero_optimization")
     zero = zero if isinstance(zero, Mapping) else {}
     kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
         job = {
-            "model": asked.model,
-            "batch": asked.batch,
+            "model": request.model,
+            "batch": request.batch,
             "config": config,
             "zero": kept,
-            "micro": asked.micro,
-            "sequence": asked.sequence,
-            "stages": list(asked.stages),
-            "steps": asked.steps,
-            "warmup": asked.warmup,
-            "seconds": asked.seconds,
+            "micro": request.micro,
+            "sequence": request.sequence,
+            "stages": list(request.stages),
+            "steps": request.steps,
+            "warmup": request.warmup,
+            "seconds": request.seconds,
             "result": str(result),
         }
         given.write_text(json.dumps(job), encoding="utf-8")
-        _start([asked.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
+        _start([request.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
 

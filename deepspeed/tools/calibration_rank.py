@@ -35,7 +35,7 @@ Parts = tuple[float, float, float]
 """Seconds of a step: forward, backward, update."""
 
 
-class Trained:
+class TimedModel:
     """The model ``name`` under an engine with ``config``; ``step`` trains and times one step."""
 
     def __init__(
@@ -81,7 +81,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
+def timed(trained: TimedModel, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
     """Time at least ``steps`` steps, or, if those are short, as many as take ``seconds`` (at most ``MAX_STEPS``): short
     steps vary."""
     taken = [sum(trained.step()) for _ in range(warmup)]
@@ -134,7 +134,7 @@ class CallTimes:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self.begin(self.backward, number))
 
-    def measure(self, trained: Trained) -> None:
+    def measure(self, trained: TimedModel) -> None:
         """Time one forward and backward."""
         self._running = None
         loss = loss_of(trained.engine, trained.batch)
@@ -147,7 +147,7 @@ class CallTimes:
             handle.remove()
 
 
-def shares_of(trained: Trained, repeats: int = 4) -> tuple[list[float], list[float]]:
+def shares_of(trained: TimedModel, repeats: int = 4) -> tuple[list[float], list[float]]:
     """Return each call's share of the forward time, and of the backward time."""
     times = CallTimes(trained.module)
     for _ in range(repeats):
@@ -214,7 +214,7 @@ def _line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
     return {"start": max(0.0, least - byte * small), "byte": byte}
 
 
-def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
+def fetch_line(gather: dict[str, float], trained: TimedModel) -> dict[str, float]:
     """Fit the line of stage 3's shard fetches between CPU ranks, timed over their own sockets; return ``gather`` where
     shards are not served that way."""
     sharded = trained.engine.sharded
@@ -248,7 +248,7 @@ def main() -> None:
     # Up and down through the stages: if other jobs share the machine, a slow moment is spread over the stages.
     for stage in (*rows, *reversed(rows)):
         config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
-        trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])
+        trained = TimedModel(given["model"], given["batch"], config, given["micro"], given["sequence"])
         first = not rows[stage]
         rows[stage] += timed(trained, -(-given["steps"] // 2), given["warmup"], given["seconds"] / 2, world)
         if first and stage == 0 and world.size == 1:

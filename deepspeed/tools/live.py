@@ -28,7 +28,7 @@ class Follower:
             self._offset = 0
             self.history.clear()
         entries, self._offset = read_more(self._path, self._offset)
-        self.history.take(entries)
+        self.history.extend(entries)
         rows = self.history.newest(SPEED_ROWS)
         self.history.tell(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
 

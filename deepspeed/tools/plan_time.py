@@ -20,7 +20,7 @@ from deepspeed.planning.step_time.options import TimeError
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import is_shape
 from deepspeed.planning.step_time.step import StepTime
-from deepspeed.tools.calibrate import Asked, calibrate
+from deepspeed.tools.calibrate import CalibrationRequest, calibrate
 
 USUAL_SEQUENCE = 256
 LOCAL = NetworkSpec(name="none", rate=1e12, source="one node")
@@ -32,14 +32,14 @@ def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list
     if not folder.is_dir():  # checked before the run, not after it
         raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
     micro = config.get("train_micro_batch_size_per_gpu")
-    asked = Asked(
+    request = CalibrationRequest(
         model=args.model,
         config=config,
         batch=args.batch,
         micro=args.micro_batch or (micro if isinstance(micro, int) else 1),
         sequence=args.sequence or (USUAL_SEQUENCE if is_shape(args.model) else 1),
     )
-    found = calibrate(asked)
+    found = calibrate(request)
     try:
         found.save(args.calibrate)
     except OSError as error:
@@ -74,7 +74,7 @@ class PlanTimes:
         if self.choices is not None:
             best = self.choices.best
             result["choices"] = self.choices.as_json()
-            result["fastest"] = str(best.way) if best is not None else None
+            result["fastest"] = str(best.layout) if best is not None else None
         return result
 
 

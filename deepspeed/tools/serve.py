@@ -70,7 +70,7 @@ def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
 
     def ready(address: str) -> None:
-        report(f"ds serve: ready at {address}: {loaded.told}; endpoints {', '.join(endpoints(app))}")
+        report(f"ds serve: ready at {address}: {loaded.summary}; endpoints {', '.join(endpoints(app))}")
 
     try:
         if args.otlp_traces_endpoint is not None:

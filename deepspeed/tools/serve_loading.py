@@ -35,12 +35,12 @@ from deepspeed.inference.serving.tool_requests import Formats
 
 @dataclass(frozen=True, slots=True)
 class LoadedServer:
-    """``services``: not started. ``app``: what answers its clients; None on ranks that hear none. ``told``: of the
+    """``services``: not started. ``app``: what answers its clients; None on ranks that hear none. ``summary``: of the
     models, for a log."""
 
     services: Services
     app: Any = None
-    told: str = ""
+    summary: str = ""
 
 
 def load(args: argparse.Namespace) -> LoadedServer:
@@ -64,7 +64,7 @@ def load(args: argparse.Namespace) -> LoadedServer:
         except ValueError as problem:
             raise ValueError(f"--lora-modules: {problem}") from problem
     app = make_app(models, settings) if all(each.leads for each in made) else None
-    return LoadedServer(models.services, app, "; ".join(each.told for each in made))
+    return LoadedServer(models.services, app, "; ".join(each.summary for each in made))
 
 
 def _of_model(one: argparse.Namespace, work: Any, *given: Any) -> Any:
@@ -101,7 +101,7 @@ class _Causal:
             args.max_sequences * -(-length // size) * (self.runner.block_bytes + size * drafts)
         )
         self.leads = self.group is None or self.group.rank == 0
-        self.told = ""
+        self.summary = ""
 
     def serve(self, cache_bytes: int) -> ServedModel:
         """ValueError: ``cache_bytes`` hold no cache, or options do not fit the model."""
@@ -127,8 +127,8 @@ class _Causal:
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
         announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
-        told = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
-        self.told = f"model {args.name}, {memory_line(generator)}; {told}"
+        formats_line = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
+        self.summary = f"model {args.name}, {memory_line(generator)}; {formats_line}"
         load_one = None
         if args.tp_size == 1:
             # The layers are found now, as later the model is in use.
@@ -167,8 +167,8 @@ class _Encoder:
         self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
         self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget)
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
-        told = "scores pairs of texts" if source.is_classifier else "gives vectors of texts"
-        self.told = f"model {args.name}, which {told}"
+        ability = "scores pairs of texts" if source.is_classifier else "gives vectors of texts"
+        self.summary = f"model {args.name}, which {ability}"
 
     def serve(self, _: int) -> ServedModel:
         return ServedModel(
@@ -200,10 +200,10 @@ def check_memory(args: argparse.Namespace, sources: Sequence[tuple[argparse.Name
     least = {one.name: source.least_bytes(dtype_of(one), one.max_length) for one, source in sources}
     whole = sum(weights + (0 if asked else cache) for weights, cache in least.values()) + (asked or 0)
     if whole > (free := get_accelerator().available_memory()):
-        told = (f"{name} {each[0] / 2**30:.2f} and {each[1] / 2**30:.3f}" for name, each in least.items())
+        sizes = (f"{name} {each[0] / 2**30:.2f} and {each[1] / 2**30:.3f}" for name, each in least.items())
         raise ValueError(
             f"at least {whole / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB of memory are free (weights and "
-            f"cache of one sequence, GiB: {', '.join(told)}): serve fewer models or smaller ones, with fewer bits "
+            f"cache of one sequence, GiB: {', '.join(sizes)}): serve fewer models or smaller ones, with fewer bits "
             "(--dtype int8), or shorter sequences (--max-length)"
         )
 
@@ -243,8 +243,8 @@ def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
             try:
                 name, separator, folder = entry.partition("=")
                 plain = {"name": name, "path": folder} if separator else {}
-                told = json.loads(entry) if entry[:1] == "{" else plain
-                yield told["name"], told["path"], told.get("base_model_name") or one.name
+                adapter = json.loads(entry) if entry[:1] == "{" else plain
+                yield adapter["name"], adapter["path"], adapter.get("base_model_name") or one.name
             except (ValueError, LookupError):
                 raise ValueError(
                     f"--lora-modules: {entry!r}: name=folder is expected, or an object with 'name' and 'path'"

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(answer or {"pid": process, "state": state_of(process)}))
         else:
-            print("\n".join(told(process, answer, every=options.all)))
+            print("\n".join(rank_lines(process, answer, every=options.all)))
     return 0
 
 
@@ -103,7 +103,7 @@ def state_of(process: int) -> str:
     return STATES.get(letter, "running native code that holds the interpreter's lock")
 
 
-def told(process: int, answer: dict[str, Any] | None, *, every: bool = False) -> list[str]:
+def rank_lines(process: int, answer: dict[str, Any] | None, *, every: bool = False) -> list[str]:
     """Return the lines about one rank. ``every``: also print the stacks of threads without code of the script."""
     if answer is None:
         return [f"== process {process} does not answer: {state_of(process)}", ""]

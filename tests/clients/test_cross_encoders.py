@@ -189,7 +189,7 @@ def test_a_folder_of_an_encoder(tmp_path: Path) -> None:
     parse = serve_options.parser().parse_args
     given = [str(tmp_path / "plain"), "--model", f"masked={tmp_path / 'masked'}", "--dtype", "fp32"]
     loaded = load(parse(given))
-    assert loaded.told.count("which gives vectors of texts") == 2
+    assert loaded.summary.count("which gives vectors of texts") == 2
     with pytest.raises(ValueError, match="plain: an encoder is served on one rank"):
         load(parse([str(tmp_path / "plain"), "--speculative-config", '{"method": "ngram"}']))
     with pytest.raises(ValueError, match="takes no adapters"):

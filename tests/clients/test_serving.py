@@ -58,7 +58,7 @@ def test_a_saved_model_answers(guesses: str | None, tmp_path: Path) -> None:
     assert command.problem_of(args) is None
     loaded = command.load(args)
     weights = sum(each.nbytes for each in model.parameters()) / 2**30
-    assert f", weights {weights:.2f} GiB and key-value cache " in loaded.told
+    assert f", weights {weights:.2f} GiB and key-value cache " in loaded.summary
     services = loaded.services.start()
     running = uvicorn.Server(uvicorn.Config(loaded.app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=running.run, daemon=True)

@@ -655,7 +655,7 @@ def test_ds_stacks_asks_every_rank() -> None:
         assert set(pids) <= set(stacks.ranks_of_user())
         for rank, (pid, answer) in enumerate(zip(pids, answers, strict=True)):
             assert answer is not None and answer["rank"] == rank
-            text = "\n".join(stacks.told(pid, answer))
+            text = "\n".join(stacks.rank_lines(pid, answer))
             assert (
                 f"== rank {rank} (" in text
                 and "all_reduce of 6 float32" in text
@@ -665,7 +665,7 @@ def test_ds_stacks_asks_every_rank() -> None:
             names = [thread["name"] for thread in answer["threads"]]
             assert names[-1] in text and "parked" in text.rpartition("(--all prints them): ")[2]
             assert "thread parked, innermost last" not in text
-            assert "thread parked, innermost last" in "\n".join(stacks.told(pid, answer, every=True))
+            assert "thread parked, innermost last" in "\n".join(stacks.rank_lines(pid, answer, every=True))
         parent = os.getppid()
         assert set(pids) <= set(stacks.descendants(parent))
     torch.distributed.barrier()
@@ -690,7 +690,7 @@ def test_what_a_stopped_process_is_told_to_be() -> None:
         signal.pause()
     os.kill(child, signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
-    assert stacks.state_of(child) == "stopped" and stacks.told(child, None)[0].endswith(
+    assert stacks.state_of(child) == "stopped" and stacks.rank_lines(child, None)[0].endswith(
         "does not answer: stopped"
     )
     os.kill(child, signal.SIGKILL)

@@ -53,7 +53,7 @@ class MetricHistory:
 
     # ---- input
 
-    def take(self, entries: Iterable[Row | Item]) -> None:
+    def extend(self, entries: Iterable[Row | Item]) -> None:
         """Add entries of a record, in its order."""
         with self._lock:
             for entry in entries:

@@ -117,13 +117,13 @@ class Window:
             for mean, value in zip(self.spans, step.spans, strict=True):
                 mean.add(value)
 
-    def take(self, memory: int | None) -> Row:
-        """Return the row of the added steps, and clear the window. ``memory``: bytes."""
+    def take_row(self, memory_bytes: int | None) -> Row:
+        """Return the row of the added steps, and clear the window. Its memory is ``memory_bytes``."""
         loss = self.loss.value()
         row: Row = [
             round(self.ended, 1), self.first, self.last, short(self.seconds), self.samples, self.tokens,
             short(loss), short(None if loss is None else self.low), short(None if loss is None else self.high),
-            short(self.rate), short(self.norm.value()), memory, *(short(mean.value()) for mean in self.spans),
+            short(self.rate), short(self.norm.value()), memory_bytes, *(short(mean.value()) for mean in self.spans),
         ]  # fmt: skip
         self._clear()
         return row

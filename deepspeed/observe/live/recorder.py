@@ -155,7 +155,7 @@ class LiveRecorder:
         kept in memory only."""
         self._opened_s = now if self._opened_s is None else self._opened_s
         try:
-            self.history.take(self._file.open())
+            self.history.extend(self._file.open())
         except InUse as error:
             if now - self._opened_s < PATIENCE_S:
                 return False
@@ -217,7 +217,7 @@ class LiveRecorder:
 
     def _take_window(self) -> None:
         if self._window.first is not None:
-            self._add(self._window.take(self._memory))
+            self._add(self._window.take_row(self._memory))
 
     def _take_curves(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -250,7 +250,7 @@ class LiveRecorder:
 
     def _add(self, entry: Row | Item) -> None:
         self._new.append(entry)
-        self.history.take([entry])
+        self.history.extend([entry])
 
     def _write(self, now: float) -> None:
         new, self._new = self._new, []

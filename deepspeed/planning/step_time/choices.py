@@ -31,7 +31,7 @@ PLANNED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ParallelLayout:
     """A parallel layout: the degree of each axis. ``offload``: 0 nothing, 1 optimizer states to the host, 2 parameters,
     too."""
 
@@ -60,7 +60,7 @@ class Planned:
     """A planned and simulated layout. ``need``: peak bytes per rank where the model computes; ``host``: bytes of host
     memory per node."""
 
-    way: Way
+    layout: ParallelLayout
     need: int
     host: int
     fits: bool
@@ -104,13 +104,15 @@ class Choices:
         if self.others:
             lines.append(f"  ({self.others} more ways were ranked by formulas, and left out)")
         best = self.best
-        lines.append(f"fastest that fits: {best.way}" if best is not None else "nothing that was tried fits")
+        lines.append(
+            f"fastest that fits: {best.layout}" if best is not None else "nothing that was tried fits"
+        )
         return lines
 
     def _cells(self, row: Planned) -> tuple[str, ...]:
         waits = row.time.exposed / row.time.seconds if row.time.seconds else 0.0
         return (
-            str(row.way),
+            str(row.layout),
             "yes" if row.fits else "NO",
             f"{row.need / 2**30:.2f}",
             f"{row.time.seconds:.3f}",
@@ -122,8 +124,8 @@ class Choices:
     def as_json(self) -> list[dict[str, Any]]:
         return [
             {
-                "way": str(row.way),
-                **asdict(row.way),
+                "way": str(row.layout),
+                **asdict(row.layout),
                 "bytes_per_rank": row.need,
                 "fits": row.fits,
                 "seconds": row.time.seconds,
@@ -148,20 +150,23 @@ class StepSearch:
     """Cache of parameter counts by expert-parallel degree."""
 
     def run(self) -> Choices:
-        ways = list(self.ways())
-        rough = {way: self._rough(way) for way in ways}
-        ways.sort(key=lambda way: (rough[way], str(way)))
-        chosen = list(ways[:PLANNED])
-        chosen += [way for way in ways[PLANNED:] if way == Way(stage=way.stage)]
-        rows = [row for way in chosen if (row := self._planned(way)) is not None]
+        layouts = list(self.layouts())
+        rough = {layout: self._rough(layout) for layout in layouts}
+        layouts.sort(key=lambda layout: (rough[layout], str(layout)))
+        chosen = list(layouts[:PLANNED])
+        chosen += [layout for layout in layouts[PLANNED:] if layout == ParallelLayout(stage=layout.stage)]
+        rows = [row for layout in chosen if (row := self._planned(layout)) is not None]
         rows.sort(key=lambda row: (not row.fits, row.time.seconds if row.fits else row.need))
         return Choices(
-            rows=rows, others=len(ways) - len(chosen), samples=self.samples, tokens=self.request.sequence or 0
+            rows=rows,
+            others=len(layouts) - len(chosen),
+            samples=self.samples,
+            tokens=self.request.sequence or 0,
         )
 
     # Enumeration of layouts ---------------------------------------------------------------------------------
 
-    def ways(self) -> Iterator[Way]:
+    def layouts(self) -> Iterator[ParallelLayout]:
         request, shape = self.request, self.request.shape
         ranks, node = request.ranks, request.ranks_per_node
         tensor = [n for n in _powers(min(MAX_TENSOR, node)) if shape is not None and _divides(n, shape)] or [
@@ -172,14 +177,20 @@ class StepSearch:
         sequence = (
             [n for n in _powers(MAX_SEQUENCE) if shape is not None and shape.heads % n == 0] if long else [1]
         )
-        apart = request.device_type != "cpu"
+        has_device_memory = request.device_type != "cpu"
         again = [request.checkpointing]
         if shape is not None and request.sequence and not request.checkpointing:
             again.append(True)
         for stage, tp, pp, sp, ep, offload, checkpointing in itertools.product(
-            range(4), tensor, stages, sequence, self.modules or [1], (0, 1, 2) if apart else (0,), again
+            range(4),
+            tensor,
+            stages,
+            sequence,
+            self.modules or [1],
+            (0, 1, 2) if has_device_memory else (0,),
+            again,
         ):
-            way = Way(
+            layout = ParallelLayout(
                 stage=stage,
                 tensor=tp,
                 stages=pp,
@@ -188,67 +199,71 @@ class StepSearch:
                 offload=offload,
                 checkpointing=checkpointing,
             )
-            if self._possible(way, ranks):
-                yield way
+            if self._possible(layout, ranks):
+                yield layout
 
-    def _possible(self, way: Way, ranks: int) -> bool:
-        if ranks % way.model_ranks or self.samples % (ranks // way.model_ranks * self.micro):
+    def _possible(self, layout: ParallelLayout, ranks: int) -> bool:
+        if ranks % layout.model_ranks or self.samples % (ranks // layout.model_ranks * self.micro):
             return False
-        data = ranks // (way.tensor * way.stages)
-        if data == 1 and way.stage > 0 and not way.offload:  # nothing to shard over: same as stage 0
+        data = ranks // (layout.tensor * layout.stages)
+        if data == 1 and layout.stage > 0 and not layout.offload:  # nothing to shard over: same as stage 0
             return False
-        if way.experts > 1 and (data % way.experts or way.stages > 1):
+        if layout.experts > 1 and (data % layout.experts or layout.stages > 1):
             return False
-        if way.stages > 1 and (way.stage > 1 or way.sequence > 1 or self.micro_batches(way) < way.stages):
+        if layout.stages > 1 and (
+            layout.stage > 1 or layout.sequence > 1 or self.micro_batches(layout) < layout.stages
+        ):
             return False
-        if way.offload and (way.stage == 0 or way.stages > 1):
+        if layout.offload and (layout.stage == 0 or layout.stages > 1):
             return False
-        return way.offload < 2 or way.stage == 3
+        return layout.offload < 2 or layout.stage == 3
 
     @property
     def micro(self) -> int:
         return self.request.micro_batch or 1
 
-    def micro_batches(self, way: Way) -> int:
-        return self.samples // (self.request.ranks // way.model_ranks * self.micro)
+    def micro_batches(self, layout: ParallelLayout) -> int:
+        return self.samples // (self.request.ranks // layout.model_ranks * self.micro)
 
     # Ranking by closed formulas -----------------------------------------------------------------------------
 
-    def _rough(self, way: Way) -> tuple[bool, float]:
+    def _rough(self, layout: ParallelLayout) -> tuple[bool, float]:
         """Estimate whether the layout exceeds device memory, and its step time in seconds."""
-        numel = self._numel(way.experts) / (way.tensor * way.stages)
-        data = self.request.ranks // (way.tensor * way.stages)
+        numel = self._numel(layout.experts) / (layout.tensor * layout.stages)
+        data = self.request.ranks // (layout.tensor * layout.stages)
         weights, gradients, states = 2.0 * numel, 2.0 * numel, 12.0 * numel
-        near = (weights / data if way.stage == 3 else weights) + (
-            gradients / data if way.stage >= 2 else gradients
+        near = (weights / data if layout.stage == 3 else weights) + (
+            gradients / data if layout.stage >= 2 else gradients
         )
-        near += 0.0 if way.offload else states / data if way.stage else states
+        near += 0.0 if layout.offload else states / data if layout.stage else states
         have = self.request.capacity.device
-        need = near + self._activations(way)
+        need = near + self._activations(layout)
         seconds = self.job.rough_seconds(
-            (way.tensor, way.stages, way.sequence),
+            (layout.tensor, layout.stages, layout.sequence),
             numel,
             data,
-            self.micro_batches(way),
-            way.stage,
-            again=way.checkpointing,
+            self.micro_batches(layout),
+            layout.stage,
+            again=layout.checkpointing,
         )
-        if way.offload and self.job.device is not None:
+        if layout.offload and self.job.device is not None:
             seconds += states / 12 / max(1, data) * self.job.device.host_update
         return have is not None and need > have, seconds
 
-    def _activations(self, way: Way) -> float:
+    def _activations(self, layout: ParallelLayout) -> float:
         shape, sequence = self.request.shape, self.request.sequence
         if shape is None or sequence is None:
             return 0.0
-        split = Split(tensor=way.tensor, stages=way.stages, held=min(way.stages, self.micro_batches(way)))
+        split = Split(
+            tensor=layout.tensor, stages=layout.stages, held=min(layout.stages, self.micro_batches(layout))
+        )
         return activation_bytes(
             split.shape(shape),
             micro_batch=self.micro,
-            sequence=-(-sequence // way.sequence),
-            ranks_per_sequence=way.sequence,
+            sequence=-(-sequence // layout.sequence),
+            ranks_per_sequence=layout.sequence,
             itemsize=2,
-            checkpointing=way.checkpointing,
+            checkpointing=layout.checkpointing,
         )
 
     def _numel(self, experts: int) -> int:
@@ -257,21 +272,21 @@ class StepSearch:
             self.numel[experts] = sum(param.numel() for param in module.parameters())
         return self.numel[experts]
 
-    def _module(self, way: Way) -> nn.Module:
-        return self.modules.get(way.experts, self.request.module)
+    def _module(self, layout: ParallelLayout) -> nn.Module:
+        return self.modules.get(layout.experts, self.request.module)
 
     # Planning and simulation --------------------------------------------------------------------------------
 
-    def _planned(self, way: Way) -> Planned | None:
+    def _planned(self, layout: ParallelLayout) -> Planned | None:
         try:
-            found = [answer(self._request(way, stage)) for stage in sorted({0, way.stages - 1})]
+            found = [answer(self._request(layout, stage)) for stage in sorted({0, layout.stages - 1})]
         except (DeepSpeedConfigError, NotImplementedError, ValueError):
             return None
         near = MemoryPlace.DEVICE if self.request.device_type != "cpu" else MemoryPlace.HOST
         worst = max(found, key=lambda each: (bool(each.lacking()), each.ledger.peak(near)[0]))
-        time = seconds_of(found, self.job, way.tensor, way.stages, way.sequence, way.experts)
+        time = seconds_of(found, self.job, layout.tensor, layout.stages, layout.sequence, layout.experts)
         return Planned(
-            way,
+            layout,
             worst.ledger.peak(near)[0],
             worst.need(MemoryPlace.HOST)[0],
             not any(each.lacking() for each in found),
@@ -279,23 +294,23 @@ class StepSearch:
             self.samples,
         )
 
-    def _request(self, way: Way, stage: int) -> PlanRequest:
+    def _request(self, layout: ParallelLayout, stage: int) -> PlanRequest:
         request = self.request
-        held = min(way.stages - stage, self.micro_batches(way))
-        data = request.ranks // (way.tensor * way.stages)
+        held = min(layout.stages - stage, self.micro_batches(layout))
+        data = request.ranks // (layout.tensor * layout.stages)
         return replace(
             request,
-            module=self._module(way),
-            config=self._config(way),
+            module=self._module(layout),
+            config=self._config(layout),
             ranks=data,
-            ranks_per_sequence=way.sequence,
-            checkpointing=way.checkpointing,
-            zero_init=way.stage == 3,
+            ranks_per_sequence=layout.sequence,
+            checkpointing=layout.checkpointing,
+            zero_init=layout.stage == 3,
             micro_batch=self.micro,
-            split=Split(tensor=way.tensor, stages=way.stages, stage=stage, held=held),
+            split=Split(tensor=layout.tensor, stages=layout.stages, stage=stage, held=held),
         )
 
-    def _config(self, way: Way) -> dict[str, Any]:
+    def _config(self, layout: ParallelLayout) -> dict[str, Any]:
         config = copy.deepcopy(dict(self.request.config))
         for key in (
             "tensor_parallel",
@@ -309,17 +324,17 @@ class StepSearch:
         zero = dict(zero) if isinstance(zero, dict) else {}
         for key in ("offload_optimizer", "offload_param"):
             zero.pop(key, None)
-        if way.stage < 3:
+        if layout.stage < 3:
             zero = {key: value for key, value in zero.items() if not key.startswith(("zero_", "mics_"))}
-        zero["stage"] = way.stage
-        if way.offload:
+        zero["stage"] = layout.stage
+        if layout.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
-        if way.offload == 2:
+        if layout.offload == 2:
             zero["offload_param"] = {"device": "cpu"}
-        config |= {"zero_optimization": zero, "gradient_accumulation_steps": self.micro_batches(way)}
+        config |= {"zero_optimization": zero, "gradient_accumulation_steps": self.micro_batches(layout)}
         config["train_micro_batch_size_per_gpu"] = self.micro
-        if way.sequence > 1:
-            config["sequence_parallel_size"] = way.sequence
+        if layout.sequence > 1:
+            config["sequence_parallel_size"] = layout.sequence
         else:
             config.pop("sequence_parallel_size", None)
         return config

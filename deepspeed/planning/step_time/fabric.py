@@ -111,10 +111,10 @@ class Fabric:
         leaving = nbytes * (group.nodes - 1) / group.nodes * beside * (group.per_node if direct else 1)
         return Transmission(BETWEEN, leaving / reached, latency, work * own)
 
-    def point_to_point(self, nbytes: float, apart: int) -> float:
-        """Return the seconds to send to the next pipeline stage, if ``apart`` ranks work on the same samples: within
+    def point_to_point(self, nbytes: float, stride: int) -> float:
+        """Return the seconds to send to the next pipeline stage, if ``stride`` ranks work on the same samples: within
         the node if it holds all of them. A node's ranks send concurrently."""
-        near = apart <= self.ranks_per_node
+        near = stride <= self.ranks_per_node
         network = self.inside if near else self.between
         rate = network.payload_rate / (1 if network.per_device else self.ranks_per_node)
         return network.latency + nbytes / rate

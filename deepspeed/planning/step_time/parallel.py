@@ -63,7 +63,7 @@ class ParallelJob:
 
     def rough_seconds(
         self,
-        way: tuple[int, int, int],
+        degrees: tuple[int, int, int],
         numel: float,
         data: int,
         micro_batches: int,
@@ -71,9 +71,9 @@ class ParallelJob:
         *,
         again: bool,
     ) -> float:
-        """Estimate the step time in seconds by closed formulas, without overlap. ``way``: degrees (tensor, stages,
+        """Estimate the step time in seconds by closed formulas, without overlap. ``degrees``: (tensor, stages,
         sequence); ``numel``: parameters of a rank's part; ``again``: activations are recomputed."""
-        tensor, stages, sequence = way
+        tensor, stages, sequence = degrees
         tokens = self.tokens / sequence
         rate = self._rate()
         flops = (

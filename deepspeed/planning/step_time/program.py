@@ -63,8 +63,8 @@ def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> 
     for bucket in buckets:
         published = _published(setting, bucket)
         if published is not None:
-            operation, nbytes, ranks, apart = published
-            begun.append(Start(number + len(begun), operation, nbytes, ranks, apart))
+            operation, nbytes, ranks, stride = published
+            begun.append(Start(number + len(begun), operation, nbytes, ranks, stride))
     agreed = [event for event in begun if event.operation == "all_reduce"]
     gathers = begun[len(agreed) :]
     return [
@@ -82,12 +82,17 @@ def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int
     layout, group = bucket.layout, setting.plan.packing.group
     if layout.num_shards == 1:
         return None
-    apart = expert_parallel_size(layout.replica_group, setting.ranks)
+    stride = expert_parallel_size(layout.replica_group, setting.ranks)
     if setting.plan.zero.shard_params and not bucket.persistent:
         if not in_groups(layout.num_shards, group):
             return None
         across = layout.num_shards // group
-        return "all_gather", float(layout.padded_numel * layout.dtype.itemsize / group), across, apart * group
+        return (
+            "all_gather",
+            float(layout.padded_numel * layout.dtype.itemsize / group),
+            across,
+            stride * group,
+        )
     if not bucket.trained:
         return None
-    return "all_gather", float(layout.padded_numel * layout.dtype.itemsize), layout.num_shards, apart
+    return "all_gather", float(layout.padded_numel * layout.dtype.itemsize), layout.num_shards, stride

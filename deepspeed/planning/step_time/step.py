@@ -126,7 +126,7 @@ class Builder:
         """Tasks that must end before the training thread's next task."""
         self.open: dict[int, tuple[list[Transmission], int | None]] = {}
         self.leaving: list[int] = []  # gradients on their way to host memory
-        self._packing = Wire(setting.plan)
+        self._wire_size = GatherWireSize(setting.plan)
 
     def add(self, event: Event) -> None:
         if isinstance(event, Compute):
@@ -170,7 +170,7 @@ class Builder:
     # Collectives of the engine ------------------------------------------------------------------------------
 
     def _start(self, event: Start) -> None:
-        nbytes, group = self._packing.nbytes(event), self._group(event)
+        nbytes, group = self._wire_size.nbytes(event), self._group(event)
         parts = self.fabric.parts(event.operation, nbytes, group)
         after = self.last
         offload = self.setting.plan.param_offload
@@ -189,7 +189,7 @@ class Builder:
 
     def _group(self, event: Start) -> RankGroup:
         """Return the group of a collective, with its ranks per node: data-parallel ranks are ``model_ranks`` apart."""
-        there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.apart))
+        there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.stride))
         return RankGroup(event.ranks, min(event.ranks, there))
 
     def _wait(self, number: int) -> None:
@@ -227,7 +227,7 @@ class Builder:
         self.last = (*self.last, *ends)
 
 
-class Wire:
+class GatherWireSize:
     """Bytes of gathers on the wire: quantized payloads (qwZ). Sums are already recorded with their wire size."""
 
     def __init__(self, plan: Plan) -> None:

@@ -57,8 +57,8 @@ def read_config_of_accelerate(file: str) -> dict[str, Any]:
     """Return the DeepSpeed config that Accelerate builds from its own file. Raises ValueError."""
     client = read_client(read_any(file), 1)
     if client is None or client.errors:
-        told = "; ".join(map(str, client.errors)) if client is not None else "it is no file of Accelerate"
-        raise ValueError(f"--config_file {file}: {told}")
+        problem = "; ".join(map(str, client.errors)) if client is not None else "it is no file of Accelerate"
+        raise ValueError(f"--config_file {file}: {problem}")
     return dict(client.source.data)
 
 

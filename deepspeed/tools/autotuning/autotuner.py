@@ -80,7 +80,7 @@ class Autotuner(Results):
         )
         self.rm.overwrite = section.overwrite
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
-        self.memory = MemoryNeeds(asked=self._to_plan(), limit=section.memory_per_rank)
+        self.memory = MemoryNeeds(requested=self._to_plan(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
         self._samples_per_rank: int | None = None  # of the data set, as far as runs show it
         self._followed: set[int] = set()  # micro-batches that the script gave the model as it was told
@@ -179,7 +179,7 @@ class Autotuner(Results):
             exp["ds_config"]["autotuning"] |= {
                 "model_info": {"profile": True},
                 "model_info_path": str(path),
-                "variants": self.memory.asked,
+                "variants": self.memory.requested,
             }
             error = self._run([exp])
             if path.exists():
@@ -206,16 +206,16 @@ class Autotuner(Results):
 
     def _know(self, info: dict[str, Any]) -> None:
         """Leave out what makes no difference on this machine, or to this model."""
-        self.memory = MemoryNeeds(info, self.memory.asked, self.memory.limit)
-        self.search.apart = info.get("device_type", "cpu") != "cpu"
+        self.memory = MemoryNeeds(info, self.memory.requested, self.memory.limit)
+        self.search.has_device_memory = info.get("device_type", "cpu") != "cpu"
         space = self.autotuning_config.tuning_space
-        useless = [] if self.search.apart else [OFFLOAD]
+        useless = [] if self.search.has_device_memory else [OFFLOAD]
         useless += [BUDGET] if info.get("blocks", 0) == 0 else []
         self.choices = without_rooms(
             self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
         )
         self.choices = without_same_sizes(self.choices, self.get_model_num_params(), space)
-        if not self.fast_enabled() and not self.search.apart and self.num_nodes == 1:
+        if not self.fast_enabled() and not self.search.has_device_memory and self.num_nodes == 1:
             threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
             self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
 

@@ -16,15 +16,15 @@ SPARE = 0.9
 
 @dataclass
 class MemoryNeeds:
-    """Memory needs of points. ``info``: the first run's plans and measurements; ``asked``: the config changes that it
-    was asked to plan; ``limit``: the user's limit in bytes per rank."""
+    """Memory needs of points. ``info``: the first run's plans and measurements; ``requested``: the config changes
+    that it was asked to plan; ``limit``: the user's limit in bytes per rank."""
 
     info: dict[str, Any] = field(default_factory=dict)
-    asked: Sequence[Mapping[str, Any]] = ()
+    requested: Sequence[Mapping[str, Any]] = ()
     limit: int | None = None
-    each: float = 0.0
+    bytes_per_sample: float = 0.0
     """Bytes per sample, from the peaks of two runs."""
-    apart: int = 0
+    unexplained_bytes: int = 0
     """Bytes that neither the plan nor the samples explain."""
 
     def __post_init__(self) -> None:
@@ -78,13 +78,13 @@ class MemoryNeeds:
     def per_sample(self, point: Point | None = None) -> float:
         """Return the bytes per sample of a micro-batch."""
         kept = self.info.get("activation_mem_per_gpu", 0) / max(1, self.info.get("micro_batch") or 1)
-        each = max(kept, self.each)
+        each = max(kept, self.bytes_per_sample)
         if point is None:
             return each
         return each * point.kept / int(point.changes.get(SEQUENCE) or 1)
 
     def need(self, point: Point) -> float:
-        return self.states(point) + self.apart + self.per_sample(point) * point.size
+        return self.states(point) + self.unexplained_bytes + self.per_sample(point) * point.size
 
     def can_fit(self, point: Point) -> bool:
         """Tell whether the point fits according to its plan; True if it was not planned."""
@@ -99,7 +99,7 @@ class MemoryNeeds:
         free, each = self.free(), self.per_sample(point)
         if free is None or not each:
             return most
-        left = int(free * SPARE) - self.states(point) - self.apart
+        left = int(free * SPARE) - self.states(point) - self.unexplained_bytes
         return max(0, min(most, int(left // each)))
 
     # Fit to two runs ----------------------------------------------------------------------------------------
@@ -112,10 +112,10 @@ class MemoryNeeds:
             return
         (small, low, first), (large, high, _) = found[0], found[-1]
         if large > small:
-            self.each = max(0.0, (high - low) / (large - small))
+            self.bytes_per_sample = max(0.0, (high - low) / (large - small))
         resident = self.info.get("resident", 0) if self.info.get("device_type") == "cpu" else 0
         explained = resident + self.states(first) + self.per_sample(first) * small
-        self.apart = max(0, round(low - explained))
+        self.unexplained_bytes = max(0, round(low - explained))
 
     def plan_of(self, point: Point) -> PlannedPoint:
         """Return the plan's figures for a point, for the step-time model."""

@@ -195,7 +195,7 @@ class Results:
                 f"  {name} takes {lost:+.3g} ms per sample, most of it for {most}: {theirs[most]:.3g} ms instead of "
                 f"{mine[most]:.3g} ms{_reason(most, point, other)}"
             )
-        lines += [f"  not run: {text}" for text in (*self.refused, *self.search.left)]
+        lines += [f"  not run: {text}" for text in (*self.refused, *self.search.not_run)]
         return [f"Why {best}:", *lines] if lines else []
 
     def _draw(self) -> str:

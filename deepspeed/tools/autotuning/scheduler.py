@@ -147,9 +147,9 @@ class ResourceManager:
         for number, (exp, _, code) in list(self.running_experiments.items()):
             error = None
             if metrics_of(exp) is None:
-                told = search_error(str(Path(exp["result_dir"]) / "stderr.log"))
+                reported = search_error(str(Path(exp["result_dir"]) / "stderr.log"))
                 end = int(get_val_by_key(exp["ds_config"], "end_profile_step") or 0)
-                error = told or f"it ended with code {code} before step {end}"
+                error = reported or f"it ended with code {code} before step {end}"
             self.finished_experiments[number] = (exp, error)
             del self.running_experiments[number]
             if pbar is not None:

@@ -31,12 +31,12 @@ class Search:
         self.metric = metric
         self.planned = planned
         self.ranks = ranks
-        self.apart = False
+        self.has_device_memory = False
         self.runs: dict[Point, tuple[float, Mapping[str, float] | None]] = {}
         """By point: seconds per step (infinite for a failed run), and its breakdown."""
         self.reason = ""
         """Reason why the search ended."""
-        self.left: list[str] = []
+        self.not_run: list[str] = []
         """Points that were not run, with their expected gains."""
 
     def measured(
@@ -46,7 +46,7 @@ class Search:
 
     def model(self) -> StepModel:
         """Return a step-time model fitted to the successful runs."""
-        model = StepModel(self.planned, self.apart)
+        model = StepModel(self.planned, self.has_device_memory)
         model.fit([(point, *run) for point, run in self.runs.items() if run[0] < math.inf])
         return model
 
@@ -111,7 +111,7 @@ class Search:
                 return cheapest(others)
         if fine is not None:
             return fine
-        self.left = [
+        self.not_run = [
             f"{point.name()}: {score(point) / reached - 1:+.0%} expected"
             for point in _firsts(candidates, rank)
         ]

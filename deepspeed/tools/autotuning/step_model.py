@@ -71,11 +71,11 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
 
 @dataclass
 class StepModel:
-    """Predicts step times. ``planned``: returns the plan's figures for a point; ``apart``: whether the device has its
-    own memory."""
+    """Predicts step times. ``planned``: returns the plan's figures for a point;
+    ``has_device_memory``: whether the device has its own memory."""
 
     planned: Callable[[Point], PlannedPoint]
-    apart: bool = False
+    has_device_memory: bool = False
     time: StepTimeModel = field(default_factory=StepTimeModel)
     rates: dict[str, float] = field(default_factory=dict)
     corrections: dict[Point, float] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class StepModel:
         if split > 1:
             compute *= (1 + SPLIT_COSTS) / split
         update = self.rates["update"] * planned.owned
-        if self.apart and changes.get(f"{OFFLOAD}.device") == "cpu":
+        if self.has_device_memory and changes.get(f"{OFFLOAD}.device") == "cpu":
             share = float(changes.get(f"{OFFLOAD}.ratio", 1.0))
             update = (1 - share) * update + share * planned.owned * BYTES_PER_ELEMENT / HOST_BYTES_PER_S
         data = self.rates["data"] * point.size * point.gas
@@ -129,8 +129,8 @@ class StepModel:
         if not alike:
             return 1.0
         near = [at for at in alike if at.stage == point.stage] or alike
-        apart = {at: (at != point, abs(math.log(at.size / point.size))) for at in near}
-        return self.corrections[min(apart, key=lambda at: apart[at])]
+        distances = {at: (at != point, abs(math.log(at.size / point.size))) for at in near}
+        return self.corrections[min(distances, key=lambda at: distances[at])]
 
     def plateau(self, loss: float, gas: int = 1, parts: Parts | None = None) -> int:
         """Return the micro-batch size in samples above which larger ones gain less than this share of throughput. The

@@ -17,8 +17,8 @@ def search_error(filename: str) -> str | None:
     if not path.exists():
         return f"{path.name} does not exist"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line.strip() for line in lines if re.search(r"\b\w*(Error|Exception)\b|\berror: ", line)]
-    return told[-1] if told else None
+    errors = [line.strip() for line in lines if re.search(r"\b\w*(Error|Exception)\b|\berror: ", line)]
+    return errors[-1] if errors else None
 
 
 def get_list(val: Any) -> list[Any]:

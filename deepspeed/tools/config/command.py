@@ -155,19 +155,19 @@ def _ranks(count: int | None) -> tuple[int, str]:
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
     """Arguments that the optimizer's or schedule's constructor would refuse, besides those already reported."""
     config = analysis.config
-    told = {problem.key for problem in analysis.errors}
+    reported = {problem.key for problem in analysis.errors}
     if config is None:
         return
     optimizer, scheduler = config.optimizer, config.scheduler
-    if optimizer is not None and optimizer.type is not None and "optimizer.type" not in told:
+    if optimizer is not None and optimizer.type is not None and "optimizer.type" not in reported:
         for text in check_optimizer(optimizer.type, optimizer.params):
             match = re.match(r"optimizer(\.\w+)*", text)
             key = match.group() if match else "optimizer"
-            if key not in told:
+            if key not in reported:
                 yield _argument_problem(key, text.removeprefix(key).lstrip("= "), source)
-    if scheduler is not None and scheduler.type is not None and "scheduler.type" not in told:
+    if scheduler is not None and scheduler.type is not None and "scheduler.type" not in reported:
         for name, text in _scheduler_problems(scheduler.type, scheduler.params or {}):
-            if (key := f"scheduler.params.{name}") not in told:
+            if (key := f"scheduler.params.{name}") not in reported:
                 yield _argument_problem(key, text, source)
 
 

@@ -43,13 +43,13 @@ class Failure:
     on_screen: bool  # the rank printed its traceback itself
     lost_peer: bool = False  # its message says that it failed because a peer was gone
     stopped: bool = False  # by the agent, because another rank had failed
-    left: bool = False  # it ended with exit code 0: a failure if others were training, see `causes_first`
+    departed: bool = False  # it ended with exit code 0: a failure if others were training, see `causes_first`
     host: str = ""  # set if several machines are reported together
 
     @classmethod
     def by_leaving(cls, rank: int, at: float) -> Failure:
         """Build the entry of a rank that ended with exit code 0."""
-        return cls(rank, at, 0, "", "", first=False, on_screen=False, left=True)
+        return cls(rank, at, 0, "", "", first=False, on_screen=False, departed=True)
 
     @classmethod
     def of(
@@ -86,7 +86,7 @@ class Failure:
     @property
     def command_exit_code(self) -> int:
         """Return the code that a shell would report: 128 + N for signal N. Never 0."""
-        if self.left:
+        if self.departed:
             return 1
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
@@ -124,13 +124,18 @@ def causes_first(entries: Iterable[Failure]) -> list[Failure]:
     """Sort the failures of a job `in_order`. Ranks that left are included only if every other cause is a lost peer and
     they left before those failures; only the entries of all machines together can tell."""
     entries = list(entries)
-    failures = [entry for entry in entries if not entry.left]
+    failures = [entry for entry in entries if not entry.departed]
     causes = [failure for failure in failures if not failure.stopped]
     if not causes or not all(failure.lost_peer for failure in causes):
         return in_order(failures)
     began = min(failure.at for failure in causes)
-    gone = {entry.rank: entry for entry in entries if entry.left and entry.at <= began}
-    return in_order([*gone.values(), *(failure for failure in failures if failure.rank not in gone)])
+    departed_by_rank = {entry.rank: entry for entry in entries if entry.departed and entry.at <= began}
+    return in_order(
+        [
+            *departed_by_rank.values(),
+            *(failure for failure in failures if failure.rank not in departed_by_rank),
+        ]
+    )
 
 
 def _is_refused_option(failure: Failure) -> bool:
@@ -148,16 +153,16 @@ def _in_one_line(message: str) -> str:
     return first[:MESSAGE_LENGTH]
 
 
-def told(failures: Sequence[Failure], script: str) -> list[str]:
+def report_lines(failures: Sequence[Failure], script: str) -> list[str]:
     """Return the lines of the report: the rank that failed first and why, then the others; ``failures`` in order."""
     first, *others = failures
     lines = [f"rank {first.place} of {script} failed first: {first.how}"]
-    if first.left:
-        gone = [failure for failure in failures if failure.left]
-        places = ", ".join(failure.place for failure in sorted(gone, key=lambda failure: failure.rank))
-        several = "s" if len(gone) > 1 else ""
+    if first.departed:
+        departed = [failure for failure in failures if failure.departed]
+        places = ", ".join(failure.place for failure in sorted(departed, key=lambda failure: failure.rank))
+        several = "s" if len(departed) > 1 else ""
         lines = [f"rank{several} {places} of {script} ended with code 0 while others were training"]
-        others = [failure for failure in others if not failure.left]
+        others = [failure for failure in others if not failure.departed]
     ends: dict[str, list[Failure]] = {}
     for failure in others:
         if failure.stopped:
@@ -178,10 +183,10 @@ def told(failures: Sequence[Failure], script: str) -> list[str]:
 def show(
     script: str, failures: Sequence[Failure], *, log_dir: Path | str | None, adds_local_rank: bool
 ) -> None:
-    """Log the report of `told`, after the first failure's traceback unless the rank printed it; ``failures`` in
+    """Log the report of `report_lines`, after the first failure's traceback unless the rank printed it; ``failures`` in
     order."""
     first, *others = failures
-    lines = told(failures, script)
+    lines = report_lines(failures, script)
     if adds_local_rank and _is_refused_option(first):
         lines.append(
             f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {script} does not accept it, start it with: "

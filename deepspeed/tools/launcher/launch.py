@@ -28,7 +28,7 @@ from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.failures import OF_A_PEER
 from deepspeed.tools.launcher.processes import adopt_orphans, handled_by, holding_signals
 from deepspeed.tools.launcher.shim import USAGE_ERROR
-from deepspeed.tools.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
+from deepspeed.tools.launcher.supervision import NODE_REPORT, RESTART_SIGNAL, RUNNER_PID
 
 logger = logging.getLogger("deepspeed.tools.launcher")
 
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
     adopt_orphans()
     if args.enable_elastic_training:  # ignored until its handler is installed: the default is to die
-        signal.signal(START_ANEW, lambda *_: None)
+        signal.signal(RESTART_SIGNAL, lambda *_: None)
     with holding_signals():  # imports torch: an interrupt during that might abort the process, or be lost
         from deepspeed.tools.launcher.agent import NodeJob, supervise
     if args.enable_elastic_training:

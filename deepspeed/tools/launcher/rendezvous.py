@@ -31,7 +31,7 @@ from deepspeed.tools.launcher.agent import NodeJob
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.memory import Memory
 from deepspeed.tools.launcher.shim import die_with_parent
-from deepspeed.tools.launcher.supervision import START_ANEW
+from deepspeed.tools.launcher.supervision import RESTART_SIGNAL
 
 RUN_ID = "deepspeed"
 JOIN_S = 600  # timeout until the minimum number of machines has joined
@@ -49,7 +49,7 @@ class AtSteps(RendezvousHandler):
         self._kept = kept
         self._seen: tuple[int, float] | None = None  # step and time at which a waiting machine was first seen
         self._lost = False
-        signal.signal(START_ANEW, self._on_loss)
+        signal.signal(RESTART_SIGNAL, self._on_loss)
 
     def get_backend(self) -> str:
         return self._handler.get_backend()

@@ -251,9 +251,9 @@ def _write(path: str, *, message: str, origin: str, callstack: str, time: float,
 def _one_line_of(error: BaseException) -> str:
     import traceback
 
-    told = traceback.TracebackException(type(error), error, None)
-    told.__notes__ = None  # pyright: ignore[reportAttributeAccessIssue]  # the report has one line
-    return "".join(told.format_exception_only()).strip()
+    summary = traceback.TracebackException(type(error), error, None)
+    summary.__notes__ = None  # pyright: ignore[reportAttributeAccessIssue]  # the report has one line
+    return "".join(summary.format_exception_only()).strip()
 
 
 def _oldest(error: BaseException) -> BaseException:

@@ -25,7 +25,9 @@ logger = logging.getLogger("deepspeed.tools.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # the process whose end must end the launcher
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of logging them
-START_ANEW = signal.SIGUSR1  # restart of an elastic job: a machine was lost, which its ranks may not notice
+RESTART_SIGNAL = (
+    signal.SIGUSR1
+)  # restart of an elastic job: a machine was lost, which its ranks may not notice
 LAST_RESORT_S = 1.75  # time for the launcher to exit after it has killed its ranks
 
 
@@ -33,7 +35,7 @@ def supervise(
     command: Sequence[str],
     environment: Mapping[str, str] | None = None,
     *,
-    asked_by: Callable[[Callable[[int], None]], None] | None = None,
+    listen: Callable[[Callable[[int], None]], None] | None = None,
     what: str = "the launcher",
     ends_by: int | None = None,
     stdin: int | None = None,
@@ -41,7 +43,7 @@ def supervise(
 ) -> int:
     """Run the launcher and forward signals to it; return its exit code once no process of the job is left.
 
-    ``asked_by``: called with a function that sends the launcher a signal, for requests that do not arrive as signals.
+    ``listen``: called with a function that sends the launcher a signal, for requests that do not arrive as signals.
     ``what``: the command's name in messages. ``ends_by``: signal to send instead of the received one, for commands that
     only end by it. ``stdin``: as for `subprocess`. ``errors_to``: receives the launcher's standard error in chunks;
     by default it is inherited.
@@ -51,11 +53,11 @@ def supervise(
     process = _start(command, environment, stdin, piped=errors_to is not None)
     requests = _Requests(process, ends_by)
     reader = None if errors_to is None else _reader(process, errors_to)
-    if asked_by is not None:
-        asked_by(requests.hand_on)
-    with handled_by(requests.hand_on):
+    if listen is not None:
+        listen(requests.forward)
+    with handled_by(requests.forward):
         code = process.wait()
-        if code < 0 and (not requests.asked or code == -signal.SIGKILL):
+        if code < 0 and (not requests.received or code == -signal.SIGKILL):
             logger.error("%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name)
         if code != 0:
             kill_descendants(not_ours)
@@ -65,8 +67,8 @@ def supervise(
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
     # After a request, a death by another signal (killed after the timeout, or aborted by Python) is not the reason.
-    if code < 0 and requests.asked:
-        return 128 + requests.asked[0]
+    if code < 0 and requests.received:
+        return 128 + requests.received[0]
     return code if code >= 0 else 128 - code
 
 
@@ -86,19 +88,19 @@ def _start(
 
 
 class _Requests:
-    """Forwards signals to the launcher, and kills it if it does not end in time. ``asked``: requests to end so far."""
+    """Forwards signals to the launcher, and kills it if it does not end in time. ``received``: requests to end."""
 
     def __init__(self, process: subprocess.Popen[bytes], ends_by: int | None) -> None:
-        self.asked: list[int] = []
+        self.received: list[int] = []
         self._process = process
         self._ends_by = ends_by
 
-    def hand_on(self, signum: int, frame: FrameType | None = None) -> None:
+    def forward(self, signum: int, frame: FrameType | None = None) -> None:
         process = self._process
-        if signum == START_ANEW:  # not a request to end
+        if signum == RESTART_SIGNAL:  # not a request to end
             process.send_signal(signum)
             return
-        self.asked.append(signum)
+        self.received.append(signum)
         process.send_signal(signum if self._ends_by is None else self._ends_by)
         last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
         last_resort.daemon = True

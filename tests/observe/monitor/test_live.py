@@ -107,7 +107,7 @@ def test_a_row_says_what_its_steps_had_in_common(clock: Clock) -> None:
     for number in range(1, 8):
         clock.s += 0.1
         window.add(step_at(number, clock, spans=SPANS))
-    row = window.take(memory=1000)
+    row = window.take_row(memory_bytes=1000)
     losses = [loss_at(number) for number in range(1, 8)]
     assert (row[FIRST], row[LAST], row[SAMPLES]) == (1, 7, 7 * 32)
     assert row[COLUMNS.index("tokens")] == 32 * sum(range(1, 8)), "sequences may become longer"
@@ -129,7 +129,7 @@ def test_merged_rows_are_the_row_of_all_steps(clock: Clock) -> None:
         window = Window()
         for step in some:
             window.add(step)
-        return window.take(1000)
+        return window.take_row(1000)
 
     assert merged(row(steps[:3]), row(steps[3:])) == [pytest.approx(value, rel=1e-4) for value in row(steps)]
 
@@ -176,8 +176,8 @@ def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytes
     for number in range(1, 1001):
         window = Window()
         window.add(step_at(number, clock))
-        history.take([window.take(None)])
-        history.take([{"curves": {"a": 1.0, "b": 2.0}, "t": 0, "step": number}])
+        history.extend([window.take_row(None)])
+        history.extend([{"curves": {"a": 1.0, "b": 2.0}, "t": 0, "step": number}])
     answer = history.answer(-1, -1)
     assert 32 <= len(answer["rows"]) <= 64
     assert sum(len(each["curves"]) for each in answer["curves"]) <= 100
@@ -393,7 +393,7 @@ def test_speeds_and_the_share_of_the_peak(clock: Clock) -> None:
     rows = []
     for number in range(1, 11):
         window.add(step_at(number, clock)._replace(seconds=0.5, samples=8, tokens=800))
-        rows.append(window.take(7))
+        rows.append(window.take_row(7))
     run = {"flops_per_token": 6e6, "peak_flops": 1e11, "ranks": 2}
     standing = standing_of(rows, run)
     assert standing["step_s"] == 0.5 and standing["samples_s"] == 16 and standing["tokens_s"] == 1600

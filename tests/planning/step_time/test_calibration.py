@@ -18,7 +18,7 @@ from deepspeed.planning.step_time.calibration import Calibration, CalibrationErr
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call
-from deepspeed.tools.calibrate import Asked, calibrate
+from deepspeed.tools.calibrate import CalibrationRequest, calibrate
 
 MODEL, TOKENS = "gpt:3x64x2x256", 64
 
@@ -175,7 +175,7 @@ def test_another_model_takes_as_long_as_its_operations() -> None:
 
 def test_a_calibration_needs_a_batch() -> None:
     with pytest.raises(CalibrationError, match="give --batch module:function"):
-        calibrate(Asked(model="train:build", config={}))
+        calibrate(CalibrationRequest(model="train:build", config={}))
 
 
 def broken_batch() -> dict[str, torch.Tensor]:
@@ -185,7 +185,9 @@ def broken_batch() -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_what_a_rank_says_is_passed_on() -> None:
     name = "tests.planning.step_time.test_calibration:"
-    asked = Asked(model=name + "user_model", batch=name + "broken_batch", config=config(0), steps=1)
+    asked = CalibrationRequest(
+        model=name + "user_model", batch=name + "broken_batch", config=config(0), steps=1
+    )
     with pytest.raises(CalibrationError, match=r"ended with status 1(.|\n)*unexpected keyword argument 'y'"):
         calibrate(asked, tell=lambda text: None)
 
@@ -219,7 +221,7 @@ def user_batch() -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_real_one(model: str, batch: str | None, tmp_path: Path) -> None:
-    asked = Asked(
+    asked = CalibrationRequest(
         model=model,
         batch=batch,
         config=config(0),

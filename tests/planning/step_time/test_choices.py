@@ -14,7 +14,7 @@ from deepspeed.planning.machine import Capacity
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import parallel
-from deepspeed.planning.step_time.choices import Choices, StepSearch, Way
+from deepspeed.planning.step_time.choices import Choices, ParallelLayout, StepSearch
 from deepspeed.planning.step_time.hardware import NETWORKS, device, network
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import build_shape, shape_flops
@@ -71,8 +71,8 @@ def test_seventy_billion(seventy: tuple[Choices, float]) -> None:
     assert found.best is not None
     fitting = [row for row in found.rows if row.fits]
     assert [row.time.seconds for row in fitting] == sorted(row.time.seconds for row in fitting)
-    assert {row.way for row in found.rows} >= {Way(stage=stage) for stage in range(4)}
-    whole = next(row for row in found.rows if row.way == Way(stage=0))
+    assert {row.layout for row in found.rows} >= {ParallelLayout(stage=stage) for stage in range(4)}
+    whole = next(row for row in found.rows if row.layout == ParallelLayout(stage=0))
     assert not whole.fits
     assert whole.need > 16 * 69e9
 
@@ -81,9 +81,9 @@ def test_the_table(seventy: tuple[Choices, float]) -> None:
     found, _ = seventy
     lines = found.lines()
     assert lines[0] == "a step of 64 samples (131,072 tokens), the fastest that fits first (predicted):"
-    assert lines[-1] == f"fastest that fits: {found.best.way}"  # type: ignore[union-attr]
+    assert lines[-1] == f"fastest that fits: {found.best.layout}"  # type: ignore[union-attr]
     rows = found.as_json()
-    assert [row["way"] for row in rows] == [str(row.way) for row in found.rows]
+    assert [row["way"] for row in rows] == [str(row.layout) for row in found.rows]
     shape = request("gpt:70b", 64, 8).shape
     assert shape is not None
     at_best = 3 * shape_flops(shape, 64 * 2048) / (64 * 989e12)
@@ -92,24 +92,24 @@ def test_the_table(seventy: tuple[Choices, float]) -> None:
 
 def test_every_axis_is_tried() -> None:
     asked = request("gpt:7b", 16, 2, sequence=32768)
-    ways = list(search(asked, 32).ways())
-    assert {way.stage for way in ways} == {0, 1, 2, 3}
-    assert {way.tensor for way in ways} == {1, 2, 4, 8}
-    assert {way.stages for way in ways} >= {1, 2, 4}
-    assert {way.sequence for way in ways} >= {1, 2, 4, 8}
-    assert {way.offload for way in ways} == {0, 1, 2}
-    assert all(way.stage <= 1 for way in ways if way.stages > 1)
-    assert all(way.stage == 3 for way in ways if way.offload == 2)
-    assert len(set(ways)) == len(ways)
-    for way in ways:
-        assert 16 % way.model_ranks == 0
+    layouts = list(search(asked, 32).layouts())
+    assert {layout.stage for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.tensor for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.stages for layout in layouts} >= {1, 2, 4}
+    assert {layout.sequence for layout in layouts} >= {1, 2, 4, 8}
+    assert {layout.offload for layout in layouts} == {0, 1, 2}
+    assert all(layout.stage <= 1 for layout in layouts if layout.stages > 1)
+    assert all(layout.stage == 3 for layout in layouts if layout.offload == 2)
+    assert len(set(layouts)) == len(layouts)
+    for layout in layouts:
+        assert 16 % layout.model_ranks == 0
         # Otherwise there is nobody to share with.
-        assert way.stage == 0 or way.offload or way.tensor * way.stages < 16
+        assert layout.stage == 0 or layout.offload or layout.tensor * layout.stages < 16
 
 
 def test_processors_have_nothing_to_offload_to() -> None:
     asked = replace(request("gpt:10m", 2, 1, sequence=256), device_type="cpu")
-    assert {way.offload for way in search(asked, 4).ways()} == {0}
+    assert {layout.offload for layout in search(asked, 4).layouts()} == {0}
 
 
 # What a rank has ------------------------------------------------------------------------------------------------
@@ -159,10 +159,12 @@ def test_tied_heads_are_counted_and_lookups_are_not() -> None:
 # How long it takes ----------------------------------------------------------------------------------------------
 
 
-def seconds(model: str, way: Way, samples: int, ranks: int = 8, nodes: int = 1, net: str = "NDR") -> float:
+def seconds(
+    model: str, layout: ParallelLayout, samples: int, ranks: int = 8, nodes: int = 1, net: str = "NDR"
+) -> float:
     asked = request(model, ranks, nodes)
     at = search(asked, samples, net)
-    row = at._planned(way)
+    row = at._planned(layout)
     assert row is not None
     return row.time.seconds
 
@@ -170,20 +172,20 @@ def seconds(model: str, way: Way, samples: int, ranks: int = 8, nodes: int = 1, 
 def test_a_pipeline_has_its_bubble() -> None:
     """With a network that costs nothing, p stages and m micro-batches take (m + p - 1) / m as long as no bubble."""
     model = "gpt:32x1024x16x256"
-    few = seconds(model, Way(stage=0, stages=4), 8)  # 4 micro-batches on 2 replicas
-    many = seconds(model, Way(stage=0, stages=4), 64)  # 32
+    few = seconds(model, ParallelLayout(stage=0, stages=4), 8)  # 4 micro-batches on 2 replicas
+    many = seconds(model, ParallelLayout(stage=0, stages=4), 64)  # 32
     per_batch = many / 32
     assert few == pytest.approx(per_batch * 32 / 35 * 7, rel=0.1)
 
 
 def test_more_ranks_are_faster_on_a_fast_network() -> None:
-    for way in (Way(stage=1), Way(stage=3)):
-        assert seconds("gpt:1.3b", way, 64, ranks=16, nodes=2) < seconds("gpt:1.3b", way, 64, ranks=8)
+    for layout in (ParallelLayout(stage=1), ParallelLayout(stage=3)):
+        assert seconds("gpt:1.3b", layout, 64, ranks=16, nodes=2) < seconds("gpt:1.3b", layout, 64, ranks=8)
 
 
 def test_tensor_parallelism_between_nodes_waits() -> None:
-    slow = seconds("gpt:1.3b", Way(stage=0, tensor=8), 8, ranks=8, nodes=8, net="10GbE")
-    fast = seconds("gpt:1.3b", Way(stage=0, tensor=8), 8, ranks=8)
+    slow = seconds("gpt:1.3b", ParallelLayout(stage=0, tensor=8), 8, ranks=8, nodes=8, net="10GbE")
+    fast = seconds("gpt:1.3b", ParallelLayout(stage=0, tensor=8), 8, ranks=8)
     assert slow > 10 * fast
 
 

@@ -366,11 +366,11 @@ def test_peaks_tell_what_a_sample_takes() -> None:
     assert needs.free() == 1500 and needs.states(Point(0, 1)) == 100 and needs.per_sample() == 10
     assert needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 100) // 10
     needs.learn({Point(0, 1): 1000 + 100 + 20 + 7, Point(0, 4): 1000 + 100 + 80 + 7})
-    assert needs.per_sample() == 20 and needs.apart == 7
+    assert needs.per_sample() == 20 and needs.unexplained_bytes == 7
     assert needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 107) // 20
     needs = MemoryNeeds({**info, "resident": 1000, "device_type": "cpu"}, (), 1500)
     needs.learn({Point(0, 1): 1000 + 100 + 10 + 300})  # one run tells what the plan has missed
-    assert needs.apart == 300 and needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 400) // 10
+    assert needs.unexplained_bytes == 300 and needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 400) // 10
     two = (SpaceChoice(((BUCKET, 1),)), SpaceChoice(((PREFETCH, 1),)))
     plans = [(Point(3, 1), 10), (Point(3, 1, 1, two[:1]), 15), (Point(3, 1, 1, two[1:]), 12)]
     variants = [{"changes": key_of(point), "need": need, "fits": True} for point, need in plans]

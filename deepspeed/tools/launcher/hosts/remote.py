@@ -47,7 +47,7 @@ def main() -> int:
         environment = {**os.environ, **request["environment"], NODE_REPORT: str(report)}
         command = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch", *request["arguments"]]
         code = supervise(
-            command, environment, asked_by=lambda ask: _listen(sys.stdin, ask), stdin=subprocess.DEVNULL
+            command, environment, listen=lambda ask: _listen(sys.stdin, ask), stdin=subprocess.DEVNULL
         )
         if report.exists():
             sys.stderr.write(f"{MARK}{report.read_text(encoding='utf-8')}\n")

@@ -26,7 +26,7 @@ from deepspeed.tools.launcher.failures import Failure, causes_first, read_report
 from deepspeed.tools.launcher.hosts.remote import MARK
 from deepspeed.tools.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
 from deepspeed.tools.launcher.shim import LINUX, die_with_parent
-from deepspeed.tools.launcher.supervision import LAST_RESORT_S, START_ANEW
+from deepspeed.tools.launcher.supervision import LAST_RESORT_S, RESTART_SIGNAL
 
 logger = logging.getLogger("deepspeed.tools.launcher")
 
@@ -54,7 +54,7 @@ class SshNode:
 
     @property
     def failed_ranks(self) -> bool:
-        return not all(entry.left for entry in self.entries)
+        return not all(entry.departed for entry in self.entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ class _SshConnection:
             self.node.stopped = True
             self._send(signal.Signals(signum).name.encode() + b"\n")
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Ask for a restart of the ranks of an elastic job, after the loss of another machine."""
         if self.node.exit_code is None:
-            self._send(START_ANEW.name.encode() + b"\n")
+            self._send(RESTART_SIGNAL.name.encode() + b"\n")
 
     def kill(self) -> None:
         """Kill the connection; the remote end stops at the end of its input."""
@@ -206,16 +206,16 @@ class _Machines:
         self._connect = connect
         self._away: list[SshNode] = []
 
-    def left(self) -> int:
+    def running_count(self) -> int:
         return sum(each.node.exit_code is None for each in self.running)
 
     def goes_on_without(self, node: SshNode) -> bool:
         """Give up a failed machine if the job may continue without it; return whether it does."""
-        left = self.left()
+        remaining = self.running_count()
         if (
             not self._job.min_nodes
             or node.stopped
-            or left < self._job.min_nodes
+            or remaining < self._job.min_nodes
             or node.exit_code == TIME_IS_UP
         ):
             return False
@@ -223,9 +223,9 @@ class _Machines:
         logger.warning(
             "%s", _of_silent(node, True) if not node.failed_ranks else f"{node.host}: its ranks failed"
         )
-        logger.warning("the job continues with %d machines", left)
+        logger.warning("the job continues with %d machines", remaining)
         for each in self.running:  # their ranks would wait for the lost machine, which sends nothing
-            each.start_anew()
+            each.restart()
         self._away.append(SshNode(node.host, node.arguments, node.local))
         self.retry_at = time.monotonic() + RETRY_S
         return True
@@ -233,7 +233,7 @@ class _Machines:
     def call_back(self) -> None:
         """Reconnect to the lost machines."""
         self.retry_at = float("inf")
-        if self.left():
+        if self.running_count():
             away, self._away = self._away, []
             self.running += [self._connect(node) for node in away]
 
@@ -245,7 +245,7 @@ def _watch(
     them."""
     running = machines.running
     ask_at = kill_at = float("inf")
-    while machines.left():
+    while machines.running_count():
         now = time.monotonic()
         try:
             event = ended.get(timeout=max(0.0, min(ask_at, kill_at, machines.retry_at, now + 3600) - now))
@@ -270,7 +270,9 @@ def _report(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
     """Report the first failure over all machines; return its exit code."""
     failures = causes_first(entry for node in nodes for entry in node.entries)
     silent = [node for node in nodes if node.exit_code and not node.failed_ranks and not node.stopped]
-    causes = [failure for failure in failures if not (failure.lost_peer or failure.stopped or failure.left)]
+    causes = [
+        failure for failure in failures if not (failure.lost_peer or failure.stopped or failure.departed)
+    ]
     if silent and not causes:  # a machine that could not start, or was lost
         first = min(silent, key=lambda node: node.ended_at)
         for node in silent:
