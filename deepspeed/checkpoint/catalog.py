@@ -52,7 +52,7 @@ class CatalogFiles(Protocol):
         ...
 
 
-class AllOpen:
+class AllFilesOpen:
     """The files of a catalog that is complete when it is made."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
@@ -101,7 +101,7 @@ class Catalog:
     model_states: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
-    files: CatalogFiles = field(default_factory=lambda: AllOpen())
+    files: CatalogFiles = field(default_factory=lambda: AllFilesOpen())
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     has_optimizer: bool = False
 

@@ -253,7 +253,7 @@ class SavedFiles:
         return None if self.shapes is None else (len(self.shapes), sum(map(prod, self.shapes.values())))
 
     @property
-    def moment(self) -> tuple[Any, Any]:
+    def saved_step(self) -> tuple[Any, Any]:
         """The global step and micro-step of the values."""
         return self.values["header"].get("global_steps"), self.values["positions"].get("micro_steps")
 
@@ -291,7 +291,7 @@ class SavedFiles:
         have no file."""
         pending, number = ranks.largest([self.values["pending"] is not None, self.save_number])
         self.pending = bool(pending)
-        self.save = save_entry(number, self.moment[0])
+        self.save = save_entry(number, self.saved_step[0])
         buffers = list(self.values["buffers"])
         if self.place.stages > 1:
             self._merge_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))

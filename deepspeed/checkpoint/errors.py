@@ -35,18 +35,18 @@ def mixed_saves(
 ) -> CheckpointError:
     """Return the error for a file ``path`` that is from another save than the file ``beside``."""
     return CheckpointError(
-        f"{path} is of {_save_in_words(found)}, but {beside} is of "
-        f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
+        f"{path} is of {_describe_save(found)}, but {beside} is of "
+        f"{_describe_save(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
         "that was left from before). Copy all files of one save again"
     )
 
 
-def _save_in_words(save: Mapping[str, Any] | None) -> str:
+def _describe_save(save: Mapping[str, Any] | None) -> str:
     return f"the save {save['id']} (global_steps {save['global_steps']})" if save else "a save without an id"
 
 
 @contextmanager
-def laid_out(folder: Path, written_by: object) -> Iterator[None]:
+def malformed_as_errors(folder: Path, written_by: object) -> Iterator[None]:
     """Turn errors from malformed files of release ``written_by`` into a CheckpointError that names the ``folder``."""
     try:
         yield

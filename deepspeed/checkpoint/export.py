@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.files.archive_writer import ArchiveSink, LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
-from deepspeed.checkpoint.files.writers import aside, replace_file
+from deepspeed.checkpoint.files.writers import replace_file, temporary_sibling
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -138,7 +138,7 @@ def nbytes(tensor: Tensor | LazyTensor) -> int:
 def _write(
     path: Path, content: dict[str, Tensor | LazyTensor], aliases: dict[str, str], safetensors: bool
 ) -> None:
-    written = aside(path)
+    written = temporary_sibling(path)
     try:
         with naming(path):
             if safetensors:

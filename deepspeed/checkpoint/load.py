@@ -39,16 +39,16 @@ class LoadReport:
     """A report on what was restored, for the log and for tests."""
 
     parameters: int = 0
-    of_parameters: int = 0
+    total_parameters: int = 0
     states: int = 0
-    of_states: int = 0
+    total_states: int = 0
     bytes_read: int = 0
     notes: list[str] = field(default_factory=list)
 
     def line(self, catalog: Catalog) -> str:
-        text = f"restored {self.parameters}/{self.of_parameters} parameters"
-        if self.of_states:
-            text += f", {self.states}/{self.of_states} optimizer states"
+        text = f"restored {self.parameters}/{self.total_parameters} parameters"
+        if self.total_states:
+            text += f", {self.states}/{self.total_states} optimizer states"
         step = catalog.model_states.get("global_steps")
         text += f", step {step}" if step is not None else ""
         text += f", {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
@@ -109,7 +109,7 @@ class Restorer:
         params = self.module.named_parameters(remove_duplicate=False)
         found = {name: placement_of(param) for name, param in params}
         self.placements = {name: placement for name, placement in found.items() if placement.boxes}
-        self.elsewhere = names_elsewhere(self.module)
+        self.names_elsewhere = names_elsewhere(self.module)
 
     @property
     def rewrites_names(self) -> bool:
@@ -125,7 +125,7 @@ class Restorer:
             return {}
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
 
-    def in_common(self) -> int:
+    def count_common(self) -> int:
         """Count how many of the module's parameters the checkpoint has."""
         return sum(self.catalog.find([name]) is not None for name in self.own_parameters)
 
@@ -146,7 +146,7 @@ class Restorer:
             *own,
             *self.catalog.aliases,
             *(entry.name for entry in self.entries),
-            *self.elsewhere,
+            *self.names_elsewhere,
             *nested,
         }
         unexpected = [] if self.is_stage or nested else sorted(saved - here)
@@ -168,13 +168,13 @@ class Restorer:
 
     def weights_from_module(self) -> None:
         """Load weights and buffers through the model's ``load_state_dict``, then refresh the masters from them."""
-        self._fill_parts(trained=True)
-        cut = self._cut()
+        self._fill_shards(trained=True)
+        cut = self._sharded_names()
         tensors = self._module_tensors(only=lambda name: name not in cut)
         self._load_into_module(tensors, partly=bool(self.parts))
         self._load_nested()
         named = dict(self.module.named_parameters())
-        self.report.of_parameters = len(named)
+        self.report.total_parameters = len(named)
         self.report.parameters = sum(self.catalog.find([name]) is not None for name in named)
         if self.state is not None:
             self.state.weights_loaded()
@@ -198,7 +198,7 @@ class Restorer:
             if name in own:
                 own[name].copy_(saved)
 
-    def custom(self, custom_load_fn: Callable[..., Any]) -> None:
+    def load_custom(self, custom_load_fn: Callable[..., Any]) -> None:
         """Load by ``custom_load_fn(src=saved state dict, dst=module)``, then refresh the masters from the weights (if
         those are sharded, the caller does so when it shards them again)."""
         custom_load_fn(src={**self._module_tensors(), **self.nested}, dst=self.module)
@@ -218,7 +218,7 @@ class Restorer:
             )
         loaded = [entry for entry in self.entries if self._find(entry) is not None]
         self.report.parameters += len(loaded)
-        self.report.of_parameters += len(self.entries)
+        self.report.total_parameters += len(self.entries)
 
     def optimizer_states(self) -> None:
         """Load per-element state by intersection, other values as saved, and the optimizer's groups."""
@@ -232,7 +232,7 @@ class Restorer:
             self.report.notes.append("no optimizer state was saved")
             return
         with_state = {entry.name for entry in self.entries if self._has_state(self._find(entry))}
-        self.state.keep_state(with_state)
+        self.state.allocate_state(with_state)
         if with_state:
             self._check_kinds()
             self._count_states()
@@ -242,7 +242,7 @@ class Restorer:
                     self._fill_states(index, {k: t for k, t in tensors.items() if k != MASTER}, values)
             for kind, by_name in values.items():
                 self.state.set_scalar_state(kind, by_name)
-        self._groups()
+        self._load_groups()
 
     def _count_states(self) -> None:
         """Count the per-element states of the model's parameters; an incomplete one raises when it is filled."""
@@ -251,7 +251,7 @@ class Restorer:
         }
         for entry in self.entries:
             saved = set(self.catalog.fragments.get(self._find(entry) or "", {})) - {MASTER}
-            self.report.of_states += len(saved)
+            self.report.total_states += len(saved)
             self.report.states += len(saved & own)
 
     def _check_kinds(self) -> None:
@@ -266,9 +266,9 @@ class Restorer:
                     "load_optimizer_states=False loads the weights alone"
                 )
             if not self._has_state(self._name_of(index)):
-                self._without_state(index.name)
+                self._check_missing_state(index.name)
 
-    def _without_state(self, name: str) -> None:
+    def _check_missing_state(self, name: str) -> None:
         in_module = self.catalog.find([name]) is not None
         trained = self.catalog.index.get("trained")
         was_trained = trained is None or name in trained
@@ -304,7 +304,7 @@ class Restorer:
             else:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {kind} of {index.name}")
 
-    def _groups(self) -> None:
+    def _load_groups(self) -> None:
         """Load into each group the hyperparameters saved for its parameters."""
         assert self.state is not None
         own = self.state.param_groups
@@ -334,8 +334,8 @@ class Restorer:
         if self.rewrites_names:
             self._load_into_module(self._module_tensors())  # its own code translates old names
             return
-        self._fill_parts(trained=False)
-        trained, cut = {id(entry.param) for entry in self.entries}, self._cut()
+        self._fill_shards(trained=False)
+        trained, cut = {id(entry.param) for entry in self.entries}, self._sharded_names()
         own = self.module.state_dict(keep_vars=True)
         rest = self._module_tensors(
             only=lambda name: id(own.get(name, self)) not in trained and name not in cut
@@ -344,10 +344,10 @@ class Restorer:
         if not own.keys() <= {*self.catalog.module, *self.catalog.fragments, *self.catalog.aliases}:
             self._load_nested()
         frozen = {id(p): name for name, p in self.module.named_parameters() if id(p) not in trained}
-        self.report.of_parameters += len(frozen)
+        self.report.total_parameters += len(frozen)
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
 
-    def _fill_parts(self, *, trained: bool) -> None:
+    def _fill_shards(self, *, trained: bool) -> None:
         """Fill this rank's shards of weights (stage 3); ``trained``: also those of the optimizer."""
         known = {entry.name for entry in self.entries}
         for index, part in self.parts.fragments():
@@ -356,7 +356,7 @@ class Restorer:
                 continue
             self.reader.fill(index, part, self._weights(name), f"the weights of {index.name}")
 
-    def _cut(self) -> set[str]:
+    def _sharded_names(self) -> set[str]:
         """Return the names of all sharded parameters."""
         params = self.module.named_parameters(remove_duplicate=False)
         return {name for name, param in params if hasattr(param, "ds_owner")}
@@ -397,7 +397,7 @@ class Restorer:
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
             if (
                 name in tensors
-                or name in self.elsewhere
+                or name in self.names_elsewhere
                 or not only(name)
                 or (self.is_stage and name not in own)
             ):

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, malformed_as_errors
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign import upstream_format
 from deepspeed.checkpoint.foreign.splits import WantedParts
@@ -41,7 +41,7 @@ def open_checkpoint(
     """
     head = open_archive(_head_path(folder))
     first = _content(head)
-    with laid_out(folder, first.get(DS_VERSION)):
+    with malformed_as_errors(folder, first.get(DS_VERSION)):
         if INDEX in first:
             catalog = OwnReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
         else:

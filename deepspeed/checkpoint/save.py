@@ -141,7 +141,7 @@ def _save_copied(
             if isinstance(copied, Exception):
                 raise copied
         assert isinstance(copied, SavedFiles)
-        _check_moment(copied.moment, ranks)
+        _check_saved_step(copied.saved_step, ranks)
         request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
     folder = folder or _prepare_folder(request, ranks)
     with _abandoned_on_errors(folder, ranks):
@@ -151,11 +151,11 @@ def _save_copied(
         _commit(folder, request, ranks, flushed=True)
 
 
-def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
+def _check_saved_step(saved_step: tuple[Any, Any], ranks: Ranks) -> None:
     """Raise CheckpointError unless all ranks save the same step: background saves are paired by count, so after a
     skipped one a rank would be paired with another step. Collective."""
-    if not ranks.agree(moment):
-        found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks.gather(moment)))
+    if not ranks.agree(saved_step):
+        found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks.gather(saved_step)))
         raise CheckpointError(
             f"ranks save different steps (global_steps and micro_steps; {found}): every rank has to call "
             "save_checkpoint at the same steps"
@@ -207,7 +207,7 @@ def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[
         yield
     except CommunicationError:
         if folder is not None:
-            folder.leave()
+            folder.abandon()
         raise  # the state of the other ranks is unknown
     except Exception:
         if folder is not None:

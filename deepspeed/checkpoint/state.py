@@ -54,7 +54,7 @@ class TrainingState(Protocol):
         left out, all fragments are listed instead."""
         ...
 
-    def keep_state(self, names: Container[str]) -> None:
+    def allocate_state(self, names: Container[str]) -> None:
         """Allocate optimizer state for the parameters in ``names``; reset the others to their state before the first
         update."""
         ...

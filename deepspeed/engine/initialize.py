@@ -69,22 +69,22 @@ def initialize(
         DeepSpeedConfigError: lists all problems of the config, before anything is allocated.
         AssertionError: model or config is missing, or the config is given twice.
     """
-    given = _one_config(args, config if config is not None else config_params)
+    given = _config_argument(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
     split_over = _take_distributed(model)
     given = _with_recorded_size(given, model, mpu)
     if isinstance(model, Staged):
-        mpu = _arranged(model, given, mpu)
+        mpu = _split_pipeline(model, given, mpu)
     parsed = DeepSpeedConfig(
         given, mpu, mesh_param=mesh_param, split_over=split_over, clients=(optimizer, lr_scheduler)
     )
-    _beside_arguments(parsed, args, optimizer, lr_scheduler)
+    _check_unreplaced_sections(parsed, args, optimizer, lr_scheduler)
     # A surrounding zero.Init must not partition modules that the engine builds.
     with active_contexts.suspending():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         trains = optimizer is not None or parsed.optimizer_name is not None
-        engine = _kind(model, parsed, trains)(
+        engine = _engine_class(model, parsed, trains)(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -120,7 +120,7 @@ def _with_recorded_size(given: Any, model: Any, mpu: Any) -> Any:
     return with_recorded_size(given, model, mpu)
 
 
-def _beside_arguments(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_scheduler: Any) -> None:
+def _check_unreplaced_sections(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_scheduler: Any) -> None:
     """Check the config sections that no argument of ``initialize`` replaces, and apply the flags of ``args``.
     DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
     # The script defines the flag, and it was not passed.
@@ -129,10 +129,10 @@ def _beside_arguments(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_sch
     if optimizer is None:
         _check_optimizer(config)
     if lr_scheduler is None and config.scheduler_name is not None:
-        _say_what_nobody_filled_in(config, "scheduler", config.scheduler_name)
+        _warn_of_unfilled_auto(config, "scheduler", config.scheduler_name)
 
 
-def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
+def _split_pipeline(model: Staged, given: Any, mpu: Any) -> Any:
     """Split layers and sequences of a pipeline as configured; return its model-parallel unit."""
     if mpu is not None:
         raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
@@ -147,13 +147,13 @@ def _check_optimizer(config: DeepSpeedConfig) -> None:
     """Raise DeepSpeedConfigError if the config's optimizer is unknown or rejects its parameters."""
     if config.optimizer_name is None:
         return
-    _say_what_nobody_filled_in(config, "optimizer", config.optimizer_name)
+    _warn_of_unfilled_auto(config, "optimizer", config.optimizer_name)
     problems = check_optimizer(config.optimizer_name, config.optimizer_params)
     if problems:
         raise DeepSpeedConfigError("; ".join(problems))
 
 
-def _say_what_nobody_filled_in(config: DeepSpeedConfig, section: str, kind: str) -> None:
+def _warn_of_unfilled_auto(config: DeepSpeedConfig, section: str, kind: str) -> None:
     """Warn of optimizer or scheduler arguments that are still "auto"."""
     written = config._param_dict[section].get("params") or {}
     left = [
@@ -163,7 +163,7 @@ def _say_what_nobody_filled_in(config: DeepSpeedConfig, section: str, kind: str)
         note(f"{', '.join(left)}: 'auto', and no client filled it in; the default of {kind} is used")
 
 
-def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:
+def _engine_class(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:
     if config.hybrid_engine.enabled:
         if isinstance(model, Staged):
             raise DeepSpeedConfigError(
@@ -183,7 +183,7 @@ def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepS
     return DualPipeVEngine if isinstance(model, DualPipeVModule) else PipelineEngine
 
 
-def _one_config(args: Any, config: Any) -> Any:
+def _config_argument(args: Any, config: Any) -> Any:
     """Return the config, which must be given in exactly one of two places."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:

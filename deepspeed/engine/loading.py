@@ -17,7 +17,7 @@ from deepspeed.base.stateful import Loads
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.contents import RankPlace
-from deepspeed.checkpoint.errors import CheckpointError, laid_out
+from deepspeed.checkpoint.errors import CheckpointError, malformed_as_errors
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
@@ -66,35 +66,35 @@ def load_checkpoint(
         return None, None
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
-    what = _what_to_load(
+    selection = _selection_of(
         engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
     )
     call = _LoadCall(ranks, Path(load_dir), tag, plain, load_module_strict, custom_load_fn)
-    catalog = _open(engine, what, call)
+    catalog = _open(engine, selection, call)
     notes: list[str] = []
-    if load_module_only and _rounds(engine, catalog, call):
+    if load_module_only and _saved_in_16_bits(engine, catalog, call):
         try:
-            precise = replace(what, masters=True)
+            precise = replace(selection, masters=True)
             return _load(engine, _open(engine, precise, call), precise, call)
         except CommunicationError:
             raise
         except Exception as error:  # on every rank, due to ``Ranks.together``
             notes = [f"the weights are in {_dtypes(catalog)}: the fp32 ones could not be read ({error})"]
-    return _load(engine, catalog, what, call, notes)
+    return _load(engine, catalog, selection, call, notes)
 
 
 def _load(
-    engine: Engine, catalog: Catalog, what: _Selection, call: _LoadCall, notes: Sequence[str] = ()
+    engine: Engine, catalog: Catalog, selection: _Selection, call: _LoadCall, notes: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """Load from an open catalog. All checks that need no write come first; if a later step fails, the engine refuses
     to train until a load succeeds. Collective."""
     ranks = call.ranks
-    if what.optimizer and engine.core is not None:  # parameters may have been unfrozen before the save
-        with _laid_out(catalog):
+    if selection.optimizer and engine.core is not None:  # parameters may have been unfrozen before the save
+        with _malformed_as_errors(catalog):
             trained = catalog.trained_names()
         engine.core.pending_params.admit_saved(trained)
-    with ranks.together("reading the checkpoint"), _laid_out(catalog):
-        what = replace(what, masters=what.masters and bool(catalog.fragments))
+    with ranks.together("reading the checkpoint"), _malformed_as_errors(catalog):
+        selection = replace(selection, masters=selection.masters and bool(catalog.fragments))
         restorer = Restorer(
             catalog,
             engine.module,
@@ -102,25 +102,25 @@ def _load(
             strict=call.strict,
             is_stage=engine.mesh.size("pp") > 1,
         )
-        _fetch(engine, restorer, what, ranks, everything=call.custom is not None)
+        _fetch(engine, restorer, selection, ranks, everything=call.custom is not None)
         restorer.check_names()
     if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
-        _refuse_strangers(restorer, ranks)
-    with engine.half_loaded.until_loaded(catalog.folder, optimizer=what.optimizer):
-        _restore(engine, restorer, what, ranks, call.custom)
+        _check_common_parameters(restorer, ranks)
+    with engine.half_loaded.until_loaded(catalog.folder, optimizer=selection.optimizer):
+        _restore(engine, restorer, selection, ranks, call.custom)
         report = restorer.finish()
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
-            _resume(engine, catalog, ranks, what, report)
+            _resume(engine, catalog, ranks, selection, report)
     # Each pipeline stage reports what it restored; among replicas, only the pipeline that contains rank 0.
     stages = engine.mesh.ranks("pp")
     log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
     return str(catalog.folder), materialize(catalog.client_state)
 
 
-def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
+def _check_common_parameters(restorer: Restorer, ranks: Ranks) -> None:
     """Refuse a checkpoint that has no parameter in common with the model. Collective."""
-    own, found = restorer.own_parameters, restorer.in_common()
+    own, found = restorer.own_parameters, restorer.count_common()
     loaded, expected = ranks.any_each([found, len(own)])
     if loaded or not expected:
         return
@@ -133,7 +133,7 @@ def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
     )
 
 
-def _rounds(engine: Engine, catalog: Catalog, call: _LoadCall) -> bool:
+def _saved_in_16_bits(engine: Engine, catalog: Catalog, call: _LoadCall) -> bool:
     """Return whether the saved weights are 16-bit, so that loading masters would be more precise; the same on all
     ranks."""
     wanted = (
@@ -142,7 +142,7 @@ def _rounds(engine: Engine, catalog: Catalog, call: _LoadCall) -> bool:
         and engine.state_access is not None
         and bool(engine._config.zero_config.load_from_fp32_weights)
     )
-    with _laid_out(catalog):
+    with _malformed_as_errors(catalog):
         trained = catalog.trained_names() or set(catalog.module_dtypes)
     dtypes = {dtype for name, dtype in catalog.module_dtypes.items() if name in trained}
     return call.ranks.any(wanted and any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes))
@@ -188,12 +188,12 @@ class _LoadCall:
     custom: Callable[..., Any] | None
 
 
-def _open(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
+def _open(engine: Engine, selection: _Selection, call: _LoadCall) -> Catalog:
     """Open the catalog. CheckpointError: files are missing or damaged, or ranks find different saves. Collective."""
     with call.ranks.together("reading the checkpoint"):
-        catalog = _catalog(engine, what, call)
+        catalog = _catalog(engine, selection, call)
         if call.ranks.keeps_folder:
-            with _laid_out(catalog):
+            with _malformed_as_errors(catalog):
                 catalog.files.check_complete()
     save = catalog.index.get(names.SAVE)
     if not call.ranks.agree(save):
@@ -203,55 +203,55 @@ def _open(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
     return catalog
 
 
-def _catalog(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
+def _catalog(engine: Engine, selection: _Selection, call: _LoadCall) -> Catalog:
     own_names = engine.module.state_dict(keep_vars=True).keys() | engine.param_names.values()
     if call.plain is not None:
         return open_plain(call.plain, engine.module, own_names)
     assert call.tag is not None
     return open_checkpoint(
         find_folder(call.load_dir, call.tag),
-        optimizer=what.optimizer or what.masters,
+        optimizer=selection.optimizer or selection.masters,
         partial=call.ranks.node_local,
-        order=optimizer_order(engine) if what.optimizer else None,
+        order=optimizer_order(engine) if selection.optimizer else None,
         wanted=WantedParts.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
         fetch=False,
         own_names=own_names,
     )
 
 
-def _laid_out(catalog: Catalog) -> AbstractContextManager[None]:
-    return laid_out(catalog.folder, catalog.written_by)
+def _malformed_as_errors(catalog: Catalog) -> AbstractContextManager[None]:
+    return malformed_as_errors(catalog.folder, catalog.written_by)
 
 
 def _fetch(
-    engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, *, everything: bool = False
+    engine: Engine, restorer: Restorer, selection: _Selection, ranks: Ranks, *, everything: bool = False
 ) -> None:
     """Open the files that this rank reads: all of them if the module's own loading code needs the whole state dict."""
     catalog = restorer.catalog
     needed = needed_shards(
-        catalog, engine.module, engine.state_access, masters=what.masters, optimizer=what.optimizer
+        catalog, engine.module, engine.state_access, masters=selection.masters, optimizer=selection.optimizer
     )
     everything = everything or restorer.rewrites_names or bool(restorer.nested)
     catalog.files.fetch(None if everything else needed, prefer=RankPlace.on(engine.mesh, ranks).number)
 
 
 def _restore(
-    engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, custom: Callable[..., Any] | None
+    engine: Engine, restorer: Restorer, selection: _Selection, ranks: Ranks, custom: Callable[..., Any] | None
 ) -> None:
     """Load weights, buffers and the optimizer's state. Collective."""
     with gathered(engine, modified=custom is not None), ranks.together("loading the checkpoint"):
         if custom is not None:
-            restorer.custom(custom)
-        elif what.masters:
+            restorer.load_custom(custom)
+        elif selection.masters:
             restorer.weights_from_masters()
         else:
             restorer.weights_from_module()
-        with _laid_out(restorer.catalog):
+        with _malformed_as_errors(restorer.catalog):
             if custom is None:
                 restorer.buffers_of_rank(ranks.rank, ranks.size)
-            if what.optimizer:
+            if selection.optimizer:
                 restorer.optimizer_states()
-    if what.masters:
+    if selection.masters:
         engine.state_access.publish()
     if restorer.parts:
         restorer.parts.changed()
@@ -269,7 +269,7 @@ class _Selection:
     everything: bool
 
 
-def _what_to_load(
+def _selection_of(
     engine: Engine, optimizer: bool, scheduler: bool, module_only: bool, custom: Callable[..., Any] | None
 ) -> _Selection:
     trains = engine.state_access is not None
@@ -307,22 +307,26 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     return own
 
 
-def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
+def _resume(
+    engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
+) -> None:
     """Restore everything except weights and optimizer state."""
     saved = catalog.model_states
-    if what.scheduler and isinstance(engine.lr_scheduler, Loads):
+    if selection.scheduler and isinstance(engine.lr_scheduler, Loads):
         if saved.get("lr_scheduler") is None:
             report.notes.append("no learning-rate schedule was saved")
         else:
             engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
-    with _laid_out(catalog):
-        _resume_own(engine, catalog, ranks, what, report)
+    with _malformed_as_errors(catalog):
+        _resume_own(engine, catalog, ranks, selection, report)
 
 
-def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
+def _resume_own(
+    engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
+) -> None:
     """Restore counters, accumulation clock, observers and data position."""
     saved = catalog.model_states
-    if what.counters:
+    if selection.counters:
         engine.global_steps = int(saved["global_steps"])
         engine.global_samples = int(
             saved.get("global_samples", engine.global_steps * engine._config.train_batch_size)
@@ -332,14 +336,14 @@ def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection
         schedule = getattr(engine, "random_ltd_scheduler", None)
         if schedule is not None and saved.get(RANDOM_LTD) is not None:
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
-    if what.optimizer:
+    if selection.optimizer:
         for name, state in catalog.index.get(PARTS, {}).items():
             if name in engine.checkpointed_observers:
                 engine.checkpointed_observers[name].load_state_dict(state)
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
-    if what.everything:
+    if selection.everything:
         _load_rank_state(engine, catalog, ranks)
 
 

@@ -45,7 +45,7 @@ def convert(
     there are no (such) weights.
     """
     source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
-    staged = StagedFolder(target.parent, target.name, alone=False)
+    staged = StagedFolder(target.parent, target.name, exclusive=False)
     with putting_in_place(staged):
         _write(source, Path(hf_checkpoint_dir), staged.staging / FOLDER)
     return staged.final

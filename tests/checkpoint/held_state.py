@@ -49,5 +49,5 @@ class HeldState:
     def pending_gradients(self) -> None:
         return None
 
-    def keep_state(self, names: Container[str]) -> None:
+    def allocate_state(self, names: Container[str]) -> None:
         """It is there."""

@@ -25,7 +25,7 @@ JOB = """
 import os, sys, time
 from pathlib import Path
 from deepspeed.checkpoint.files.writers import StagedFolder
-staged = StagedFolder(Path(sys.argv[1]), sys.argv[2], alone="not alone" not in sys.argv[3])
+staged = StagedFolder(Path(sys.argv[1]), sys.argv[2], exclusive="shared" not in sys.argv[3])
 staged.prepare()
 (staged.staging / "mp_rank_00_model_states.pt").write_text("half")
 if "displaced" in sys.argv[3]:
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 @contextmanager
-def another_job(folder: Path, tag: str, how: str = "alone") -> Iterator[forked.Process]:
+def another_job(folder: Path, tag: str, how: str = "exclusive") -> Iterator[forked.Process]:
     """A process in the middle of a save, which is killed at the end."""
     job = forked.start(["-c", JOB, str(folder), tag, how], env=dict(os.environ))
     ready, deadline = folder / "ready", time.monotonic() + 60
@@ -84,7 +84,7 @@ def test_two_jobs_under_one_tag(tmp_path):
     assert names(tmp_path) == ["a", "b"] and names(tmp_path / "a") == [NAME]
 
 
-@pytest.mark.parametrize("how", ["alone", "not alone"])
+@pytest.mark.parametrize("how", ["exclusive", "shared"])
 @pytest.mark.parametrize(("tag", "next_tag"), [("a", "b"), ("...", "v1.0"), ("epoch1/a", "epoch2/b")])
 def test_what_a_killed_save_left_goes_at_the_next_one(tmp_path, how, tag, next_tag):
     with another_job(tmp_path, tag, how):
@@ -115,7 +115,7 @@ def test_killed_while_it_takes_over_what_a_killed_save_left(tmp_path, monkeypatc
     assert names(tmp_path) == ["b"]
 
 
-@pytest.mark.parametrize("how", ["displaced", "displaced, not alone"])
+@pytest.mark.parametrize("how", ["displaced", "displaced, shared"])
 def test_a_checkpoint_that_was_moved_away_gets_its_name_back(tmp_path, how):
     """Where two folders cannot be exchanged, a kill between the renames leaves ``.a.old`` only."""
     save(tmp_path, "a")
@@ -136,7 +136,7 @@ def test_saves_of_one_process_know_each_other(tmp_path):
     with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* \(this process\)"):
         StagedFolder(tmp_path, "a").prepare()
     save(tmp_path, "b")
-    other = forked.run(["-c", JOB, str(tmp_path), "a", "alone"], env=dict(os.environ))
+    other = forked.run(["-c", JOB, str(tmp_path), "a", "exclusive"], env=dict(os.environ))
     assert f"being written by process {os.getpid()}" in other.stderr
     running.commit()
     assert names(tmp_path) == ["a", "b"]

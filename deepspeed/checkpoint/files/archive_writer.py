@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import DAMAGE, NOTE, read_archive, tensor_records
 from deepspeed.checkpoint.files.hashing import BlockHasher, byte_chunks, count_blocks
-from deepspeed.checkpoint.files.round_trip import culprit, difference, is_plain, readable
+from deepspeed.checkpoint.files.round_trip import difference, failing_part, is_plain, readable
 from deepspeed.checkpoint.files.safe_types import allowed_types, reduced, trusts_files
 from deepspeed.checkpoint.names import CHECKSUMS
 
@@ -78,7 +78,7 @@ def write_archive(
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
     if note:
         _append_note(path, note)
-    _refuse_what_does_not_load(path, content, compare=not class_names)
+    _check_loadable(path, content, compare=not class_names)
     with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
         sink = ArchiveSink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
@@ -86,7 +86,7 @@ def write_archive(
         return os.fstat(file.fileno()).st_size
 
 
-def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
+def _check_loadable(path: Path, content: Any, *, compare: bool) -> None:
     """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
     rejects, or would not load back equal to ``content``. Nothing is checked if all classes are trusted."""
     if trusts_files() or is_plain(content, LazyTensor):
@@ -105,7 +105,7 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
         loaded = read_archive(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the state to save could not be loaded again{_under(content, _does_not_load)}: "
+            f"the state to save could not be loaded again{_under(content, _fails_to_load)}: "
             f"{str(error).rpartition('damaged: ')[2]}"
         ) from error
     found = difference(content, loaded, LazyTensor)
@@ -129,7 +129,7 @@ def _unsafe_classes(path: Path) -> list[str]:
 
 
 def _under(content: Any, fails: Callable[[Any], bool]) -> str:
-    where = culprit(content, fails)
+    where = failing_part(content, fails)
     return f" under {where}" if where else ""
 
 
@@ -152,7 +152,7 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
             torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"the state to save{_under(content, _does_not_save)} cannot be pickled ({error}): save plain data instead"
+            f"the state to save{_under(content, _fails_to_save)} cannot be pickled ({error}): save plain data instead"
         ) from error
     except RuntimeError:
         with open(path, "ab", buffering=0) as file:  # raises OSError if the file system is the cause
@@ -180,7 +180,7 @@ class _Plan:
 
         class Pickler(_renaming(class_names)):
             def __init_subclass__(cls) -> None:
-                cls.persistent_id = _of_storages(cls.persistent_id)
+                cls.persistent_id = _persistent_id_of_storages(cls.persistent_id)
 
             def reducer_override(self, obj: Any) -> Any:
                 if isinstance(obj, LazyTensor):
@@ -259,14 +259,14 @@ def _renaming(class_names: Mapping[type, str]) -> Any:
     return Renaming
 
 
-def _of_storages(persistent_id: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _persistent_id_of_storages(persistent_id: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Call torch's ``persistent_id`` for storages only: for other objects it returns None, after three calls each."""
 
-    def of_storages(pickler: Any, obj: Any) -> Any:
+    def persistent_id_of_storages(pickler: Any, obj: Any) -> Any:
         is_storage = isinstance(obj, (torch.TypedStorage, torch.UntypedStorage))
         return persistent_id(pickler, obj) if is_storage else None
 
-    return of_storages
+    return persistent_id_of_storages
 
 
 def _with_grad(reduced: Any, requires_grad: bool) -> Any:
@@ -345,7 +345,7 @@ def _needs(value: Any, classes: list[str]) -> bool:
     return not names.isdisjoint(classes)
 
 
-def _does_not_save(value: Any) -> bool:
+def _fails_to_save(value: Any) -> bool:
     try:
         _pickled(value)
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
@@ -353,7 +353,7 @@ def _does_not_save(value: Any) -> bool:
     return False
 
 
-def _does_not_load(value: Any) -> bool:
+def _fails_to_load(value: Any) -> bool:
     try:
         with allowed_types():
             _weights_only_unpickler.load(io.BytesIO(_pickled(value)))

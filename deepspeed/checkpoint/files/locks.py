@@ -52,7 +52,7 @@ class Holder:
 
 
 class SaveLock:
-    """A lock held by this process until ``release``, ``leave`` or garbage collection."""
+    """A lock held by this process until ``release``, ``abandon`` or garbage collection."""
 
     def __init__(self, path: Path, file: FileIO | None, holder: Holder) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class SaveLock:
             _own[_identity(os.fstat(file.fileno()))] = self
 
     @property
-    def works(self) -> bool:
+    def is_locked(self) -> bool:
         """Return whether the file is locked: False on a file system without locks."""
         return self._file is not None
 
@@ -70,7 +70,7 @@ class SaveLock:
         """Remove the file and drop the lock."""
         self._end(remove=True)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Drop the lock, but keep the file for ``abandoned``."""
         self._end(remove=False)
 
@@ -86,7 +86,7 @@ class SaveLock:
             file.close()
 
 
-def take(path: Path, folder: Path) -> SaveLock:
+def acquire(path: Path, folder: Path) -> SaveLock:
     """Lock the file ``path``, created if needed, to write the checkpoint ``folder``.
 
     CheckpointError: another process, or another save of this one, is writing it.
@@ -106,11 +106,11 @@ def take(path: Path, folder: Path) -> SaveLock:
         time.sleep(_PATIENCE / 20)
 
 
-def take_if_free(path: Path) -> SaveLock | None:
+def try_acquire(path: Path) -> SaveLock | None:
     """Lock the file ``path``, created if needed; None if another save holds it, or locks are unsupported."""
     with _guard:
         found = _try(path)
-    return found if isinstance(found, SaveLock) and found.works else None
+    return found if isinstance(found, SaveLock) and found.is_locked else None
 
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:

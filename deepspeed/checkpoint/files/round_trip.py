@@ -73,7 +73,7 @@ def difference(saved: Any, loaded: Any, lazy: type) -> tuple[str, str] | None:
     return _Comparison(lazy).compare(saved, loaded, "")
 
 
-def culprit(content: Any, fails: Callable[[Any], bool]) -> str:
+def failing_part(content: Any, fails: Callable[[Any], bool]) -> str:
     """Return the key path of the innermost part of ``content`` for which ``fails`` is true; "" for ``content``
     itself."""
     path, value, seen = "", content, {id(content)}

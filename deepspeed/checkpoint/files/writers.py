@@ -39,7 +39,7 @@ _STALE_SECONDS = 3600
 """Age in seconds after the last write at which leftovers without a lock file are removed."""
 
 _STAGING = re.compile(r"\.(.+?)(\.\d+-[0-9a-f]{12})?\.tmp")
-"""Names of staging folders (``_hidden``, ``aside``), with the name of the checkpoint."""
+"""Names of staging folders (``_hidden``, ``temporary_sibling``), with the name of the checkpoint."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -52,13 +52,13 @@ class StagedFolder:
     These methods are called by one rank per folder, its owner; all ranks write into ``staging``.
     """
 
-    def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
-        """``alone=False``: several processes may write the same folder at once; the last commit wins. Otherwise the
+    def __init__(self, save_dir: Path, tag: str, *, exclusive: bool = True) -> None:
+        """``exclusive=False``: several processes may write the same folder at once; the last commit wins. Otherwise the
         second one gets an error."""
         self.save_dir = save_dir
         self.tag = check_tag(tag)
-        self.final = _behind_links(save_dir / tag)
-        self.staging = _hidden(self.final, "tmp") if alone else aside(self.final)
+        self.final = _resolve_link(save_dir / tag)
+        self.staging = _hidden(self.final, "tmp") if exclusive else temporary_sibling(self.final)
         self.displaced = _hidden(self.final, "old")
         self._lock: locks.SaveLock | None = None
 
@@ -76,7 +76,7 @@ class StagedFolder:
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final.exists() and not self.final.is_dir():
                 raise CheckpointError(f"{self.final} is a file: a checkpoint needs a folder of this name")
-            self._lock = locks.take(_with_suffix(self.staging, locks.SUFFIX), self.final)
+            self._lock = locks.acquire(_with_suffix(self.staging, locks.SUFFIX), self.final)
             try:
                 for folder in self._siblings():
                     _remove_abandoned(folder)
@@ -115,7 +115,7 @@ class StagedFolder:
 
     def _replace(self) -> None:
         with naming(self.final):
-            if not self.final.is_dir() and self._take_the_name():
+            if not self.final.is_dir() and self._claim_final_name():
                 flush_later([self.final])
                 return
             _keep_foreign(self.final, self.staging)
@@ -128,7 +128,7 @@ class StagedFolder:
             flush_names(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
-    def _take_the_name(self) -> bool:
+    def _claim_final_name(self) -> bool:
         """Rename the staging folder to the final name; return False if another process was faster."""
         try:
             os.rename(self.staging, self.final)
@@ -145,11 +145,11 @@ class StagedFolder:
             shutil.rmtree(self.staging, ignore_errors=True)
             self._release()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Abort while other ranks may still be writing: the next save removes the staging folder."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            lock.leave()
+            lock.abandon()
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
@@ -167,7 +167,7 @@ def _remove_abandoned(folder: Path) -> None:
             _clear(staging)
         except OSError as error:
             logger.info(f"{staging} could not be removed: {error}")
-            lock.leave()
+            lock.abandon()
         else:
             lock.release()
 
@@ -181,7 +181,7 @@ def _remove_stale(folder: Path, now: float) -> None:
         lock_file = _with_suffix(staging, locks.SUFFIX)
         if match is None or os.path.lexists(lock_file) or not _is_stale(staging, folder / match[1], now):
             continue
-        lock = locks.take_if_free(lock_file)
+        lock = locks.try_acquire(lock_file)
         if lock is None:
             continue
         try:
@@ -250,7 +250,7 @@ def find_folder(load_dir: Path, tag: str) -> Path:
     final = load_dir / check_tag(tag)
     if os.path.isdir(final):  # False for a path that is too long
         return final
-    displaced = _hidden(_behind_links(final), "old")
+    displaced = _hidden(_resolve_link(final), "old")
     if os.path.isdir(displaced):
         logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
         return displaced
@@ -277,7 +277,7 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write a small file atomically, even if several processes write it at once."""
-    written = aside(path)
+    written = temporary_sibling(path)
     try:
         with naming(path):
             with open(written, "wb") as file:
@@ -297,7 +297,7 @@ def set_mode(path: Path, mode: int) -> None:
         logger.info(f"{path} keeps its permissions, which could not be set to {mode:o}: {error}")
 
 
-def aside(path: Path) -> Path:
+def temporary_sibling(path: Path) -> Path:
     """Return a hidden name next to ``path`` that no other process or thread uses, to write under before it is
     renamed."""
     return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
@@ -313,7 +313,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
     return path.parent / f"{path.name.rpartition('.')[0]}{suffix}"
 
 
-def _behind_links(folder: Path) -> Path:
+def _resolve_link(folder: Path) -> Path:
     """Resolve a link to a folder: the replacement is staged next to the target, and the link stays."""
     if not os.path.islink(folder):
         return folder

@@ -62,7 +62,7 @@ def convert(
     """
     source, target = Path(input_folder), Path(os.path.abspath(output_folder))
     conversion = _Conversion(source, zero_stage, inject_missing_state)
-    staged = StagedFolder(target.parent, target.name, alone=False)
+    staged = StagedFolder(target.parent, target.name, exclusive=False)
     if staged.final.resolve() == source.resolve():
         raise ValueError(f"{source} would be overwritten by its own conversion: choose another output folder")
     with putting_in_place(staged):
@@ -238,8 +238,8 @@ def _layout(sources: Sequence[Source]) -> dict[str, int]:
     if len(dims) != 1:
         return {CAT_DIM: 0}
     starts = [box[dims[0]][0] for box in boxes]
-    apart = shape[dims[0]] // len(boxes)
-    if len(boxes) > 1 and starts == [starts[0] + number * apart for number in range(len(boxes))]:
+    stride = shape[dims[0]] // len(boxes)
+    if len(boxes) > 1 and starts == [starts[0] + number * stride for number in range(len(boxes))]:
         return {CAT_DIM: dims[0], PARAM_N_SUB_PARAMS: len(boxes)}
     return {CAT_DIM: dims[0]}
 

@@ -30,13 +30,13 @@ V = TypeVar("V")
 @dataclass(frozen=True, slots=True)
 class SavedExperts:
     """Saved experts. ``files``: weights by file. ``totals``: number of experts by the path of their list.
-    ``optimizers``: files by share, i.e. by expert-parallel rank. ``apart``: expert-parallel ranks are not
+    ``optimizers``: files by share, i.e. by expert-parallel rank. ``strided``: expert-parallel ranks are not
     adjacent."""
 
     files: Mapping[Path, Mapping[str, Tensor]] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
     optimizers: Sequence[Path] = ()
-    apart: bool = False
+    strided: bool = False
 
     @classmethod
     def find(
@@ -80,7 +80,7 @@ class SavedExperts:
         size = counts.pop()
         each = len(ranks) // size
         for share in range(size):
-            members = ranks[share * each :][:each] if self.apart else ranks[share::size]
+            members = ranks[share * each :][:each] if self.strided else ranks[share::size]
             yield {_renumbered(name, share, local): value for name, value in group.items()}, members
 
     def order(self, groups: Sequence[Sequence[str]], share: int) -> list[list[str]]:

@@ -70,7 +70,7 @@ def export_checkpoint(
     ranks = int(catalog.model_states["dp_world_size"]) if world_size is None else world_size
     if stage not in range(4) or ranks < 1:
         raise ValueError(f"zero_stage={stage}, world_size={ranks}: a stage from 0 to 3 and at least one rank")
-    staged = StagedFolder(Path(output_dir), tag.lstrip("."), alone=False)
+    staged = StagedFolder(Path(output_dir), tag.lstrip("."), exclusive=False)
     if staged.final.resolve() == folder.resolve():
         raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
     files = UpstreamFiles(catalog, stage, ranks)
@@ -147,7 +147,7 @@ class UpstreamFiles:
     ) -> dict[str, Any]:
         saved, sharded = self.catalog.model_states, self.stage > 0
         shapes = [
-            OrderedDict((n, torch.Size(self.shapes[n])) for n in self._laid_out(group))
+            OrderedDict((n, torch.Size(self.shapes[n])) for n in self._flat_order(group))
             for group in self.groups
         ]
         aliases = {alias: name for alias, name in self.catalog.aliases.items() if name in module}
@@ -264,7 +264,7 @@ class UpstreamFiles:
 
     # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
 
-    def _laid_out(self, group: Sequence[str]) -> list[str]:
+    def _flat_order(self, group: Sequence[str]) -> list[str]:
         """Return the order of a group's parameters in its flat tensor."""
         if self.settings.round_robin:
             return round_robin(group, self.ranks)
@@ -280,7 +280,7 @@ class UpstreamFiles:
         paddings: list[int] = []
         slices: list[OrderedDict[str, FragmentAddress]] = []
         for number, group in enumerate(self.groups):
-            order = self._laid_out(group)
+            order = self._flat_order(group)
             total = sum(prod(self.shapes[name]) for name in group)
             per_rank = _rounded(total, 2 * self.ranks) // self.ranks
             start = rank * per_rank

@@ -72,7 +72,7 @@ class Mirror:
         self._running = False
         self._error: CheckpointError | None = None
         self._turn = threading.Lock()
-        _before_the_interpreter_ends(self)
+        _finish_at_exit(self)
 
     # ---- Upload
 
@@ -411,7 +411,7 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _before_the_interpreter_ends(mirror: Mirror) -> None:
+def _finish_at_exit(mirror: Mirror) -> None:
     """Wait for uploads at exit. `atexit` handlers run too late: thread pools are shut down by then."""
     known = weakref.ref(mirror)
 

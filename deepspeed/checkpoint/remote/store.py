@@ -47,26 +47,26 @@ class Store:
             return {path[len(self._root) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
 
         try:
-            return self._again("listing it", find)
+            return self._retried("listing it", find)
         except FileNotFoundError:
             return {}
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small object; None if there is none of that name."""
         try:
-            return self._again(f"reading {name}", lambda: self._files.cat_file(self._path(name)))
+            return self._retried(f"reading {name}", lambda: self._files.cat_file(self._path(name)))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object."""
-        self._again(
+        self._retried(
             f"writing {name}", lambda: self._put(name, lambda path: self._files.pipe_file(path, content))
         )
 
     def upload(self, source: Path, name: str) -> None:
         """Upload a file; a large one in several parts, if the service supports it."""
-        self._again(
+        self._retried(
             f"uploading {name}", lambda: self._put(name, lambda path: self._files.put_file(str(source), path))
         )
 
@@ -75,12 +75,12 @@ class Store:
         object."""
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
-        self._again(f"downloading {name}", lambda: self._files.get_file(self._path(name), str(part)))
+        self._retried(f"downloading {name}", lambda: self._files.get_file(self._path(name), str(part)))
         part.replace(target)
 
     def remove(self, name: str) -> None:
         try:
-            self._again(f"removing {name}", lambda: self._files.rm_file(self._path(name)))
+            self._retried(f"removing {name}", lambda: self._files.rm_file(self._path(name)))
         except FileNotFoundError:
             return
 
@@ -97,7 +97,7 @@ class Store:
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)  # a no-op for buckets
         put(path)
 
-    def _again(self, what: str, call: Callable[[], T]) -> T:
+    def _retried(self, what: str, call: Callable[[], T]) -> T:
         """Return the result of ``call``, tried up to ``attempts`` times. CheckpointError: all attempts failed."""
         for attempt in range(1, self.attempts + 1):
             try:

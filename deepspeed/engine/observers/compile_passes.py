@@ -35,12 +35,12 @@ class PassSchedule:
         self.periods = list(periods)
         self.work = work
         self.current: Period | None = None
-        self._wants_away = False
+        self._offloads = False
         self.follow()
-        engine.events.on("at_boundary", self.bring_back)
+        engine.events.on("at_boundary", self.reload_states)
         engine.events.on("after_step", self.after_step)
         engine.events.on("on_load", self.follow)
-        engine.events.on("on_destroy", self.bring_back)
+        engine.events.on("on_destroy", self.reload_states)
 
     def follow(self, **_: Any) -> None:
         """Begin the period of the engine's current step, if it has not begun."""
@@ -50,7 +50,7 @@ class PassSchedule:
 
     def after_step(self, **_: Any) -> None:
         self.follow()
-        self._send_away()
+        self._offload_states()
 
     def _begin(self, period: Period) -> None:
         if self.current is not None:
@@ -68,9 +68,9 @@ class PassSchedule:
             if self.engine.plan.param_offload is None:  # else shards stay on the host
                 keep = selective_gather.NAME in period.settings
                 sharded.keep_gathered(self._room(sharded) if keep else 0)
-        self._wants_away = bool(_MOVING & period.settings)
+        self._offloads = bool(_MOVING & period.settings)
         if offload_adam_states.NAME_INIT in period.settings:
-            self._send_away()
+            self._offload_states()
 
     @staticmethod
     def described(period: Period) -> str:
@@ -89,16 +89,16 @@ class PassSchedule:
 
     # The optimizer's states ---------------------------------------------------------------------------------
 
-    def _send_away(self) -> None:
+    def _offload_states(self) -> None:
         optimizer = self.engine.optimizer
-        if self._wants_away and self.engine.clock.position == 0 and isinstance(optimizer, ZeroOptimizer):
+        if self._offloads and self.engine.clock.position == 0 and isinstance(optimizer, ZeroOptimizer):
             assert self.current is not None
             wait = offload_adam_states.NAME_SYNC in self.current.settings
             optimizer.offload_states(_STATES, OffloadDeviceEnum.cpu, True, not wait)
 
-    def bring_back(self, **_: Any) -> None:
+    def reload_states(self, **_: Any) -> None:
         optimizer = self.engine.optimizer
-        if self._wants_away and isinstance(optimizer, ZeroOptimizer):
+        if self._offloads and isinstance(optimizer, ZeroOptimizer):
             optimizer.reload_states()
 
 

@@ -65,23 +65,23 @@ class LastSave:
         self.step = self.engine.global_steps
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
-        reason = self._agreed(self._wish())
+        reason = self._agreed(self._own_reason())
         if reason:
             self._save_and_end(reason)
 
-    def _wish(self) -> int:
+    def _own_reason(self) -> int:
         """Return this rank's reason to save now; 0 for none."""
         if self._signalled:
             return SIGTERM
         ahead = STEPS_AHEAD * self._longest + 2 * self._size / BYTES_PER_S
         return TIME if self.ends_at is not None and time.time() + ahead > self.ends_at else 0
 
-    def _agreed(self, wish: int) -> int:
+    def _agreed(self, own_reason: int) -> int:
         """Return the maximum of the ranks' reasons a step ago; with one rank, the current reason."""
         if self.engine.world_size == 1:
-            return wish
+            return own_reason
         before = self._sum
-        largest = torch.tensor([wish], dtype=torch.int32, device=self.engine.device)
+        largest = torch.tensor([own_reason], dtype=torch.int32, device=self.engine.device)
         self._sum = largest, dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return 0

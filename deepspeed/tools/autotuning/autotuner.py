@@ -146,7 +146,7 @@ class Autotuner(Results):
             return min(map(int, given))
         return int(given) if given not in (None, "auto") else 1
 
-    def _gases(self, point: Point) -> list[int]:
+    def _accumulation_steps(self, point: Point) -> list[int]:
         """Accumulation steps to try at a micro-batch: those listed; where only the whole batch is given, and not only
         the essentials are tuned, what keeps that batch; else those of the config."""
         ranks = max(1, self._data_parallel() // point.parts())
@@ -154,12 +154,12 @@ class Autotuner(Results):
         if isinstance(given, list):
             most = self.max_train_batch_size()
             return [int(gas) for gas in given if most is None or int(gas) * point.size * ranks <= most]
-        whole = self._kept_batch()
+        whole = self._fixed_train_batch()
         if whole is not None:
             return [whole // (point.size * ranks)] if whole % (point.size * ranks) == 0 else []
         return [self.get_gas_from_user_config()]
 
-    def _kept_batch(self) -> int | None:
+    def _fixed_train_batch(self) -> int | None:
         """The batch of all ranks that stays as it is, while micro-batches and accumulation steps are tuned."""
         given, whole = (
             self.user_config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size")
@@ -183,7 +183,7 @@ class Autotuner(Results):
             }
             error = self._run([exp])
             if path.exists():
-                self._know(json.loads(path.read_text(encoding="utf-8")))
+                self._narrow_choices(json.loads(path.read_text(encoding="utf-8")))
             if error is None:
                 self._learn(exp, point)
                 return self.model_info
@@ -199,12 +199,14 @@ class Autotuner(Results):
         for plain in (True, False):
             for stage in self._stages():
                 for room in self.choices.rooms(stage):
-                    point = Point(stage, size, (self._gases(Point(stage, size, 1, room)) or [1])[0], room)
+                    point = Point(
+                        stage, size, (self._accumulation_steps(Point(stage, size, 1, room)) or [1])[0], room
+                    )
                     if bool(room) is not plain and point not in tried and self.memory.can_fit(point):
                         tried.add(point)
                         yield point
 
-    def _know(self, info: dict[str, Any]) -> None:
+    def _narrow_choices(self, info: dict[str, Any]) -> None:
         """Leave out what makes no difference on this machine, or to this model."""
         self.memory = MemoryNeeds(info, self.memory.requested, self.memory.limit)
         self.search.has_device_memory = info.get("device_type", "cpu") != "cpu"
@@ -221,8 +223,8 @@ class Autotuner(Results):
 
     def get_model_num_params(self) -> int:
         """Parameters of the model, once it has been profiled, or as the section says; 0 if neither is known."""
-        told = self.autotuning_config.model_info
-        return int(self.model_info.get("num_params") or (told and told.num_params) or 0)
+        profiled = self.autotuning_config.model_info
+        return int(self.model_info.get("num_params") or (profiled and profiled.num_params) or 0)
 
     def get_activation_memory_per_gpu(self) -> int:
         """Bytes that a sample takes from forward to backward."""
@@ -281,13 +283,13 @@ class Autotuner(Results):
             for room in self.choices.rooms(stage):
                 base = Point(stage, self.min_train_micro_batch_size_per_gpu(), 1, room)
                 if not self.memory.can_fit(base):
-                    self.refused.append(self._lacks(base))
+                    self.refused.append(self._misfit_message(base))
                     continue
                 for size in self._sizes(stage, limit, room):
-                    for gas in self._gases(Point(stage, size, 1, room)):
+                    for gas in self._accumulation_steps(Point(stage, size, 1, room)):
                         yield Point(stage, size, gas, room)
 
-    def _lacks(self, point: Point) -> str:
+    def _misfit_message(self, point: Point) -> str:
         planned, free = self.memory.planned(point) or {}, self.memory.free()
         text = ", ".join([f"stage {point.stage}", *(choice.text() for choice in point.choices)])
         if "error" in planned:
@@ -351,8 +353,8 @@ class Autotuner(Results):
             return None
         samples = metrics.get("samples")
         if samples and samples != point.size:
-            if not self._ends_the_data(samples, point.size):
-                self._sizes_are_fixed(samples, point.size)
+            if not self._exhausts_data(samples, point.size):
+                self._refuse_fixed_size(samples, point.size)
             self._samples_per_rank = samples
             logger.info(
                 "autotuning: %s: the data set has only %d samples for each rank", exp["name"], samples
@@ -367,12 +369,12 @@ class Autotuner(Results):
         self.update_records(space, exp, value, len(self.records.get(space, [])) + 1)
         return value
 
-    def _ends_the_data(self, samples: int, size: int) -> bool:
+    def _exhausts_data(self, samples: int, size: int) -> bool:
         """Tell whether fewer samples than asked for are all that there are, rather than a size that the script has
         fixed: it has followed others, and this is not the only one that it ever gave."""
         return samples < size and bool(self._followed) and self._followed != {samples}
 
-    def _sizes_are_fixed(self, samples: int, size: int) -> None:
+    def _refuse_fixed_size(self, samples: int, size: int) -> None:
         raise AutotuningError(
             f"train_micro_batch_size_per_gpu was {size}, but the script gave the model {samples} samples: name the "
             "argument that sets its batch size in the config, as "
@@ -395,7 +397,7 @@ class Autotuner(Results):
         with tqdm(total=runs, desc="autotuning", unit="run", disable=None) as self.rm.pbar:
             try:
                 self.model_info_profile_run()
-                logger.info("autotuning: %s", self._about_the_model())
+                logger.info("autotuning: %s", self._model_summary())
                 if by_model:
                     self._tune_by_model()
                 else:
@@ -404,7 +406,7 @@ class Autotuner(Results):
             finally:
                 self._choose()
 
-    def _about_the_model(self) -> str:
+    def _model_summary(self) -> str:
         free = self.get_gpu_memory_info()
         return (
             f"{number_to_string(self.get_model_num_params())} parameters, "
@@ -450,7 +452,7 @@ class Autotuner(Results):
             first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
         )
         for size in range(min(4 * first.size, most), first.size, -1):
-            gases = self._gases(replace(first, size=size))
+            gases = self._accumulation_steps(replace(first, size=size))
             if gases:
                 self._measure(replace(first, size=size, gas=gases[0]))
                 break
@@ -466,7 +468,7 @@ class Autotuner(Results):
         if limit is not None:
             most = max(least, min(most, limit))
         least, most = self.get_min_max_micro_batch_size(stage, least, most, room)
-        whole = self._kept_batch()
+        whole = self._fixed_train_batch()
         if whole is not None:
             own = whole * Point(stage, 1, 1, room).parts() // self._data_parallel()
             sizes = [size for size in range(max(1, least), most + 1) if own % size == 0]
@@ -509,7 +511,7 @@ class Autotuner(Results):
             Point(stage, size, gas, choices)
             for choices in self.choices.everything(stage)
             for size in tuning_micro_batch_sizes
-            for gas in self._gases(Point(stage, size, 1, choices))
+            for gas in self._accumulation_steps(Point(stage, size, 1, choices))
             if self.memory.can_fit(Point(stage, size, gas, choices))
         ]
         exps = [self._experiment(point) for point in points]

@@ -163,7 +163,7 @@ class StateAccess:
         """Invert ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
         Master weights not in ``saved`` are kept."""
         self.store.settle()
-        self.keep_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
+        self.allocate_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
         for index, pieces in self._owned.items():
             name, first = self.names[index], pieces[0].fragment.param_offset
             for owned in pieces if name in saved else ():
@@ -224,9 +224,9 @@ class StateAccess:
         """Create initial state for all parameters that have none."""
         self.store.ensure_state()
 
-    def keep_state(self, names: Container[str]) -> None:
+    def allocate_state(self, names: Container[str]) -> None:
         """Create optimizer state, to be overwritten, for the parameters in ``names``; drop that of the others."""
-        self.store.keep_state(lambda owned: self.names[owned.param_index] in names)
+        self.store.allocate_state(lambda owned: self.names[owned.param_index] in names)
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
         """Write a scalar state such as ``step`` for each parameter in ``values``."""

@@ -204,7 +204,7 @@ class StateStore:
             for owned in (owned for group in batch for owned in group):
                 self.optimizer.state[owned.master] = self._first_state(owned)
 
-    def keep_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
+    def allocate_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
         """Create state, to be overwritten, for the ``wanted`` fragments; if others have state, drop all of it first."""
         if any(self.state_of(owned) and not wanted(owned) for owned in self.fragments):
             self.clear_state()

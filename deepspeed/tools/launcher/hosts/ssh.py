@@ -209,7 +209,7 @@ class _Machines:
     def running_count(self) -> int:
         return sum(each.node.exit_code is None for each in self.running)
 
-    def goes_on_without(self, node: SshNode) -> bool:
+    def continues_without(self, node: SshNode) -> bool:
         """Give up a failed machine if the job may continue without it; return whether it does."""
         remaining = self.running_count()
         if (
@@ -221,7 +221,7 @@ class _Machines:
             return False
         node.given_up = True
         logger.warning(
-            "%s", _of_silent(node, True) if not node.failed_ranks else f"{node.host}: its ranks failed"
+            "%s", _silence_message(node, True) if not node.failed_ranks else f"{node.host}: its ranks failed"
         )
         logger.warning("the job continues with %d machines", remaining)
         for each in self.running:  # their ranks would wait for the lost machine, which sends nothing
@@ -230,7 +230,7 @@ class _Machines:
         self.retry_at = time.monotonic() + RETRY_S
         return True
 
-    def call_back(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect to the lost machines."""
         self.retry_at = float("inf")
         if self.running_count():
@@ -251,7 +251,7 @@ def _watch(
             event = ended.get(timeout=max(0.0, min(ask_at, kill_at, machines.retry_at, now + 3600) - now))
         except queue.Empty:
             if time.monotonic() >= machines.retry_at and ask_at == kill_at:
-                machines.call_back()
+                machines.reconnect()
             elif time.monotonic() >= kill_at:
                 for connection in running:
                     connection.kill()
@@ -261,7 +261,7 @@ def _watch(
                     connection.ask(asked[0] if asked else signal.SIGTERM)
                 ask_at, kill_at = float("inf"), time.monotonic() + grace_seconds() + LAST_RESORT_S
             continue
-        failed = event is None or (event.node.exit_code != 0 and not machines.goes_on_without(event.node))
+        failed = event is None or (event.node.exit_code != 0 and not machines.continues_without(event.node))
         if failed and kill_at == float("inf"):
             ask_at = min(ask_at, time.monotonic() + (SETTLE_S if event is not None else 0.0))
 
@@ -276,7 +276,7 @@ def _report(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
     if silent and not causes:  # a machine that could not start, or was lost
         first = min(silent, key=lambda node: node.ended_at)
         for node in silent:
-            logger.error(_of_silent(node, bool(failures)))
+            logger.error(_silence_message(node, bool(failures)))
         assert first.exit_code is not None
         return first.exit_code
     if failures:
@@ -285,7 +285,7 @@ def _report(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
     return next((node.exit_code for node in nodes if node.exit_code), 0)
 
 
-def _of_silent(node: SshNode, after_start: bool) -> str:
+def _silence_message(node: SshNode, after_start: bool) -> str:
     if node.exit_code == CONNECTION_FAILED and not node.local:
         if after_start:
             return f"{node.host}: the connection was lost"
