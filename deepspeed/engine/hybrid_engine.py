@@ -108,7 +108,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         settings = [kwargs.get("generation_config"), self.module.generation_config]
         ends = _tokens("eos_token_id", kwargs, settings)
         padding = sorted(_tokens("pad_token_id", kwargs, settings) or ends or {0})[0]
-        joined = JoinedPrompts(prompts, mask, padding, group, apart=self._batch_per_rank)
+        joined = JoinedPrompts(prompts, mask, padding, group, batch_per_rank=self._batch_per_rank)
         copied = self._present_copy(group)
         module: Any = copied.module.train(self.module.training)
         try:

@@ -283,7 +283,7 @@ def test_lines_by_the_clock() -> None:
         for _ in range(80):
             clock.s += 1.0
             losses += train(engine, 1)
-            assert not shown.meter._told or shown.meter.listening
+            assert not shown.meter._backward_losses or shown.meter.listening
     found = [parts(line) for line in lines if "step=" in line]
     assert [part["step"] for part in found] == ["2", "6", "14", "30", "62"]
     assert [int(part["step"]) for part in found] == read
@@ -346,7 +346,7 @@ def test_a_meter_that_does_not_listen_keeps_nothing() -> None:
     loss = torch.ones((), requires_grad=True)
     events.emit("after_forward", outputs=loss)
     events.emit("after_backward", loss=loss, share=loss)
-    assert meter._told == [] and meter._returned == [] and meter.take() is None
+    assert meter._backward_losses == [] and meter._forward_losses == [] and meter.take() is None
 
 
 # ---- the status line -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class RandomLTD:
         engine.random_ltd = self
         self.step = engine.global_steps
         self._learning_rate()
-        self.initialized = self.told = False
+        self.initialized = self.warned = False
         if _is_converted(engine.module):
             self.initialize()
         engine.events.on("before_forward", self.follow)
@@ -83,8 +83,8 @@ class RandomLTD:
         self.scheduler.update_seq(step, curriculum and curriculum.update_difficulty(step + 1))
         if not self.initialized and _is_converted(self.engine.module):  # converted after initialize
             self.initialize()
-        if not (self.initialized or self.told):
-            self.told = True
+        if not (self.initialized or self.warned):
+            self.warned = True
             logger.warning(
                 f"{SECTION}.enabled is true, but no layer drops tokens: call convert_to_random_ltd(engine, LayerClass)"
             )

@@ -165,11 +165,11 @@ def importance_weights(
         raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
     if not cap > 0:
         raise ValueError(f"cap={cap}: has to be above 0")
-    apart = (training.detach().float() - rollout.detach().float()) * mask
+    log_ratio = (training.detach().float() - rollout.detach().float()) * mask
     if level == "sequence":
-        apart = apart.sum(1, keepdim=True)
-    limit = torch.tensor(cap, device=apart.device).log()
-    return apart.clamp(max=limit).exp() * mask
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    limit = torch.tensor(cap, device=log_ratio.device).log()
+    return log_ratio.clamp(max=limit).exp() * mask
 
 
 def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
@@ -185,7 +185,11 @@ def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[st
         ``largest`` and ``mean``: of the differences without sign; ``kl``: the mean of rollout minus training, an
         estimate of the divergence of the one from the other.
     """
-    apart = (rollout.detach().double() - training.detach().double()) * mask
+    log_ratio = (rollout.detach().double() - training.detach().double()) * mask
     count = max(float(mask.sum()), 1.0)
-    largest = apart.abs().max().item() if apart.numel() else 0.0
-    return {"largest": largest, "mean": apart.abs().sum().item() / count, "kl": apart.sum().item() / count}
+    largest = log_ratio.abs().max().item() if log_ratio.numel() else 0.0
+    return {
+        "largest": largest,
+        "mean": log_ratio.abs().sum().item() / count,
+        "kl": log_ratio.sum().item() / count,
+    }

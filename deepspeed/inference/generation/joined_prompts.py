@@ -19,15 +19,21 @@ class JoinedPrompts:
         prompts: [rows, width], integers.
         mask: [rows, width], 0 for padding; None: no padding.
         padding: token for left padding.
-        apart: make one batch per rank, of the width of its prompts, for models in which a row depends on the rest of
-            its batch (``Rotations``).
+        batch_per_rank: make one batch per rank, of the width of its prompts, for models in which a row depends on the
+            rest of its batch (``Rotations``).
 
     Attributes:
         batches: (tokens, mask) of each batch, both [rows of all ranks, widest] int64.
     """
 
     def __init__(
-        self, prompts: Tensor, mask: Tensor | None, padding: int, group: Communicator, *, apart: bool = False
+        self,
+        prompts: Tensor,
+        mask: Tensor | None,
+        padding: int,
+        group: Communicator,
+        *,
+        batch_per_rank: bool = False,
     ) -> None:
         self._rows, self._width = prompts.shape
         sizes = _gathered(torch.tensor([self._rows, self._width], device=prompts.device), group)
@@ -40,7 +46,7 @@ class JoinedPrompts:
         both[1, : self._rows, self._widest - self._width :] = 1 if mask is None else mask
         everyone = _gathered(both.flatten(), group).view(group.size, 2, most, self._widest)
         ranks = [each[:, :count] for each, count in zip(everyone, counts, strict=True)]
-        if apart:
+        if batch_per_rank:
             batches = [each[:, :, -width:] for each, width in zip(ranks, widths, strict=True)]
             self._batch, self._before, self._total, self._widest = group.rank, 0, self._rows, self._width
         else:

@@ -195,14 +195,15 @@ def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:
     _check(mlp, "mlp")
     if terms.sinks is not None:
         raise LayoutError("its attention has sinks")
-    apart = hasattr(attention, "q_proj")
+    separate_qkv = hasattr(attention, "q_proj")
     activation = _ACTIVATIONS.get(getattr(attention.config, "hidden_act", None) or "")
     if activation is None:
         raise LayoutError("its activation is not known")
     made = Layer(
         _norm(layer, "input_layernorm"),
         tuple(
-            _linear(attention, name) for name in (("q_proj", "k_proj", "v_proj") if apart else ("qkv_proj",))
+            _linear(attention, name)
+            for name in (("q_proj", "k_proj", "v_proj") if separate_qkv else ("qkv_proj",))
         ),
         _norm(attention, "q_norm") if hasattr(attention, "q_norm") else None,
         _norm(attention, "k_norm") if hasattr(attention, "k_norm") else None,

@@ -89,20 +89,20 @@ class FloatGroups:
         return self.size * self.form.bits // 8
 
     def encode(
-        self, values: Tensor, *, stochastic: bool = False, apart: bool = False
+        self, values: Tensor, *, stochastic: bool = False, separate_scales: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """uint8 codes [groups, width], with the scales at the end of each row unless these are ``apart``, and the
+        """uint8 codes [groups, width], with the scales at the end of each row unless ``separate_scales``, and the
         scales [groups, 1]. ``stochastic``: rounded at random, right in the mean."""
         found = self._encode_on_gpu(values, stochastic)
         if found is None and not stochastic:
-            both = self._encode_on_host(values, apart)
+            both = self._encode_on_host(values, separate_scales)
             if both is not None:
                 return both
         codes, scale = found or self._encode_in_torch(values, stochastic)
-        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
+        return (codes if separate_scales else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
 
     def decode(self, packed: Tensor, out: Tensor, scale: Tensor | None = None) -> Tensor:
-        """``out`` with what ``packed`` stands for; ``scale``: the scales, if they were encoded ``apart``."""
+        """``out`` with what ``packed`` stands for; ``scale``: the scales, if they were encoded separately."""
         if out.is_contiguous() and gpu.usable(packed, out, scale):
             from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
 
@@ -129,17 +129,17 @@ class FloatGroups:
         seed = int(torch.randint(2**31, ()).item()) if stochastic else None
         return kernels.encode(values, self.size, *self._constants, seed=seed)
 
-    def _encode_on_host(self, values: Tensor, apart: bool) -> tuple[Tensor, Tensor] | None:
+    def _encode_on_host(self, values: Tensor, separate_scales: bool) -> tuple[Tensor, Tensor] | None:
         """Encode on the host as ``encode`` does; None: there is no kernel for it."""
         if not native.is_native(values):
             return None
         groups, width = -(-values.numel() // self.size), self.width
-        rows = torch.empty(groups, width if apart else width + _SCALE_BYTES, dtype=torch.uint8)
+        rows = torch.empty(groups, width if separate_scales else width + _SCALE_BYTES, dtype=torch.uint8)
         scale = torch.empty(groups, 1)
-        scales = scale.view(torch.uint8) if apart else rows[:, width:]
+        scales = scale.view(torch.uint8) if separate_scales else rows[:, width:]
         if not _encode_on_host(values, rows[:, :width], scales, self.size, self.form.bits):
             return None
-        return rows, scale if apart else scales.contiguous().view(torch.float32)
+        return rows, scale if separate_scales else scales.contiguous().view(torch.float32)
 
     def _encode_in_torch(self, values: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
         flat = values.reshape(-1).to(torch.float32)

@@ -91,7 +91,7 @@ class FP_Quantize(Quantizer):
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         self.num_groups = -(-input.numel() // self.group_size)
         codes, self.scale = groups.encode(
-            input.detach(), stochastic=stochastic_mode, apart=return_meta_tensor
+            input.detach(), stochastic=stochastic_mode, separate_scales=return_meta_tensor
         )
         if not return_meta_tensor:
             return codes

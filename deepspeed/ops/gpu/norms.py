@@ -61,9 +61,9 @@ def _norm_kernel(
         tl.store(total + at, rounded, mask=inside)
         value = rounded.to(tl.float32)  # what backward, and whoever reads the sum, will see
     mean = tl.sum(value, 0) / size if CENTERED else 0.0
-    apart = tl.where(inside, value - mean, 0.0)
-    factor = 1.0 / tl.sqrt(tl.sum(apart * apart, 0) / size + eps)
-    result = apart * factor
+    deviation = tl.where(inside, value - mean, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(deviation * deviation, 0) / size + eps)
+    result = deviation * factor
     if weight is not None:
         result *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     if bias is not None:

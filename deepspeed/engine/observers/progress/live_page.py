@@ -154,7 +154,7 @@ class Pulse:
         arrivals = sorted(self._arrivals_s)
         return arrivals[len(arrivals) // 2] if arrivals else None
 
-    def say(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         arrival_s = self.arrival_s()
         arrival_ms = None if arrival_s is None else round(1e3 * arrival_s, 3)
         return {"step": self.step, "arrival_ms": arrival_ms, "memory": memory_of(self._device)}
@@ -166,7 +166,7 @@ class LivePage:
     def __init__(self, engine: Engine, config: LiveConfig, reader: StepReader | None) -> None:
         self.engine, self.config, self.reader = engine, config, reader
         self.pulse = Pulse(engine)
-        self.ranks = RankStates(self.pulse.say)
+        self.ranks = RankStates(self.pulse.snapshot)
         self.recorder: LiveRecorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
@@ -189,7 +189,7 @@ class LivePage:
             return {"memory": memory, "skipped": skipped(), **ranks.table()}
 
         self.recorder = LiveRecorder(folder, facts, measure, entry=entry)
-        self.recorder.history.tell(run=facts)
+        self.recorder.history.set_facts(run=facts)
         engine.monitor.also_to(RecordSink(self.recorder, OWN))
         if self.config.serve:
             self._serve(self.recorder, folder)

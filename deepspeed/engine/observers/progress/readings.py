@@ -119,8 +119,8 @@ class LossMeter:
         self._engine, self._events = engine, engine.events
         self._always = always
         self.listening = False
-        self._told: list[Tensor] = []
-        self._returned: list[Tensor] = []
+        self._backward_losses: list[Tensor] = []
+        self._forward_losses: list[Tensor] = []
         if always:
             self.listen()
 
@@ -133,7 +133,7 @@ class LossMeter:
 
     def forget(self) -> None:
         """Drop the observed losses, and unsubscribe unless ``always``."""
-        self._told, self._returned = [], []
+        self._backward_losses, self._forward_losses = [], []
         if self.listening and not self._always:
             self.listening = False
             self._events.off("after_forward", self._after_forward)
@@ -141,23 +141,23 @@ class LossMeter:
 
     def take(self) -> float | None:
         """Return the loss since the last call, None if no loss tensor was seen. Synchronizes with the device."""
-        told, returned = self._told, self._returned
+        backward_losses, forward_losses = self._backward_losses, self._forward_losses
         self.forget()
         if self._engine.agreed_loss is not None:
             return float(self._engine.agreed_loss)
-        if told:
-            return float(sum(loss.float() for loss in told))
-        if returned:
-            return float(sum(loss.float() for loss in returned)) / len(returned)
+        if backward_losses:
+            return float(sum(loss.float() for loss in backward_losses))
+        if forward_losses:
+            return float(sum(loss.float() for loss in forward_losses)) / len(forward_losses)
         return None
 
     def _after_forward(self, *, outputs: Any, **_: Any) -> None:
         if torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
-            self._returned.append(loss.detach())
+            self._forward_losses.append(loss.detach())
 
     def _after_backward(self, *, share: Tensor | None = None, **_: Any) -> None:
         if share is not None:
-            self._told.append(share.detach())
+            self._backward_losses.append(share.detach())
 
 
 def loss_of(outputs: Any) -> Tensor | None:
