@@ -59,9 +59,9 @@ def train(
                 engine.backward(loss)
                 dies(death, folder, rank, step)
                 record = {"step": step, "samples": indices.tolist(), "loss": loss.item(), "at": time.time()}
-                engine.step()
                 log.write(json.dumps(record) + "\n")
-                log.flush()
+                log.flush()  # before the step, which may save: a rank killed after it leaves its record
+                engine.step()
             if save:
                 engine.save_checkpoint(save)
             time.sleep(pause)
@@ -85,8 +85,8 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[int, dict[int, list[A
                 made[record["step"]][rank] = fresh
                 if rank == 0:
                     sizes[record["step"]] = size
-    for step, by_rank in made.items():  # ranks that an earlier start had, and the last one has not
-        made[step] = {rank: by_rank[rank] for rank in range(sizes[step]) if rank in by_rank}
+    for step, by_rank in made.items():  # drop ranks of earlier starts, and steps that rank 0 is still in
+        made[step] = {rank: by_rank[rank] for rank in range(sizes.get(step, 0)) if rank in by_rank}
     return sorted(starts, key=lambda start: start["at"]), made
 
 
