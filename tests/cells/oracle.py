@@ -300,7 +300,8 @@ class Alone:
     def step(self, step: int, cell: Cell) -> None:
         """One update with the data of all replicas of ``cell``, which may be another layout's."""
         count = cell.accumulation_at(step)
-        # A plain loss.backward() is divided where the gradients are summed: few bits round thirds of them otherwise.
+        # A plain loss.backward() is divided where the gradients are summed, before they are encoded: what encoding lost
+        # is owed to gradients that another number of micro-batches may divide.
         before, after = (1, count) if cell.backward == "tensor" else (count, 1)
         freeze(cell, self.named, step)
         for name, param in self.named.items():
@@ -323,9 +324,12 @@ class Alone:
             own.append(self.gradients() / after)
         self.micro += count
         if travel:
-            for name, grad in self.wires.total(rounds).items():
+            shares = [
+                [{name: grad / after for name, grad in sums.items()} for sums in each] for each in rounds
+            ]
+            for name, grad in self.wires.total(shares).items():
                 self.named[name].grad = grad
-            own = [self.gradients() / after]
+            own, after = [self.gradients()], 1
         used = [param for param in self.named.values() if param.grad is not None]
         for param in used:
             assert param.grad is not None
