@@ -69,6 +69,8 @@ LOSSY: dict[tuple[str, Any], Tolerance] = {
 
 
 NOISE = {"fp32": 2**-22, "fp16": 2**-12}
+TINY = 1e-4
+"""Of a tensor's mean variance."""
 OTHER_NOISE = 2**-9
 """Half of what the last digit of a weight stands for."""
 NOISED = 4
@@ -125,6 +127,8 @@ class Expected:
     """Of the engine's choices of experts: ``routing.doubt``."""
     chances: list[Tensor] = field(default_factory=list)
     """Logarithms of the experts' probabilities [tokens, experts], of every forward of a mixture."""
+    rounding_decides: dict[str, Tensor] = field(default_factory=dict)
+    """Masks of elements whose frozen variance is of gradients that are rounding errors: their steps have any size."""
     noised: list[Expected] = field(default_factory=list)
     """The same run with other roundings, and with codes of other layouts where the engine's is not known."""
 
@@ -134,6 +138,11 @@ class Expected:
         return 2 * max(
             (float((torch.as_tensor(read(each)) - own).norm()) for each in self.noised), default=0.0
         )
+
+    def decided(self, name: str, difference: Tensor) -> Tensor:
+        """``difference`` with zeros where rounding decides."""
+        mask = self.rounding_decides.get(name)
+        return difference if mask is None else difference.masked_fill(mask, 0.0)
 
     def undecided(self) -> float:
         """By how much other roundings bring two experts' logarithms nearer to each other."""
@@ -257,6 +266,11 @@ class Alone:
         if wires != self.wires.all:
             self.wires = Wires(wires)
             self.publish()
+
+    def tiny_variances(self) -> dict[str, Tensor]:
+        """Masks of elements whose gradients were a hundredth of their tensor's, as of noise that sums cancel."""
+        found = {name: self.optimizer.state[param].get("v") for name, param in self.named.items()}
+        return {name: v < TINY * v.mean() for name, v in found.items() if v is not None}
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.named.items()}
@@ -451,6 +465,8 @@ def expected_of(
         if cell.evaluate:
             alone.evaluate(cell)
     alone.expected.weights = alone.snapshot()
+    if cells[-1].sends_signs and (cells[-1].precision != "fp32" or cells[-1].wire == "bf16"):
+        alone.expected.rounding_decides = alone.tiny_variances()
     alone.expected.chances = [each for mixture in alone.mixtures for each in mixture.chances]
     alone.expected.doubt = max((each.doubt for each in alone.mixtures), default=0.0)
     return alone.expected

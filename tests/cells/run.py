@@ -270,7 +270,7 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
     wanted = expected.weights[name]
     if ours.shape != wanted.shape:
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
-    difference = float((ours.float() - wanted).norm())
+    difference = float(expected.decided(name, ours.float() - wanted).norm())
     moved = expected.moved(name, like_others=cell.wire in ("qgz", "int8"))
     share = max(allowed.moved, noise_of_keys(cell, name))
     of_way = max(share * moved, expected.spread(lambda each: each.weights[name]))
