@@ -45,6 +45,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self.updates = 0
         self.exchange = SignExchange()
         self._checked: set[int] = set()
+        self._filled: set[int] = set()
+        """Groups that have run an update after warm-up."""
         if (beta2 := defaults["betas"][1]) < SHORT_MEMORY:
             log_dist_once(
                 f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as betas[1] "
@@ -104,6 +106,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         self._checked.clear()
+        self._filled.clear()
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
         self.updates = int(saved[0]["updates"]) if len(saved) else max(steps, default=0)
         self.exchange.load([entry["exchange"] for entry in saved], rank, ranks)
@@ -126,6 +129,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
             group.pop(MASK, None)
             group.update({} if mask is None else {MASK: mask})
         self._checked.clear()
+        self._filled.clear()
         for state in self.state.values():
             state.update({n: state[n].float() for n in (*self.own_state_names, SEEN) if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
@@ -169,31 +173,31 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     def fill_variances(
         self,
+        number: int,
         masters: Sequence[Tensor],
         grads: Sequence[Tensor],
         grad_scale: float,
         context: UpdateContext,
         beta2: float,
-    ) -> bool:
-        """Fill zero variances, with which any momentum would move an element far away. An element without a gradient
-        so far gets the mean variance of its tensor; if the whole tensor had none, the mean square of its first
-        gradients. A shard counts as a tensor, unless the update sums over fragments. Return whether any rank that
-        holds part of these tensors saw one for the first time."""
+    ) -> None:
+        """Fill zero variances of group ``number``, with which any momentum would move an element far away. An element
+        without a gradient so far gets the mean variance of its tensor; if the whole tensor had none, the mean square
+        of its first gradients. Of a tensor that joins after the group's first update the shard counts, since other
+        ranks may not know that it is new."""
         new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
-        count = torch.tensor([float(len(new))], dtype=torch.float64)
-        if not float(count if context.copy_sum is None else context.copy_sum(count)):
-            return False
         chosen = [masters[i] for i in new]
+        together = number not in self._filled or self.update_traits.segment_sums
+        self._filled.add(number)
         self._checked.update(map(id, chosen))
         variances = [self.state[master]["exp_avg_sq"] for master in chosen]
         squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
         mean_over_holders(squares, chosen, context)
         sums = _stacked([variance.sum(dtype=torch.float64) for variance in variances])
-        found = whole_sums(chosen, [sums, squares * (1.0 - beta2), numels_of(chosen)], context)
+        columns = [sums, squares * (1.0 - beta2), numels_of(chosen)]
+        found = whole_sums(chosen, columns, context if together else ALONE)
         for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
             fill = next((value / numel for value in (total, square) if value > 0), 1.0)
             variance.masked_fill_(variance == 0, fill)
-        return True
 
 
 def _mask_of(mask: Any, value: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class OptimizerContext:
         traits, sharded = self.store.traits, self.sharded
         parted = sharded or any(map(in_parts, self.store.params))
         self._sums = None
-        if traits.segment_sums and parted:
+        if (traits.segment_sums or traits.own_communication) and parted:
             self._sums = SegmentSums(self.store, self.replica_groups, sharded=sharded)
         self._matrices = None
         if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
@@ -77,7 +77,8 @@ class SegmentSums:
         for index, param in enumerate(store.params):
             for others in replica_groups.parts_of(param) if in_parts(param) else ():
                 self.members.setdefault(others, []).append(index)
-        self._refuse_copies()
+        if store.traits.segment_sums:  # others sum for means alone
+            self._refuse_copies()
 
     def _refuse_copies(self) -> None:
         """Raise DeepSpeedConfigError if tensor-parallel ranks hold some elements twice, which sums would count twice.

@@ -75,7 +75,24 @@ class Model(nn.Module):
         ]
 
 
-def start(kind: str, zero: dict[str, Any], *, in_full: bool, **more: Any) -> Any:
+class Tokens(nn.Module):
+    """A table of 50 rows, which two shards cut at row 30, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.table, self.head = nn.Embedding(50, 24), nn.Linear(24, 10, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens).tanh())
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters())}]
+
+
+def start(
+    kind: str, zero: dict[str, Any], *, in_full: bool, model: Model | Tokens | None = None, **more: Any
+) -> Any:
     params = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1, **KEYS[kind]}
     config = {
         "train_micro_batch_size_per_gpu": 8,
@@ -83,7 +100,7 @@ def start(kind: str, zero: dict[str, Any], *, in_full: bool, **more: Any) -> Any
         "zero_optimization": zero,
         **more,
     }
-    model = Model()
+    model = model or Model()
     engine = deepspeed.initialize(model=model, model_parameters=model.groups(), config=config)[0]
     if in_full:
         engine.core.store.optimizer.exchange.codec = InFull()
@@ -150,6 +167,30 @@ def test_two_copies_in_shards(kind: str, more: dict[str, Any]) -> None:
         for weights, others in found:
             torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(others, states, rtol=1e-3, atol=1e-6)
+
+
+def with_unseen_rows(kind: str, zero: dict[str, Any], batches: int) -> tuple[list[Any], list[Any]]:
+    """Of ten updates, those of warm-up see 20 of the table's rows."""
+    engine = start(kind, zero, in_full=True, model=Tokens())
+    for step in range(10):
+        seeds = [1000 * step + dist.get_rank() * batches + batch for batch in range(batches)]
+        rows = [
+            torch.randint(0, 50 if step > 3 else 20, (64,), generator=torch.Generator().manual_seed(seed))
+            for seed in seeds
+        ]
+        tokens = torch.cat(rows)
+        engine.backward(nn.functional.cross_entropy(engine(tokens), tokens % 10))
+        engine.step()
+    return weights_of(engine), [safe_get_full_optimizer_state(engine.module.table.weight, "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("kind", list(KEYS))
+def test_variances_of_unseen_rows_are_filled_by_whole_tensors(kind: str) -> None:
+    """Not by the mean of a shard, which depends on the number of ranks."""
+    expected, variances = run(with_unseen_rows, 2, kind=kind, zero={"stage": 0}, batches=2)[0]
+    for weights, others in run(with_unseen_rows, 4, kind=kind, zero=groups_of(2, 2), batches=1):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(others, variances, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", list(KEYS))

@@ -132,8 +132,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
         new = [master for master in masters if id(master) not in self._checked]
-        self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
-        if self.variance_interval:
+        self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
         follow(momenta, part.grads, grad_scale, group["betas"][0])

@@ -143,7 +143,9 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        if self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1]):
+        fresh = torch.tensor([float(sum(not float(state[SCALE]) for state in states))], dtype=torch.float64)
+        if float(fresh if context.copy_sum is None else context.copy_sum(fresh)):
+            self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
             self._begin(masters, states, context)
         before = [state["exp_avg"].clone() for state in states]
         follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])

@@ -184,7 +184,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
+        self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
         follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
