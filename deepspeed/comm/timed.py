@@ -17,7 +17,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import Pending
 
 
-class Waits:
+class WaitTime:
     """Total time that this rank waits. Of nested and concurrent intervals only the first to begin counts, so that no
     time counts twice.
 
@@ -59,7 +59,7 @@ class TimedPending(Pending):
 
     __slots__ = ("_inner", "_over", "_waits")
 
-    def __init__(self, inner: Pending, waits: Waits) -> None:
+    def __init__(self, inner: Pending, waits: WaitTime) -> None:
         super().__init__()
         self._inner, self._waits, self._over = inner, waits, False
 

@@ -26,7 +26,7 @@ from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_client_state, save
 from deepspeed.checkpoint.storage import CheckpointCommitInfo
-from deepspeed.comm.hangs.stragglers import all_ranks_come
+from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.hidden import without_secrets
 from deepspeed.config.plan import Cadence
 from deepspeed.config.sections.checkpoint import CheckpointWriterType
@@ -160,7 +160,7 @@ def _save(
 ) -> None:
     training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
     collective = engine.background_writer is None or training.write_layers is not None
-    with all_ranks_come("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
+    with awaiting_all_ranks("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
         save(
             training,
             save_dir,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.optim.one_bit import pieces
 
@@ -72,7 +72,7 @@ def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicato
     flat = [variance.contiguous() for variance in variances]
     ends = list(accumulate(variance.numel() for variance in flat))
     part = part_numel(ends[-1], ranks.size)
-    compressed_mean(EndToEnd(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
+    compressed_mean(Concatenated(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
     for variance, copy in zip(variances, flat, strict=True):
         if copy is not variance:
             variance.copy_(copy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.ops.formats.codecs import Codec, SignCodec
 
 FEEDBACK = "worker_error"
@@ -84,7 +84,7 @@ class SignExchange:
         line.server_error = line.server_error.to(values[0].device)
         part = line.server_error.numel()
         flat = [[one.float().contiguous() for one in column] for column in (values, errors)]
-        lain, owed = (EndToEnd(column, starts) for column in flat)
+        lain, owed = (Concatenated(column, starts) for column in flat)
         compressed_mean(lain, owed, line.server_error, part, ranks, self.codec)
         for column, used in zip((values, errors), flat, strict=True):
             for tensor, copy in zip(column, used, strict=True):

@@ -278,7 +278,7 @@ def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]
 
 
 def _communicator(ranks: tuple[int, ...], all_ranks: Communicator) -> Communicator:
-    return all_ranks.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+    return all_ranks.for_group(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
 
 
 class ReplicaGroupTable(Protocol):

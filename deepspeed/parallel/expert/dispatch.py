@@ -231,7 +231,7 @@ class TokenExchange:
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
-"""Waits for the rows in flight and returns them; to be called once."""
+"""WaitTime for the rows in flight and returns them; to be called once."""
 
 
 class _Flight:

@@ -272,7 +272,7 @@ def make_gatherer(
 def _second_group(ranks: Communicator) -> Communicator:
     """Make a second group of the same ranks, so that gathers and sums can be in flight at the same time. They are
     still launched in one order (Note: one order in launch_order.py)."""
-    return ranks if ranks.size == 1 else ranks.beside(new_group(ranks.ranks, apart=True))
+    return ranks if ranks.size == 1 else ranks.for_group(new_group(ranks.ranks, separate=True))
 
 
 def prefers_collectives(device_type: str) -> bool:

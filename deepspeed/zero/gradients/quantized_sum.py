@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
@@ -154,8 +154,8 @@ class CompressedSum:
                 wanted.mul_(before)
             if self.keeps_errors and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
-            owed = None if self.worker_error is None else EndToEnd([self.worker_error])
-            compressed_mean(EndToEnd([wanted]), owed, self.server_error, part, self.ranks, self.codec)
+            owed = None if self.worker_error is None else Concatenated([self.worker_error])
+            compressed_mean(Concatenated([wanted]), owed, self.server_error, part, self.ranks, self.codec)
             for error in (self.worker_error, self.server_error):
                 if error is not None:  # non-finite in a step that will be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)

@@ -65,7 +65,7 @@ class Connections:
         between two ranks of a group in order, so two ranks that both send first would deadlock."""
         own = self.ranks[self.stage]
         return {
-            edge.key: new_group(sorted((edge.source, edge.target)), apart=True)
+            edge.key: new_group(sorted((edge.source, edge.target)), separate=True)
             for edge in self._edges()
             if own in (edge.source, edge.target)
         }
