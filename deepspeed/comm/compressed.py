@@ -119,7 +119,7 @@ def _encode(values: Concatenated, errors: Concatenated | None, start: int, stop:
     """Return the payload of a range, and update its errors."""
     if errors is None:
         return codec.encode(values.read(start, stop))
-    owed = errors.read(start, stop)
-    payload = codec.encode(values.read(start, stop), owed)
-    errors.write(start, stop, owed)
+    error = errors.read(start, stop)
+    payload = codec.encode(values.read(start, stop), error)
+    errors.write(start, stop, error)
     return payload

@@ -64,7 +64,7 @@ def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: fl
             variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
 
 
-def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
+def average_variances(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
     """Set ``variances`` to the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
     torch._foreach_copy_(list(variances), list(own))
     if ranks.size == 1:

@@ -195,8 +195,8 @@ def param_specs(
             replica_group=replica_group_name(param),
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
             requires_grad=i < trained.held,  # not reduced if in no optimizer, whatever its flag
-            alone=param in by_rows,
-            apart=plan.packing.rounds and in_parts(param),
+            own_bucket=param in by_rows,
+            separate=plan.packing.rounds and in_parts(param),
         )
         for i, param in enumerate(trained.params)
     ]

@@ -270,7 +270,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "optim/elementwise.py:check_partitioning": ("optimizer", "optimizer"),
     "zero/optimizer_registry.py:set_optimizer_flags": ("model",),
-    "optim/mu_parametrization.py:_by_width": ("machine", "model"),
+    "optim/mu_parametrization.py:_grouped_by_width": ("machine", "model"),
     "zero/optimizer_registry.py:build_optimizer": (
         ("optimizer.params.no_argument", NO_ARGUMENT),
         "optimizer",

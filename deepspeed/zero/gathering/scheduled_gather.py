@@ -117,28 +117,28 @@ class ScheduledGather(FetchingGather):
     # Needs --------------------------------------------------------------------------------------------------
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
-        foreseen = index in self.in_flight
+        prefetched = index in self.in_flight
         launched = self.counts.collectives
         if phase.trains:
             self.order.record[-1].append(LaunchEntry(EntryKind.NEED, index))
-            if not foreseen:
+            if not prefetched:
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._need_in_evaluation(self._evaluation, index)
-        elif phase is Phase.MANUAL and not foreseen and self._rendezvous_by_hand(index):
+        elif phase is Phase.MANUAL and not prefetched and self._rendezvous_by_hand(index):
             self._launch_gather(index)
-        self._make_whole(index, phase, foreseen, launched)
+        self._make_whole(index, phase, prefetched, launched)
         if phase.trains:
             self._advance()
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._prefetch_evaluation(self._evaluation)
 
-    def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
+    def _make_whole(self, index: int, phase: Phase, prefetched: bool, launched: int) -> None:
         self.finish(index)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
             super().gather(index, phase)
-        elif foreseen:
+        elif prefetched:
             self.counts.hits += 1
         else:
             assert self.counts.collectives > launched
@@ -304,9 +304,9 @@ class ScheduledGather(FetchingGather):
 
     def end_of_step(self) -> None:
         with self.lock:
-            foreseen = list(self.in_flight)
+            prefetched = list(self.in_flight)
             self._launch_rest()
-            for index in foreseen:  # prefetched but not used: the weights are about to change
+            for index in prefetched:  # prefetched but not used: the weights are about to change
                 self.transitions.evict(index)
             self._agree()
 
@@ -319,7 +319,7 @@ class ScheduledGather(FetchingGather):
             self._evaluation = None
             self.order.restart()
 
-    def plan_anew(self, prefetch_numel: int) -> None:
+    def set_prefetch(self, prefetch_numel: int) -> None:
         with self.lock:
             self.prefetch_numel = prefetch_numel
             self._last_record, self._last_orders = [], {}

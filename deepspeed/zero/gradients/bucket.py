@@ -127,7 +127,7 @@ class GradBucket:
 
     # The sum over ranks -------------------------------------------------------------------------------------
 
-    def check_whole(self) -> None:
+    def check_unsharded(self) -> None:
         """Raise ValueError if this rank keeps only a shard of the sum, and so needs the sum over ranks."""
         if self._formats[False] is None:
             raise ValueError(
@@ -139,11 +139,11 @@ class GradBucket:
         """Return the format of sums over all ranks, in use or not."""
         return self._formats[1]
 
-    def sum_over_ranks(self, yes: bool) -> None:
+    def sum_over_ranks(self, enabled: bool) -> None:
         """Set whether later launches sum over ranks or keep this rank's own sum. Frees the scratch memory of the
         previous format."""
-        chosen = self._formats[yes]
-        assert chosen is not None, "checked by check_whole"
+        chosen = self._formats[enabled]
+        assert chosen is not None, "checked by check_unsharded"
         self.over_ranks = chosen
         self.pool.clear()
 

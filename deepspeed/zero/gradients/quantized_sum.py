@@ -81,7 +81,7 @@ class QuantizedSum:
         self.codec = codec
         self.levels = levels
         self.encode = encode or codec.encode
-        self.keeper = encode if isinstance(encode, ErrorFeedback) else None
+        self.feedback = encode if isinstance(encode, ErrorFeedback) else None
         self.mine = slice(*layout.shard_range(ranks.rank))
         self.numel = layout.shard_numel
 
@@ -137,7 +137,7 @@ class CompressedSum:
         self.ranks = ranks
         self.codec = codec
         self.keeps_errors = keeps_errors
-        self.keeper = self if keeps_errors else None
+        self.feedback = self if keeps_errors else None
         self.worker_error: Tensor | None = None
         self.server_error: Tensor | None = None
 

@@ -338,7 +338,7 @@ class GradReducer:
         """Raise ValueError if this reducer cannot change to ``cadence``."""
         if cadence is Cadence.NEVER:
             for bucket in self.buckets:
-                bucket.check_whole()
+                bucket.check_unsharded()
         if self.turns is not None and cadence is not self.cadence:
             raise ValueError("where sums take turns with the gathers of stage 3, their cadence is fixed")
 

@@ -459,14 +459,14 @@ def make_tier(
     if plan is None:
         return ResidentTier()
     plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
-    apart = off_host(device)
+    separate_host = off_host(device)
     swap = None
     if plan.folder is not None:
         swap = open_swap(plan, plan.folder)
-    elif not apart:
+    elif not separate_host:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
     # A collective update (LAMB, Muon) updates everything at once, on the host.
-    resident = device_share(layouts, plan.ratio) if apart and elementwise else frozenset[int]()
+    resident = device_share(layouts, plan.ratio) if separate_host and elementwise else frozenset[int]()
     return OffloadedTier(plan, swap, weights_swap, cuts=elementwise, resident=resident)
 
 

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
-from deepspeed.zero.gathering.retention import KeptWhole
+from deepspeed.zero.gathering.retention import KeepGathered
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
@@ -175,7 +175,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
-        with KeptWhole(run.leaves), run.context.of_forward():
+        with KeepGathered(run.leaves), run.context.of_forward():
             output = run.join(run.all_results())
         ctx.run = run
         ctx.save_for_backward(*(each for each in tensors[: len(run.inputs)] if isinstance(each, Tensor)))
@@ -190,7 +190,7 @@ class TiledFunction(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if each is _Kept else each for each in run.inputs]
         gradients = _Gradients(run, inputs)
-        with run.context.again(), KeptWhole(run.leaves) as whole:
+        with run.context.again(), KeepGathered(run.leaves) as whole:
             for turn, index in enumerate(run.call.order):
                 tiles = run.call.tiles(inputs, index, run.needed)
                 with torch.enable_grad():
