@@ -21,7 +21,7 @@ from deepspeed.ops.update import ALONE, UpdateContext
 from deepspeed.optim.loss_scaler import LossScaleError, LossScaler
 from deepspeed.zero.bucket import WeightPublisher
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.placements import counted
+from deepspeed.zero.placements import own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 from deepspeed.zero.update_context import OptimizerContext, SwappedGroupsStep, local_squares, params_by_group
@@ -131,7 +131,7 @@ class StepExecutor:
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.admission = admission
-        admission.follow(self._admitted)
+        admission.subscribe(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -193,7 +193,7 @@ class StepExecutor:
 
     def _agree(self) -> StepVote:
         """Vote, and vote again if late or newly activated gradients had to be summed after the first vote."""
-        self.admission.look()
+        self.admission.find_pending()
         vote = self._vote()
         if any(vote.activated):
             self.admission.admit(vote.activated)
@@ -206,7 +206,7 @@ class StepExecutor:
         self.names += names
         self.members = params_by_group(self.store.params, self.replica_groups)
         self._non_dense = self._find_non_dense(self.store.params)
-        self.optimizer_context.follow()
+        self.optimizer_context.rebuild()
         self._lists = []
 
     def _vote(self) -> StepVote:
@@ -270,7 +270,7 @@ class StepExecutor:
                     for fragments, _, grads, _ in self._lists
                     for owned, grad in zip(fragments, grads, strict=True)
                     if owned.grad_bucket.counts
-                    for part in counted(
+                    for part in own_views(
                         self.store.params[owned.param_index], grad, owned.fragment.param_offset
                     )
                 ]

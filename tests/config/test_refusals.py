@@ -315,7 +315,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "parallel/sequence/transform.py:ShardOfInputs._with_labels": ("model",),
     "parallel/sequence/transform.py:_balance": ("model",),
     "parallel/sequence/transform.py:_no_padding": ("data",),
-    "zero/update_context.py:SegmentSums._refuse_copies": ("ranks",),
+    "zero/update_context.py:SegmentSums._check_copies": ("ranks",),
     "engine/optimizer.py:_check_parts": ("optimizer", "optimizer"),
     "zero/gathering/init_context.py:_swap_file": ("call",),
     "zero/gathering/init_context.py:read_config": ("call",),

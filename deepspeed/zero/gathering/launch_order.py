@@ -70,11 +70,11 @@ class LaunchOrder:
     def entries(self) -> list[LaunchEntry]:
         return self.agreed[self.segment] if self.segment < len(self.agreed) else []
 
-    def coming(self) -> LaunchEntry | None:
+    def upcoming(self) -> LaunchEntry | None:
         entries = self.entries
         return entries[self.cursor] if self.cursor < len(entries) else None
 
-    def passed(self) -> LaunchEntry:
+    def advance(self) -> LaunchEntry:
         """Advance by one entry and return it."""
         entry = self.entries[self.cursor]
         self.cursor += 1

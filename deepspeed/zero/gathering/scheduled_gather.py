@@ -160,7 +160,7 @@ class ScheduledGather(FetchingGather):
         """Launch the next ``count`` entries, of which the last is needed; this rank skipped the others, and keeps
         only those that fit in the prefetch window."""
         for left in range(count, 0, -1):
-            entry = self.order.coming()
+            entry = self.order.upcoming()
             assert entry is not None
             fits = entry.kind is EntryKind.NEED and (
                 self._ahead + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
@@ -170,7 +170,7 @@ class ScheduledGather(FetchingGather):
     def _launch(self, count: int, *, keep: bool) -> None:
         """Launch the next ``count`` entries of the training order, whether this rank needs them or not."""
         for _ in range(count):
-            entry = self.order.passed()
+            entry = self.order.advance()
             if entry.kind is EntryKind.NEED:
                 self._launch_gather(entry.bucket, keep=keep)
             elif entry.kind is EntryKind.SUM:
@@ -192,7 +192,7 @@ class ScheduledGather(FetchingGather):
     def _advance(self) -> None:
         """Launch the next entries that are ready: gathers within the prefetch window, sums of full buckets."""
         ahead = self._ahead
-        while (entry := self.order.coming()) is not None:
+        while (entry := self.order.upcoming()) is not None:
             if entry.kind is EntryKind.NEED:
                 bucket = self.buckets[entry.bucket]
                 ahead += bucket.layout.padded_numel

@@ -89,13 +89,13 @@ def scaled_loss(loss: Tensor, scale: float) -> Tensor:
     """Return ``loss * scale``, whose backward publishes the scale to the other engines that it reaches."""
     scaled = loss * scale
 
-    def tell(_: Tensor) -> None:
+    def publish(_: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         another = _NewestScale.task == task and _NewestScale.scale != scale
         _NewestScale.task, _NewestScale.scale = task, math.nan if another else scale
 
     if scaled.requires_grad:
-        scaled.register_hook(tell)
+        scaled.register_hook(publish)
     return scaled
 
 

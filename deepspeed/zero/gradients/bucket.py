@@ -363,14 +363,14 @@ class BucketOrder:
     Args:
         members: by bucket, the indices of its parameters.
         expected: arrivals of each parameter in one backward.
-        alone: whether there are no other ranks to agree with.
+        solo: whether there are no other ranks to agree with.
     """
 
-    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, alone: bool) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, solo: bool) -> None:
         self._members = members
         self._expected = list(expected)
         self._buckets = list(reversed(range(len(members))))
-        self._alone = self.agreed = alone
+        self._solo = self.agreed = solo
         self._count_arrivals()
         self.begin()
 
@@ -396,13 +396,13 @@ class BucketOrder:
         self._filled.append(b)
         return True
 
-    def take_turns(self, launch: Callable[[int], None]) -> None:
+    def launch_ready(self, launch: Callable[[int], None]) -> None:
         """Call ``launch`` on each bucket whose turn it is, up to the first that is not full."""
         while self._next < len(self._buckets) and not self._missing[self._buckets[self._next]]:
             self._next += 1
             launch(self._buckets[self._next - 1])
 
-    def take_rest(self, launch: Callable[[int], None]) -> None:
+    def launch_rest(self, launch: Callable[[int], None]) -> None:
         """Call ``launch`` on each bucket that has not had its turn in this backward."""
         while self._next < len(self._buckets):
             self._next += 1
@@ -424,8 +424,8 @@ class BucketOrder:
 
     def observe_again(self) -> None:
         """Agree again in the next backward that sums, as the graph has changed."""
-        self.agreed = self._alone
+        self.agreed = self._solo
 
     def extended(self, members: Sequence[Sequence[int]], more: int) -> BucketOrder:
         """Return an order, not yet agreed on, of buckets that hold ``more`` additional parameters."""
-        return BucketOrder(members, [*self._expected, *[1] * more], alone=self._alone)
+        return BucketOrder(members, [*self._expected, *[1] * more], solo=self._solo)

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.shards import ShardIndex, intersect
 from deepspeed.ops.update import ServerErrorOwner
 from deepspeed.zero.gradients.sums import ErrorFeedback, feedback_of
-from deepspeed.zero.placements import in_parts
+from deepspeed.zero.placements import is_partial
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
 
@@ -125,7 +125,7 @@ class OwnState:
             return {}
         params = self.store.params
         groups = [
-            sorted(group, key=lambda o: in_parts(params[o.param_index])) for group in self.store.by_group
+            sorted(group, key=lambda o: is_partial(params[o.param_index])) for group in self.store.by_group
         ]
         return optimizer.server_errors([[owned.master for owned in group] for group in groups])
 
