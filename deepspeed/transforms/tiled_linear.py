@@ -50,8 +50,8 @@ class TiledLinear(nn.Module):
 
     Attributes:
         linears: ``ModuleList`` of rows, each a ``ModuleList`` of tiles: ``linears[out_part][in_part]``.
-        is_partial, out_parts: bounds of the parts: tile ``linears[i][j]`` holds the rows ``out_parts[i]`` to
-            ``out_parts[i + 1]`` and the columns ``is_partial[j]`` to ``is_partial[j + 1]``.
+        in_parts, out_parts: bounds of the parts: tile ``linears[i][j]`` holds the rows ``out_parts[i]`` to
+            ``out_parts[i + 1]`` and the columns ``in_parts[j]`` to ``in_parts[j + 1]``.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_sizes = _sizes("in", in_features, in_splits)
         self.out_sizes = _sizes("out", out_features, out_splits)
-        self.is_partial = [0, *itertools.accumulate(self.in_sizes)]
+        self.in_parts = [0, *itertools.accumulate(self.in_sizes)]
         self.out_parts = [0, *itertools.accumulate(self.out_sizes)]
         self.linears = nn.ModuleList(
             nn.ModuleList(

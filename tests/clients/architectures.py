@@ -266,13 +266,13 @@ class Whole:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Errors of a split model, relative: the loss's, and the largest of a gradient with the parameter's name.
-    ``is_partial``: no rank had whole logits for the model's own loss. ``tried``: what the trial before
+    ``in_parts``: no rank had whole logits for the model's own loss. ``tried``: what the trial before
     the split said."""
 
     loss: float
     gradient: float
     worst: str
-    is_partial: bool
+    in_parts: bool
     plan: TensorParallelPlan
     tried: str
 
@@ -291,7 +291,7 @@ def compare(name: str, ranks: int, **more: Any) -> Comparison:
         tried.append(try_split(plan, group))
         apply_plan(own, plan, group, lambda *_: None)
         outputs = own(**inputs)
-        is_partial = never_whole(outputs)
+        in_parts = never_whole(outputs)
         loss = loss_of(outputs)
         loss.backward()
         found = {
@@ -301,7 +301,7 @@ def compare(name: str, ranks: int, **more: Any) -> Comparison:
         }
         worst = max(found, key=lambda key: found[key])
         error = (loss.detach() - whole.loss).abs() / (whole.loss.abs() + 0.1)  # terms of about 1 may cancel
-        return float(error), found[worst], worst, is_partial
+        return float(error), found[worst], worst, in_parts
 
     every = run_ranks(ranks, work)
     worst = max(every, key=lambda each: each[1])
@@ -323,7 +323,7 @@ def table(sizes: Sequence[int], names: Iterable[str] = ARCHITECTURES) -> str:
         rows.append(
             f"| {name} | {ARCHITECTURES[name].notes} | {' / '.join(map(str, split))} "
             f"| {whole}{': ' if reasons else ''}{'; '.join(reasons)} "
-            f"| {'in parts' if all(one.is_partial for one in found) else 'whole'} "
+            f"| {'in parts' if all(one.in_parts for one in found) else 'whole'} "
             f"| {max(one.loss for one in found):.0e} | {max(one.gradient for one in found):.0e} |"
         )
     return "\n".join(rows)

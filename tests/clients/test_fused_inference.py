@@ -66,8 +66,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             PagePiece(PROMPT[::-1], 0, [5, 6]),
         ]
         assert torch.equal(runner.forward(others)[1], alone[0])
-        is_partial = [runner.forward([PagePiece(PROMPT[i : i + 1], i, [7, 8])]) for i in range(len(PROMPT))]
-        assert torch.equal(is_partial[-1], alone)
+        in_parts = [runner.forward([PagePiece(PROMPT[i : i + 1], i, [7, 8])]) for i in range(len(PROMPT))]
+        assert torch.equal(in_parts[-1], alone)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

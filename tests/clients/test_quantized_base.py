@@ -120,10 +120,10 @@ def test_without_adapters_all_layers_are_quantized(tmp_path: Path) -> None:
     assert (model(rows).logits - base(rows).logits).norm() < 0.1 * base(rows).logits.norm()
 
 
-@pytest.mark.parametrize(("stage", "is_partial"), [(1, False), (2, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "in_parts"), [(1, False), (2, False), (3, False), (3, True)])
 @distributed(world_size=2)
-def test_training_saving_and_merging(tmp_path: Path, stage: int, is_partial: bool) -> None:
-    """``is_partial``: Transformers knows the config, and loads under ``zero.Init``."""
+def test_training_saving_and_merging(tmp_path: Path, stage: int, in_parts: bool) -> None:
+    """``in_parts``: Transformers knows the config, and loads under ``zero.Init``."""
     from transformers import LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -133,7 +133,7 @@ def test_training_saving_and_merging(tmp_path: Path, stage: int, is_partial: boo
         torch.distributed.barrier()
         alone, *_ = deepspeed.initialize(model=load(tmp_path / "base"), config=settings(0))
         expected = train(alone, 5)
-        keep = HfDeepSpeedConfig(settings(stage)) if is_partial else None
+        keep = HfDeepSpeedConfig(settings(stage)) if in_parts else None
         model = load(tmp_path / "base")
         engine, *_ = deepspeed.initialize(model=model, config=settings(stage))
         assert train(engine, 3) == pytest.approx(expected[:3], rel=1e-5)

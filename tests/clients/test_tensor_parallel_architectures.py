@@ -16,7 +16,7 @@ def assert_parity(found: Comparison) -> None:
     assert any(each.kind == "row" for each in found.plan.parameters.values()), found.plan.describe()
     assert found.loss <= 1e-5, found
     assert found.gradient <= 1e-5, (found.worst, found.gradient)
-    assert found.is_partial is any(each.heads for each in found.plan.vocabulary)
+    assert found.in_parts is any(each.heads for each in found.plan.vocabulary)
 
 
 @pytest.mark.parametrize("name", ["gemma", "phi3", "gpt2"])

@@ -626,7 +626,7 @@ def test_a_forked_child_has_no_watch_and_may_get_its_own() -> None:
 
 @distributed(world_size=2)
 def test_ranks_that_go_on_are_not_reported() -> None:
-    """WaitTime of half the interval, again and again."""
+    """Waits of half the interval, again and again."""
     network = Network()
     network.hang_report_seconds = 0.6
     hang_watch.begin(network, histories)

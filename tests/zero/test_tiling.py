@@ -50,11 +50,11 @@ def test_equals_the_whole_layer(in_splits: int, out_splits: int, bias: bool) -> 
 def test_parts_say_what_of_the_whole_layer_a_tile_holds(in_splits: int, out_splits: int) -> None:
     whole = nn.Linear(IN, OUT)
     tiled = TiledLinear(IN, OUT, True, in_splits, out_splits, init_linear=whole)
-    assert len(tiled.is_partial) == in_splits + 1 and len(tiled.out_parts) == out_splits + 1
+    assert len(tiled.in_parts) == in_splits + 1 and len(tiled.out_parts) == out_splits + 1
     for i, row in enumerate(tiled.linears):
         rows = slice(*tiled.out_parts[i : i + 2])
         for j, tile in enumerate(row):
-            assert torch.equal(tile.weight, whole.weight[rows, slice(*tiled.is_partial[j : j + 2])])
+            assert torch.equal(tile.weight, whole.weight[rows, slice(*tiled.in_parts[j : j + 2])])
         assert torch.equal(row[-1].bias, whole.bias[rows])
 
 

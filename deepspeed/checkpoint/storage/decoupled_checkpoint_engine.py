@@ -40,7 +40,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         return True
 
     def cleanup(self) -> None:
-        """WaitTime for what is being written, gives the memory back, and raises what writing raised, as ``commit``
+        """Waits for what is being written, gives the memory back, and raises what writing raised, as ``commit``
         does."""
         try:
             self._wait()

@@ -198,7 +198,7 @@ class Service:
             raise self._closed()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests; with ``drain`` serve those that are there, else cancel them. WaitTime for the end, at
+        """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
         most ``timeout`` seconds, after which what is left is cancelled. Who waits for those is told a ClosedError."""
         with self._changed:
             self._closing = True

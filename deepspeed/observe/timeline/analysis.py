@@ -84,7 +84,7 @@ def steps_of(trace: RankTrace) -> list[StepTimes]:
 
 
 def longest_waits(traces: Sequence[RankTrace]) -> list[Wait]:
-    """Return all waits, the longest first. WaitTime within a gather are part of it and not counted again."""
+    """Return all waits, the longest first. Waits within a gather are part of it and not counted again."""
     sums: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for trace in traces:
         gathers = _intervals(trace.own("gathers"))

@@ -183,7 +183,7 @@ class aio_handle(pin_handle):  # documented name
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def wait(self) -> int:
-        """WaitTime for all operations started in the background; returns how many there were. If any failed, the
+        """Waits for all operations started in the background; returns how many there were. If any failed, the
         error of the first one is raised after all have finished."""
         count, failure = len(self._pending), None
         while self._pending:  # each stays referenced until the engine has released its memory
@@ -279,7 +279,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _finish(operation: PendingTransfer) -> None:
-    """WaitTime for one operation and copies what was read to its device."""
+    """Waits for one operation and copies what was read to its device."""
     try:
         operation.engine.finish(operation.ticket)
     except AioFailure as failure:

@@ -231,7 +231,7 @@ class TokenExchange:
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
-"""WaitTime for the rows in flight and returns them; to be called once."""
+"""Waits for the rows in flight and returns them; to be called once."""
 
 
 class _Flight:

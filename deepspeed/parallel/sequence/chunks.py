@@ -98,7 +98,7 @@ class FetchedAhead:
     def __iter__(self) -> Iterator[list[Tensor]]:
         before: Sequence[SequenceChunk] = ()
         for at, group in enumerate(self._groups):
-            # WaitTime for the copies requested so far: this group, but not yet the write-back of the previous one.
+            # Waits for the copies requested so far: this group, but not yet the write-back of the previous one.
             tensors = [chunk.get_gpu_chunk() for chunk in group]
             self._leave(before)
             self._load(at + 1)

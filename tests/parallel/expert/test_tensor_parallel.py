@@ -19,7 +19,7 @@ from tests.pool import distributed
 TP = 2
 
 
-def is_partial(expert: nn.Sequential, unit: Unit) -> nn.Module:
+def in_parts(expert: nn.Sequential, unit: Unit) -> nn.Module:
     return nn.Sequential(
         LinearLayer(expert[0], unit.tensor), expert[1], LinearAllreduce(expert[2], unit.tensor)
     )
@@ -29,7 +29,7 @@ def begin(stage: int, ep_size: int, split: bool, **model: Any) -> tuple[Any, tup
     unit = Unit(TP)
     place = (dist.get_rank() // TP, dist.get_world_size() // TP)
     if split:
-        model |= {"enable_expert_tensor_parallelism": True, "change": lambda expert: is_partial(expert, unit)}
+        model |= {"enable_expert_tensor_parallelism": True, "change": lambda expert: in_parts(expert, unit)}
     module = Model(ep_size, place=place, **model)
     return deepspeed.initialize(model=module, config=config(stage), mpu=unit)[0], place
 

@@ -64,7 +64,7 @@ def through_a_function(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "is_partial"),
+    ("loss_of", "in_parts"),
     [
         (usual, True),
         (capped_and_summed, True),
@@ -75,7 +75,7 @@ def through_a_function(logits: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_losses_and_gradients(loss_of: Callable[[Tensor], Tensor], is_partial: bool, ranks: int) -> None:
+def test_losses_and_gradients(loss_of: Callable[[Tensor], Tensor], in_parts: bool, ranks: int) -> None:
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, TOKENS)
     hidden = torch.randn(2, 5, WIDTH)
@@ -98,7 +98,7 @@ def test_losses_and_gradients(loss_of: Callable[[Tensor], Tensor], is_partial: b
     expected = run(head)
     for found, gathered in run_ranks(ranks, work):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        assert gathered is not is_partial
+        assert gathered is not in_parts
 
 
 def test_whole_outside_of_training() -> None:

@@ -227,7 +227,7 @@ class Timeline:
             return self._differentiated[0]
         return next(reversed(self._begun), OUTSIDE)
 
-    # WaitTime ---------------------------------------------------------------------------------------------
+    # Waits ---------------------------------------------------------------------------------------------
 
     def _watch_collectives(self, recorder: TimelineRecorder) -> None:
         for communicator in self.engine._network.communicators():
