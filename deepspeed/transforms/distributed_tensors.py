@@ -126,7 +126,7 @@ class LocalParts:
         _check_axis(mesh, context)
         parts = {key: _part(tensor) for key, tensor in tensors.items()}
         for key, tensor in tensors.items():
-            context.became(tensor, parts[key])
+            context.replace_param(tensor, parts[key])
         for owner in list(module.modules()):
             owned = {n: p for n, p in owner._parameters.items() if p is not None and id(p) in parts}
             if owned:
@@ -137,7 +137,7 @@ class LocalParts:
                 first = context.mesh.rank("tp") == 0
                 copies = Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first)
                 place(param, copies)
-        context.say(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
+        context.report(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
 
 
 def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:

@@ -52,7 +52,7 @@ class TransformContext:
         self.plan = plan
         self.config = config
         self.mesh = mesh
-        self.said: list[str] = []
+        self.notes: list[str] = []
         self.originals: dict[str, Expression] = {}
         self.dropped: set[str] = set()
         self.inputs: list[InputTransform] = []
@@ -65,7 +65,7 @@ class TransformContext:
 
         return GatheredParameters(list(tensors))
 
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+    def replace_param(self, old: nn.Parameter, *new: nn.Parameter) -> None:
         """Declare that ``new`` replace ``old`` in its optimizer group (``new`` may include ``old``). Needed for
         optimizers and parameter lists created before the transform."""
         self.successors[id(old)] = (*self.successors.get(id(old), ()), *new)
@@ -84,9 +84,9 @@ class TransformContext:
         """Register ``transform`` for the inputs of every forward."""
         self.inputs.append(transform)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Add text to this transform's line in the startup report."""
-        self.said.append(text)
+        self.notes.append(text)
 
 
 def request(module: nn.Module, transform: ModuleTransform) -> None:
@@ -232,7 +232,7 @@ def _summary(context: TransformContext, changes: Changes) -> str:
         if params:
             parts.append(f"{count(params)} {what}")
     parts += [f"inputs: {each.name}" for each in context.inputs]
-    return ", ".join([*context.said, *parts]) or "nothing to change"
+    return ", ".join([*context.notes, *parts]) or "nothing to change"
 
 
 # Snapshot of a module's structure, to detect what a transform changed and to undo it.

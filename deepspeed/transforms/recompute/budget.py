@@ -222,7 +222,7 @@ class MemoryBudget:
                 "give PipelineModule activation_checkpoint_interval, and leave the key out"
             )
         budget = budget_blocks(module, self.limit, AgreeingRanks(context.mesh, module))
-        context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
+        context.report(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
 
 
 def budget_blocks(module: nn.Module, limit: float, ranks: AgreeingRanks | None) -> Budget:

@@ -160,7 +160,7 @@ class WeightQuantization:
         for layer in module.modules():
             if isinstance(layer, _KINDS) and dtype is not None:
                 layer.like = layer.like.to(dtype)
-        context.say(told)
+        context.report(told)
 
 
 def quantize_layers(
@@ -188,7 +188,7 @@ def quantize_layers(
         after += made.weight.nbytes
         recursive_setattr(module, path, made)
         if context is not None:
-            context.became(weight, made.weight)
+            context.replace_param(weight, made.weight)
         count += 1
     if not count:
         return None
