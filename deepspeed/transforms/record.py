@@ -66,7 +66,7 @@ class Successors:
             else {PARAMS: self.followed([entry])}
             for entry in given
         ]
-        _check_apart([group[PARAMS] for group in groups])
+        _check_groups([group[PARAMS] for group in groups])
         return groups
 
     def replace_in_optimizer(self, optimizer: Any) -> None:
@@ -78,7 +78,7 @@ class Successors:
         if groups is None or not self._steps:
             return
         followed = [self.followed(group[PARAMS]) for group in groups]
-        _check_apart(followed)
+        _check_groups(followed)
         staying = {id(param) for params in followed for param in params}
         if any(id(param) not in staying for param in getattr(optimizer, "state", ())):
             raise ValueError(
@@ -94,7 +94,7 @@ def _params(group: Mapping[str, Any]) -> list[Any]:
     return [params] if torch.is_tensor(params) else list(params)
 
 
-def _check_apart(groups: Sequence[Sequence[Any]]) -> None:
+def _check_groups(groups: Sequence[Sequence[Any]]) -> None:
     seen: set[int] = set()
     for params in groups:
         ids = {id(param) for param in params}

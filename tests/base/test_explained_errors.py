@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.base.exceptions import ExplainedError, NoOptimizerError
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.config.problems import DeepSpeedConfigError
 
@@ -92,7 +92,7 @@ def test_a_traceback_ends_with_the_place(kind: type[ExplainedError]) -> None:
 
 
 def test_a_tool_prints_message_and_place(capsys: pytest.CaptureFixture[str]) -> None:
-    @ends_quietly("ds thing", OSError)
+    @exit_quietly("ds thing", OSError)
     def main(error: Exception) -> int:
         raise error
 

@@ -135,7 +135,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "transforms/compile/backend.py:make_backend": ("call",),
     "transforms/compile/init_z3.py:init_z3": ("call",),
     "transforms/compile/schedule.py:_period": ("call",),
-    "compression/compress.py:_refuse_split": ("model",),
+    "compression/compress.py:_check_not_split": ("model",),
     "config/elastic_batch.py:_section_of": (
         ("elasticity.version", {"elasticity": {"enabled": True, "version": "x"}}),
         (
@@ -213,7 +213,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "data/data_sampling/clusters.py:_opened": ("data",),
     "data/data_sampling/data_sampler.py:DeepSpeedDataSampler.__init__": ("data",),
     "data/data_sampling/data_sampler.py:DeepSpeedDataSampler._index": ("data",),
-    "data/data_sampling/data_sampler.py:DeepSpeedDataSampler._refuse_empty": ("data",),
+    "data/data_sampling/data_sampler.py:DeepSpeedDataSampler._check_not_empty": ("data",),
     "data/data_sampling/sequence_lengths.py:_checked": ("data",),
     "data/data_sampling/sequence_lengths.py:length_of": ("data",),
     "data/data_sampling/variable_batch_size_and_lr.py:_check_section": (
