@@ -183,7 +183,7 @@ class ZenFlow:
 
     def _new_piece(self, owned: OwnedFragment) -> ZenFlowPiece:
         state = self.store.state_of(owned)
-        whole = self.choice.everything(owned)
+        whole = self.choice.always_chosen(owned)
         chosen = torch.arange(owned.fragment.numel if whole else 0, device=self.device)
         piece = ZenFlowPiece(owned, live_tensors(owned, state), sorted(state), chosen, whole)
         self._load(piece)
