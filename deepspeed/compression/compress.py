@@ -21,7 +21,7 @@ from deepspeed.compression.helper import (
     recursive_getattr,
 )
 from deepspeed.compression.packed import pack_weights
-from deepspeed.compression.stages import CrossStage, check_same_stage, methods_here
+from deepspeed.compression.pipeline import CrossStage, check_same_stage, methods_here
 from deepspeed.compression.techniques import Compressible
 from deepspeed.config import compression_constants as keys
 from deepspeed.config.reader import load_source

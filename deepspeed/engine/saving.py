@@ -27,11 +27,11 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_client_state, save
 from deepspeed.checkpoint.storage import CheckpointCommitInfo
 from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
-from deepspeed.config.hidden import without_secrets
 from deepspeed.config.plan import Cadence
+from deepspeed.config.redaction import without_secrets
 from deepspeed.config.sections.checkpoint import CheckpointWriterType
 from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.parallel.tensor.described import is_split, universal_checkpoint_info
+from deepspeed.parallel.tensor.metadata import is_split, universal_checkpoint_info
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.remote.mirror import Mirror

@@ -25,7 +25,7 @@ from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
 from deepspeed.parallel.expert.placement import stacked_experts
-from deepspeed.parallel.expert.spreading import spread_meta
+from deepspeed.parallel.expert.transform import spread_meta
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise

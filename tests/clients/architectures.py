@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from deepspeed.parallel.tensor.planning.plan import ParameterPlan, TensorParallelPlan
 from deepspeed.parallel.tensor.planning.planner import plan_module

@@ -62,7 +62,7 @@ def _find_pruners(
         return pruners
     # imports all compressed layers, needed for pruning only
     from deepspeed.compression.helper import make_pruner
-    from deepspeed.compression.stages import GlobalTopK
+    from deepspeed.compression.pipeline import GlobalTopK
 
     pruners = pruners or [make_pruner(shared, module)]
     if stages is None:

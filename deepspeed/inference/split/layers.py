@@ -16,8 +16,8 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import AutoEPConfig, TPTrainingConfig
-from deepspeed.parallel.expert.spreading import ExpertParallelism
-from deepspeed.parallel.tensor.applying import OnSwap, apply_plan
+from deepspeed.parallel.expert.transform import ExpertParallelism
+from deepspeed.parallel.tensor.apply import OnSwap, apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of

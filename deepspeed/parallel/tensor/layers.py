@@ -23,9 +23,9 @@ from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import Cut, replicated
-from deepspeed.parallel.tensor.described import describe
 from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from deepspeed.parallel.tensor.mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from deepspeed.parallel.tensor.metadata import describe
 from deepspeed.parallel.tensor.overlapped import column_product
 from deepspeed.parallel.tensor.probing import transposed_by_trial
 from deepspeed.parallel.tensor.ranks import communicator_of

@@ -2,7 +2,7 @@
 
 The head of an unmodified model returns them in training. To the model's code they have the shape of the whole logits:
 casts, scaling, capping, views and slices of positions work on the local part, and cross-entropy reduces over ranks
-(`deepspeed.parallel.split_vocabulary`). Any other operation gathers the whole logits, which is a collective: all ranks
+(`deepspeed.parallel.vocab_parallel`). Any other operation gathers the whole logits, which is a collective: all ranks
 must do the same with them.
 """
 
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_map
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.tiled.lazy_logits import METADATA, POINTWISE, is_plain, picks_positions
 from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments
-from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import gather_from
+from deepspeed.parallel.vocab_parallel import VocabularyPart, cross_entropy
 
 
 @dataclass(slots=True)

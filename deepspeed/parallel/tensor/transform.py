@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed.base.staged import Staged
 from deepspeed.config.sections.parallel import TPTrainingConfig
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of

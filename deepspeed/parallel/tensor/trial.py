@@ -23,7 +23,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.module_utils import without_hooks
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import DONE, Pending
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import Example, PlanError, TensorParallelPlan
 

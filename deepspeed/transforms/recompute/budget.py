@@ -1,9 +1,9 @@
 """``activation_checkpointing.memory_budget``: limits the activations that an unmodified model keeps until backward.
 
 The repeated blocks of a model (``zero/partitioning.py``) are called through ``BudgetedCall``. In the first forward with
-gradients, one block of each kind runs normally and is measured (``recorded.py``), the others keep only their inputs.
-At its end, the ranks agree on the measurements, and ``choosing.py`` decides what each block keeps from then on. What is
-measured is what actually runs, including parallel layers, adapters and autocast.
+gradients, one block of each kind runs normally and is measured (``block_record.py``), the others keep only their
+inputs. At its end, the ranks agree on the measurements, and ``choice.py`` decides what each block keeps from then on.
+What is measured is what actually runs, including parallel layers, adapters and autocast.
 
 A block that does not keep everything runs under torch's non-reentrant checkpoint, with the chosen results kept (below):
 same operations and random numbers, so bit-identical results.
@@ -31,9 +31,9 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute.block_record import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.transforms.recompute.checkpointing import SWITCH
-from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
+from deepspeed.transforms.recompute.choice import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
 from deepspeed.zero.partitioning import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"

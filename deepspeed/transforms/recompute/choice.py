@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, RecordedOp
+from deepspeed.transforms.recompute.block_record import BlockRecord, Key, RecordedOp
 
 UNITS_OF_BLOCK = 512
 UNITS = 8192

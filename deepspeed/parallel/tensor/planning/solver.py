@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
-from deepspeed.parallel.tensor.planning.following import follow
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels
 from deepspeed.parallel.tensor.planning.plan import PlanError
+from deepspeed.parallel.tensor.planning.propagation import follow
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import Followed, Soft
 
