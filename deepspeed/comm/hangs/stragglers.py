@@ -167,10 +167,10 @@ def _after_delay(
     action: Callable[[], None], *, wait_s: float | None = None, repeat: bool = False
 ) -> Iterator[None]:
     """Run ``action`` in a thread if the block lasts longer than ``wait_s`` (default ``WAIT_S``), once or repeatedly."""
-    over = threading.Event()
+    ended = threading.Event()
 
     def run() -> None:
-        while not over.wait(WAIT_S if wait_s is None else wait_s):
+        while not ended.wait(WAIT_S if wait_s is None else wait_s):
             quietly(action)
             if not repeat:
                 return
@@ -180,5 +180,5 @@ def _after_delay(
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join(JOIN_S)  # the interpreter must not exit while a thread is inside the store

@@ -344,8 +344,8 @@ class Watch:
     def _read_addresses(self, ranks: Any) -> dict[int, Address]:
         known = {}
         for rank in ranks:
-            if self._store.check([f"{KEY}/who/{rank}"]) and (said := self._store.get(f"{KEY}/who/{rank}")):
-                known[rank] = Address(*json.loads(said))
+            if self._store.check([f"{KEY}/who/{rank}"]) and (address := self._store.get(f"{KEY}/who/{rank}")):
+                known[rank] = Address(*json.loads(address))
         return known
 
     # ---- the report

@@ -297,7 +297,7 @@ def connect(
     opened: dict[Hashable, tuple[int, int]] = {}
     try:
         known = dict(zip(ranks, _exchanged(record, group), strict=True))
-        barred: set[Hashable] = set()
+        denied: set[Hashable] = set()
         for edge in edges:
             other = known[edge.target if edge.source == own else edge.source]
             if not willing or own not in (edge.source, edge.target) or other.host != record.host:
@@ -305,10 +305,10 @@ def connect(
             if edge.source == own and (found := _open(other, edge.key)):
                 opened[edge.key] = found
             elif edge.source == own or not _may_open_files_of(other.pid):
-                barred.add(edge.key)
-        answers = _exchanged((set(opened), barred), group)
+                denied.add(edge.key)
+        answers = _exchanged((set(opened), denied), group)
         done = {key for keys, _ in answers for key in keys} - {key for _, keys in answers for key in keys}
-        if barred:
+        if denied:
             _warn_unshared()
         made: dict[Hashable, NeighbourSender | NeighbourReceiver] = {}
         for edge in edges:

@@ -86,12 +86,12 @@ class _RingAttention(torch.autograd.Function):
         rows, held = ring.tokens(ring.own), [key, value]
         for step in range(len(ring.parts)):
             columns = ring.tokens(ring.source(step))
-            coming = _send_next(ring, step, held)
+            arriving = _send_next(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.block(rows, columns, query.device)
                 kernel = kernel_for(query, value, mask)
                 joined.add(*kernel.forward(query, held[0], held[1], mask, scale))
-            held = coming() if coming else held
+            held = arriving() if arriving else held
         out, lse = joined.out.to(query.dtype), joined.lse
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.visibility, ctx.scale, ctx.ring = visibility, scale, ring
@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
         steps = len(ring.parts)
         for step in range(steps):
             columns = ring.tokens(ring.source(step))
-            coming = _send_next(ring, step, held)
+            arriving = _send_next(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.block(rows, columns, query.device)
                 kernel = kernel_for(query, value, mask)
@@ -119,7 +119,7 @@ class _RingAttention(torch.autograd.Function):
                 sums[1] += dv
             if steps > 1:  # after the last step this returns the sums to their owner ranks
                 sums = ring.send_next(sums, ring.parts[ring.source(step + 1)])()
-            held = coming() if coming else held
+            held = arriving() if arriving else held
         return dquery.to(query.dtype), sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
 
 

@@ -264,9 +264,9 @@ class ScheduledGather(FetchingGather):
     def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
         ahead = self._ahead
         while evaluation.order and evaluation.cursor < len(evaluation.order):
-            coming = self.buckets[evaluation.order[evaluation.cursor]]
-            ahead += coming.layout.padded_numel
-            if ahead > self.prefetch_numel or coming.status is not Status.SHARDED:
+            upcoming = self.buckets[evaluation.order[evaluation.cursor]]
+            ahead += upcoming.layout.padded_numel
+            if ahead > self.prefetch_numel or upcoming.status is not Status.SHARDED:
                 return
             self._launch_in_evaluation(evaluation)
 

@@ -140,7 +140,7 @@ class ShardServer:
         self.rendezvous = Rendezvous(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
         self._notifying = threading.Lock()
-        self._closed = self._leaving = False
+        self._closed = self._left = False
         self._peers: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
         self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -271,7 +271,7 @@ class ShardServer:
                     continue
                 with self._changed:
                     if bucket == _LEAVING:
-                        self._changed.wait_for(lambda: self._leaving or self._closed)
+                        self._changed.wait_for(lambda: self._left or self._closed)
                         return
                     self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
                     if self._closed:
@@ -285,10 +285,10 @@ class ShardServer:
         """Tell the other ranks that this one will send no more requests (Note: the end of a process). Return once
         they have been told, by this call or another."""
         with self._notifying:
-            if self._leaving:
+            if self._left:
                 return
             with self._changed:
-                self._leaving = True
+                self._left = True
                 self._changed.notify_all()
             if self._barrier is not None:
                 self._barrier.arrive()
@@ -304,7 +304,7 @@ class ShardServer:
     def retire(self) -> None:
         """Keep serving in the background until the other ranks leave too, then close. They may still be in the last
         gather; the shards live until then."""
-        if self.communicator.size == 1 or self._leaving:
+        if self.communicator.size == 1 or self._left:
             return
         self.leave()
         threading.Thread(target=self._retire, name="shard-server", daemon=True).start()

@@ -105,20 +105,20 @@ def loss_scale_correction(scale: float, *, active: bool) -> float:
     Another engine may have scaled that loss: a discriminator's loss trains the generator, too. ``active``: the engine
     requires a scale.
     """
-    told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
-    if told is None and active:
+    found_scale = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
+    if found_scale is None and active:
         raise RuntimeError(
             "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
             "engine.scale(loss).backward(), or, with the gradient of an output, "
             "engine.scale(output).backward(gradient)."
         )
-    if told is not None and math.isnan(told):
+    if found_scale is not None and math.isnan(found_scale):
         raise RuntimeError(
             "The losses of this backward were multiplied by different loss scales, so that no engine whose gradients "
             "come through the others can divide by them: set one fp16.loss_scale in their configs, or call backward "
             "on one loss at a time."
         )
-    return scale / (told or 1.0)
+    return scale / (found_scale or 1.0)
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:

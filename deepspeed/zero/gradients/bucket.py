@@ -189,11 +189,11 @@ class GradBucket:
         pending.wait()
         if self.after_sum is not None and self.over_ranks is self.summed_over_ranks:
             self.after_sum(out)
-        leaving = None
+        copied = None
         if self.host is not None:
-            leaving = self._collect_on_host(self.host, out)
-            if leaving is not None and self.keep_local:
-                leaving.wait()  # the pool does not guard the owned buffer
+            copied = self._collect_on_host(self.host, out)
+            if copied is not None and self.keep_local:
+                copied.wait()  # the pool does not guard the owned buffer
         elif self.keep_local:
             self._collect_in_place(out)
         elif self.reduced is not None:
@@ -201,8 +201,8 @@ class GradBucket:
         else:
             self.reduced = self._kept_shard().copy_(out) if borrowed else out
         if wire is not self.local:
-            self.pool.give(wire, leaving)
-        self._close(leaving)
+            self.pool.give(wire, copied)
+        self._close(copied)
 
     def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
         """Return an event after which ``out`` may be overwritten, or None."""
@@ -223,9 +223,9 @@ class GradBucket:
             slot.add_(self.reduced)
         self.reduced = slot
 
-    def _close(self, leaving: Any = None) -> None:
+    def _close(self, copied: Any = None) -> None:
         if not self.keep_local and self.local is not None:
-            self.pool.give(self.local, leaving)
+            self.pool.give(self.local, copied)
             self.views = []
         self.local = None
         self.written = [False] * len(self.written)

@@ -154,8 +154,8 @@ class CompressedSum:
                 wanted.mul_(before)
             if self.keeps_errors and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
-            owed = None if self.worker_error is None else Concatenated([self.worker_error])
-            compressed_mean(Concatenated([wanted]), owed, self.server_error, part, self.ranks, self.codec)
+            errors = None if self.worker_error is None else Concatenated([self.worker_error])
+            compressed_mean(Concatenated([wanted]), errors, self.server_error, part, self.ranks, self.codec)
             for error in (self.worker_error, self.server_error):
                 if error is not None:  # non-finite in a step that will be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)

@@ -354,10 +354,10 @@ class StateAccess:
         Collective."""
         parts = [(o, self.store.first_values(o).get(key)) for o in self._fragments(param)]
         found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
-        lacking = torch.tensor([float(len(found) < len(parts))], device=param.device)
+        missing = torch.tensor([float(len(found) < len(parts))], device=param.device)
         if self._is_sharded(param):  # only ranks that hold a fragment know
-            self.replica_groups.of(param).shard.all_reduce_max(lacking).wait()
-        if lacking.item():
+            self.replica_groups.of(param).shard.all_reduce_max(missing).wait()
+        if missing.item():
             raise KeyError(
                 f"{type(self.store.optimizer).__name__} keeps no state {key!r} for each element of "
                 f"{self.name_of(param)}"

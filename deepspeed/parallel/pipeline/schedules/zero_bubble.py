@@ -164,13 +164,13 @@ class _GreedyRun:
 
     def order(self) -> Order | None:
         """Return the order; None if the limit on held micro-batches blocks all stages."""
-        coming = [self._next(stage) for stage in range(self._empty.stages)]
+        candidates = [self._next(stage) for stage in range(self._empty.stages)]
         while any(stage.busy for stage in self._stages):
-            chosen = min((each for each in coming if each is not None), default=None)
+            chosen = min((each for each in candidates if each is not None), default=None)
             if chosen is None:
                 return None
             for stage in self._apply(chosen):
-                coming[stage] = self._next(stage)
+                candidates[stage] = self._next(stage)
         return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
