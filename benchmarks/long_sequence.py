@@ -165,7 +165,7 @@ class Llama(nn.Module):
 
 
 class Quiet:
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """What a transform reports goes nowhere."""
 
 

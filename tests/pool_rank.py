@@ -382,7 +382,7 @@ def snapshot() -> dict[str, Any]:
         "process group": dist.is_initialized(),
     }
     collectives = sys.modules.get("deepspeed.comm.collectives")
-    state["deepspeed.comm communicators"] = len(collectives._wires) if collectives else 0
+    state["deepspeed.comm communicators"] = len(collectives._transports) if collectives else 0
     state["deepspeed.comm shared memory"] = collectives.process_network.shared_memory if collectives else True
     log = sys.modules.get("deepspeed.comm.logging")
     state["deepspeed.comm log enabled"] = log.comms_logger.enabled if log else False

@@ -16,14 +16,14 @@ PACKAGE = Path(__file__).parents[1] / "deepspeed"
 STATE = {
     "tools/serve_options.py:_text_of_pipe()": "a pipe can be read once, and `ds` and the server both parse",
     # What deepspeed.comm must hold: process groups are torch's, one set per process.
-    "comm/collectives.py:_wires": "transports of a process group: ranks attach to shared memory once",
+    "comm/collectives.py:_transports": "transports of a process group: ranks attach to shared memory once",
     "comm/collectives.py:process_network": "settings and counters of the documented functions",
     "transforms/compile/backend.py:opt_passes": "documented: the passes by name, registered for the process",
     "transforms/compile/passes/contract.py:_pass_contracts": "what registered passes need, by name",
     "comm/functions.py:backend": "holds nothing",
-    "comm/groups.py:_Made.numbers": "names of groups of the same ranks differ by their number",
-    "comm/groups.py:_Made.world": "the default group since which they are counted",
-    "comm/hangs/history.py:watch_ends": "what ends that thread, set when it is first imported",
+    "comm/groups.py:_GroupCounts.numbers": "names of groups of the same ranks differ by their number",
+    "comm/groups.py:_GroupCounts.world": "the default group since which they are counted",
+    "comm/hangs/history.py:watch_callbacks": "what ends that thread, set when it is first imported",
     "comm/hangs/watch.py:_watch": "the thread that explains hangs, as long as an engine wants it",
     "comm/hangs/watch.py:_lock": "guards its start and end",
     "comm/transports/hosts.py:_random_identity()": "tells this process's host from others",
@@ -56,7 +56,7 @@ STATE = {
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
-    "comm/groups.py:_Made.lock": "guards the count of groups, and a name of torch's that is replaced meanwhile",
+    "comm/groups.py:_GroupCounts.lock": "guards the count of groups, and a name of torch's that is replaced meanwhile",
     "comm/mesh.py:meshes": "the newest engine's mesh, and sizes set by hand",
     "comm/documented_groups.py:_registered": "groups made by hand, before there is an engine",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",

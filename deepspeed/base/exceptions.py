@@ -8,7 +8,7 @@ from functools import cached_property
 class ExplainedError(Exception):
     """Error whose class has a row in docs/troubleshooting.md, to which its first note refers.
 
-    Python 3.11 and newer print notes after a traceback, `ends_quietly` after a tool's message.
+    Python 3.11 and newer print notes after a traceback, `exit_quietly` after a tool's message.
     """
 
     @cached_property

@@ -128,11 +128,11 @@ class LoggerFactory:
             handler.setFormatter(logging.Formatter(LINE_FORMAT))
             created.addHandler(handler)
         if os.environ.get(QUIET_WHEN_COMPILING, "0") == "1":
-            _be_quiet_while_compiling(created)
+            _quiet_while_compiling(created)
         return created
 
 
-def _be_quiet_while_compiling(created: logging.Logger) -> None:
+def _quiet_while_compiling(created: logging.Logger) -> None:
     import torch._dynamo.config as dynamo  # slow, and only needed on request
 
     loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
@@ -190,14 +190,14 @@ def is_rank_zero() -> bool:
     return this_rank() == 0
 
 
-def _speaks_here(ranks: Iterable[int] | None) -> bool:
+def _logs_here(ranks: Iterable[int] | None) -> bool:
     wanted = (ALL_RANKS,) if ranks is None else tuple(ranks)
     return ALL_RANKS in wanted or this_rank() in wanted
 
 
 def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
     """Return the message with this rank's number, None if this rank is not in ``ranks`` (None or [-1]: all)."""
-    return f"[Rank {this_rank()}] {message}" if _speaks_here(ranks) else None
+    return f"[Rank {this_rank()}] {message}" if _logs_here(ranks) else None
 
 
 def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -242,7 +242,7 @@ def print_json_dist(
     message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None
 ) -> None:
     """Write ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed ranks."""
-    if not _speaks_here(ranks):
+    if not _logs_here(ranks):
         return
     text = json.dumps({**message, "rank": this_rank()})
     if path is None:

@@ -136,7 +136,7 @@ def get_numactl_cmd(
     memory = _memory_options(cores)
     for options in dict.fromkeys((tuple(memory + only_cores), tuple(only_cores))):
         command = ["numactl", *options]
-        refusal = _refusal(command)
+        refusal = _numactl_error(command)
         if refusal is None:
             return len(cores), command
         if not re.search("operation not permitted|permission denied", refusal, re.IGNORECASE):
@@ -161,7 +161,7 @@ def _memory_options(cores: Iterable[int]) -> list[str]:
     return ["-m", ",".join(map(str, home))]  # several: fake NUMA nodes share cores
 
 
-def _refusal(command: Sequence[str]) -> str | None:
+def _numactl_error(command: Sequence[str]) -> str | None:
     """Return the error of ``command`` with a program that does nothing; None if it succeeds."""
     try:
         tried = subprocess.run(

@@ -66,7 +66,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def ends_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R | int]]:
+def exit_quietly(tool: str, *refusals: type[Exception]) -> Callable[[Callable[P, R]], Callable[P, R | int]]:
     """Decorate the ``main`` of a tool: Ctrl-C, or a reader such as `head` that closes the pipe, ends it without a
     traceback. An ``ExplainedError``, or one of ``refusals``, prints its message and notes, and exits with 2."""
 

@@ -1,7 +1,7 @@
 """Communication of the training core: a `Communicator` per process group and engine.
 
-Transports belong to a process group and are kept per process (`Wires`); settings, counters and logs are per engine
-(`Network`).
+Transports belong to a process group and are kept per process (`GroupTransports`); settings, counters and logs are per
+engine (`Network`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.hangs.history import UNEVEN, OperationHistory, watch_ends
-from deepspeed.comm.links import Sent
+from deepspeed.comm.hangs.history import UNEVEN, OperationHistory, watch_callbacks
+from deepspeed.comm.links import BytesSent
 from deepspeed.comm.logging import PROCESS_LOG, measured, recording
 from deepspeed.comm.pending import DONE, CommunicationError, OrderedPending, Pending
 from deepspeed.comm.record import CommsLogger
 from deepspeed.comm.reduction import sum_in_order
-from deepspeed.comm.transports.choice import Transport, Wires, is_gloo
+from deepspeed.comm.transports.choice import GroupTransports, Transport, is_gloo
 
 if TYPE_CHECKING:
     from deepspeed.comm.hangs.thread_states import Names
@@ -63,12 +63,12 @@ class Communicator:
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
         self._cpu_transport: Transport | None = None  # shortcut to the CPU one
-        self._wires = None if group is None else _wires_of(group, self.ranks)
-        self._history = None if self._wires is None else self._wires.history
-        if self._wires is not None:
-            self._wires.users.add(self)
+        self._group_transports = None if group is None else _transports_of(group, self.ranks)
+        self._history = None if self._group_transports is None else self._group_transports.history
+        if self._group_transports is not None:
+            self._group_transports.users.add(self)
 
-    def beside(self, group: ProcessGroup) -> Communicator:
+    def for_group(self, group: ProcessGroup) -> Communicator:
         """Return the communicator of another group in the same network."""
         return self._network.communicator(group)
 
@@ -80,7 +80,7 @@ class Communicator:
                 _flat(output).copy_(_flat(input))
             return DONE
         if output.numel() != input.numel() * self.size or output.dtype != input.dtype:
-            raise self._unfit("all_gather", output, input, f"output = {self.size} x input, of one dtype")
+            raise self._mismatch("all_gather", output, input, f"output = {self.size} x input, of one dtype")
         operation = self._transport(output, input).all_gather
         output, input = _flat(output), _flat(input)
         self._count("all_gather", input.nbytes * (self.size - 1))
@@ -95,9 +95,9 @@ class Communicator:
         """Sum `input [size * n]` over ranks, times `scale`, and store shard `rank` in `output [n]`. `output` may have
         a wider dtype, or be input's own shard; otherwise `input` is left unchanged."""
         if self.size == 1 or output.numel() == 0:
-            return _single(output, input, scale)
+            return _single_rank(output, input, scale)
         if input.numel() != output.numel() * self.size:
-            raise self._unfit("reduce_scatter", output, input, f"input = {self.size} x output")
+            raise self._mismatch("reduce_scatter", output, input, f"input = {self.size} x output")
         operation = self._transport(output, input).reduce_scatter
         output, input = _flat(output), _flat(input)
         self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
@@ -116,7 +116,7 @@ class Communicator:
         """Sum over ranks in place, times `scale`; the same bits as reduce_scatter followed by all_gather."""
         size = self.size
         if size == 1 or tensor.numel() == 0:
-            return _single(tensor, tensor, scale)
+            return _single_rank(tensor, tensor, scale)
         operation, flat = self._transport(tensor).all_reduce, _flat(tensor)
         self.collectives["all_reduce"] += 1
         self.bytes_sent += 2 * flat.nbytes * (size - 1) // size
@@ -150,7 +150,7 @@ class Communicator:
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         """Sum over ranks, times `scale`, in place on group rank `dst`; the other tensors are left unchanged."""
         if self.size == 1 or tensor.numel() == 0:
-            return _single(tensor, tensor, scale)
+            return _single_rank(tensor, tensor, scale)
         operation, flat = self._transport(tensor).reduce, _flat(tensor)
         self._count("reduce", 0 if self.rank == dst else flat.nbytes)
         self._record("reduce", flat.numel(), flat.dtype, dst)
@@ -176,7 +176,7 @@ class Communicator:
         fitting = sum(received) == output.numel() and sum(sent) == input.numel()
         fitting = fitting and len(received) == len(sent) == self.size
         if not fitting or output.dtype != input.dtype or received[self.rank] != sent[self.rank]:
-            raise self._unfit("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
+            raise self._mismatch("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
         operation = self._transport(output, input).all_to_all
         self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
         self._record("all_to_all", UNEVEN, input.dtype)
@@ -204,27 +204,27 @@ class Communicator:
 
     def at_close(self, method: Callable[[], None]) -> None:
         """Call ``method``, whose object is held weakly, before the group is destroyed."""
-        if self._wires is not None:
-            self._wires.at_close(method)
+        if self._group_transports is not None:
+            self._group_transports.at_close(method)
 
     def close(self) -> None:
         """Release the resources of the group's transports, for every network."""
-        if self._wires is not None:
-            self._wires.close()
+        if self._group_transports is not None:
+            self._group_transports.close()
 
-    def choose_again(self) -> None:
+    def forget_transports(self) -> None:
         """Forget the transports, to choose them again at their next use."""
         self._transports.clear()
         self._cpu_transport = None
 
-    def sent_by_link(self) -> Sent:
+    def sent_by_link(self) -> BytesSent:
         """Return the bytes that this rank has sent within its host and across (``links.py``); through gloo and shared
         memory, of all engines that use the group."""
-        if self._wires is None:
-            return Sent()
+        if self._group_transports is None:
+            return BytesSent()
         elsewhere = any(transport.name == "process_group" for transport in self._transports.values())
-        spread = self.bytes_sent if elsewhere else self.bytes_fetched
-        return self._wires.sent() + Sent.spread(spread, self._wires.far_share())
+        sent = self.bytes_sent if elsewhere else self.bytes_fetched
+        return self._group_transports.sent() + BytesSent.split(sent, self._group_transports.far_share())
 
     def reset_counters(self) -> None:
         self.bytes_sent = self.bytes_fetched = 0
@@ -254,7 +254,7 @@ class Communicator:
         process_group or staged."""
         return self._transport_for(device_type).name
 
-    def is_faster_than_its_group(self) -> bool:
+    def bypasses_group(self) -> bool:
         """Return whether CPU tensors are moved by something other than the process group's own operations."""
         return (self._cpu_transport or self._transport_for("cpu")).name != "process_group"
 
@@ -268,9 +268,9 @@ class Communicator:
     def works_in_background(self, device_type: str) -> bool:
         """Return whether asynchronous operations are issued without waiting for others, and finish regardless of what
         this rank does next."""
-        if self._wires is None or self.size == 1:
+        if self._group_transports is None or self.size == 1:
             return True
-        transport = self._transports.get(device_type) or self._wires.chosen(
+        transport = self._transports.get(device_type) or self._group_transports.chosen(
             device_type, may_share_memory=self._network.may_share_memory()
         )
         return transport is not None and transport.background
@@ -284,7 +284,7 @@ class Communicator:
             )
         return self._transport_for(tensor.device.type)
 
-    def _unfit(self, operation: str, output: Tensor, input: Tensor, expected: str) -> ValueError:
+    def _mismatch(self, operation: str, output: Tensor, input: Tensor, expected: str) -> ValueError:
         return ValueError(
             f"{operation} among ranks {list(self.ranks)}: output is {output.dtype} {tuple(output.shape)}, input "
             f"{input.dtype} {tuple(input.shape)}; expected {expected}"
@@ -293,8 +293,8 @@ class Communicator:
     def _transport_for(self, device_type: str) -> Transport:
         transport = self._transports.get(device_type)
         if transport is None:
-            assert self._wires is not None
-            transport = self._transports[device_type] = self._wires.transport(
+            assert self._group_transports is not None
+            transport = self._transports[device_type] = self._group_transports.transport(
                 device_type, may_share_memory=self._network.may_share_memory()
             )
             if device_type == "cpu":
@@ -316,7 +316,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
+def _single_rank(output: Tensor, input: Tensor, scale: float) -> Pending:
     if scale != 1.0:
         sum_in_order(_flat(output), [_flat(input)], scale)
     elif output.data_ptr() != input.data_ptr() or output.dtype != input.dtype:
@@ -337,8 +337,8 @@ class Network:
         """The engine's names of modules and parameters."""
         self.hang_report_seconds = 0.0
         self.waits: Any = None
-        """Total waiting time of this rank (`timed.Waits`), if `makes` is a timed communicator."""
-        self.makes: type[Communicator] = Communicator
+        """Total waiting time of this rank (`timed.WaitTime`), if `communicator_class` is a timed communicator."""
+        self.communicator_class: type[Communicator] = Communicator
         self._communicators: dict[ProcessGroup, Communicator] = {}
 
     def communicator(self, group: ProcessGroup) -> Communicator:
@@ -346,16 +346,16 @@ class Network:
         found = self._communicators.get(group)
         if found is None:
             _forget_destroyed_groups()
-            found = self._communicators[group] = self.makes(group, self)
+            found = self._communicators[group] = self.communicator_class(group, self)
         return found
 
     def communicators(self) -> list[Communicator]:
         """Return the communicators that this network has made."""
         return list(self._communicators.values())
 
-    def sent_by_link(self) -> Sent:
+    def sent_by_link(self) -> BytesSent:
         """Return the bytes that this rank has sent, within its host and across."""
-        return sum((known.sent_by_link() for known in self.communicators()), Sent())
+        return sum((known.sent_by_link() for known in self.communicators()), BytesSent())
 
     def may_share_memory(self) -> bool:
         return self.shared_memory and os.environ.get("DS_SHM", "1") != "0"
@@ -365,12 +365,12 @@ class Network:
         same point. Memory that other networks of the same groups use stays open."""
         if wanted != self.shared_memory:
             for known in self._communicators.values():
-                known.choose_again()
+                known.forget_transports()
         self.shared_memory = wanted
 
     def leave(self) -> None:
         """End the hang watch of this network, at its engine's end."""
-        watch_ends.leave(self)
+        watch_callbacks.leave(self)
 
     def forget(self, group: ProcessGroup) -> None:
         self._communicators.pop(group, None)
@@ -386,7 +386,7 @@ class _ProcessNetwork(Network):
 
 process_network = _ProcessNetwork()
 
-_wires: dict[ProcessGroup, Wires] = {}
+_transports: dict[ProcessGroup, GroupTransports] = {}
 
 
 def use_shared_memory(wanted: bool) -> None:
@@ -408,19 +408,19 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
 
 def histories() -> list[OperationHistory]:
     """Return the collective histories of every process group with a communicator."""
-    return [wires.history for wires in list(_wires.values())]
+    return [transports.history for transports in list(_transports.values())]
 
 
-def _wires_of(group: ProcessGroup, ranks: tuple[int, ...]) -> Wires:
-    found = _wires.get(group)
+def _transports_of(group: ProcessGroup, ranks: tuple[int, ...]) -> GroupTransports:
+    found = _transports.get(group)
     if found is None:
-        found = _wires[group] = Wires(group, ranks)
+        found = _transports[group] = GroupTransports(group, ranks)
     return found
 
 
 def _forget_destroyed_groups() -> None:
     """Forget groups that were destroyed through torch.distributed."""
-    for group in [known for known in _wires if not _is_registered(known)]:
+    for group in [known for known in _transports if not _is_registered(known)]:
         forget_communicators(group)
 
 
@@ -435,12 +435,12 @@ def _is_registered(group: ProcessGroup) -> bool:
 def forget_communicators(group: ProcessGroup | None = None) -> None:
     """Drop the state of a destroyed group (None: of all groups)."""
     if group is None:
-        watch_ends.end()
+        watch_callbacks.end()
         OrderedPending.forget_all()
-    for known in list(_wires) if group is None else [group]:
+    for known in list(_transports) if group is None else [group]:
         process_network.forget(known)
-        if known in _wires:
-            _wires.pop(known).close()
+        if known in _transports:
+            _transports.pop(known).close()
 
 
 _LET_GO_S = 0.01

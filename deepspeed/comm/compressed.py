@@ -28,7 +28,7 @@ def part_numel(numel: int, ranks: int) -> int:
     return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
-class EndToEnd:
+class Concatenated:
     """Contiguous fp32 tensors in one virtual flat range, each at its start, with zeros in between."""
 
     def __init__(self, tensors: Sequence[Tensor], starts: Sequence[int] = (0,)) -> None:
@@ -36,7 +36,7 @@ class EndToEnd:
         self.starts = [starts[i] for i in order]
         self.flat = [tensors[i].view(-1) for i in order]
 
-    def room(self, start: int, stop: int) -> Tensor:
+    def buffer(self, start: int, stop: int) -> Tensor:
         """Return a tensor for elements [start, stop), for ``write``: a view if one tensor has them all, else
         uninitialized."""
         at = bisect_right(self.starts, start) - 1
@@ -45,8 +45,8 @@ class EndToEnd:
         return self.flat[0].new_empty(stop - start)
 
     def read(self, start: int, stop: int) -> Tensor:
-        values = self.room(start, stop)
-        pieces = self._within(start, stop)
+        values = self.buffer(start, stop)
+        pieces = self._overlaps(start, stop)
         if sum(own.numel() for own, _ in pieces) < stop - start:
             values.zero_()
         for own, place in pieces:
@@ -55,12 +55,12 @@ class EndToEnd:
         return values
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Store ``values``, the modified result of ``room`` or ``read``."""
-        for own, place in self._within(start, stop):
+        """Store ``values``, the modified result of ``buffer`` or ``read``."""
+        for own, place in self._overlaps(start, stop):
             if own.data_ptr() != values.data_ptr():
                 own.copy_(values[place])
 
-    def _within(self, start: int, stop: int) -> list[tuple[Tensor, slice]]:
+    def _overlaps(self, start: int, stop: int) -> list[tuple[Tensor, slice]]:
         """Return the parts of tensors in [start, stop), with their positions in that range."""
         found = []
         at = max(0, bisect_right(self.starts, start) - 1)
@@ -74,8 +74,8 @@ class EndToEnd:
 
 
 def compressed_mean(
-    values: EndToEnd,
-    worker_error: EndToEnd | None,
+    values: Concatenated,
+    worker_error: Concatenated | None,
     server_error: Tensor | None,
     part: int,
     ranks: Communicator,
@@ -111,15 +111,15 @@ def compressed_mean(
         pending.wait()
         for first, payload in zip(firsts, everyone, strict=True):
             start, stop = first + piece.start, first + piece.stop
-            means = codec.decode(payload, stop - start, out=values.room(start, stop))
+            means = codec.decode(payload, stop - start, out=values.buffer(start, stop))
             values.write(start, stop, means)
 
 
-def _encode(values: EndToEnd, errors: EndToEnd | None, start: int, stop: int, codec: Codec) -> Tensor:
+def _encode(values: Concatenated, errors: Concatenated | None, start: int, stop: int, codec: Codec) -> Tensor:
     """Return the payload of a range, and update its errors."""
     if errors is None:
         return codec.encode(values.read(start, stop))
-    owed = errors.read(start, stop)
-    payload = codec.encode(values.read(start, stop), owed)
-    errors.write(start, stop, owed)
+    error = errors.read(start, stop)
+    payload = codec.encode(values.read(start, stop), error)
+    errors.write(start, stop, error)
     return payload

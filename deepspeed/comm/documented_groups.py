@@ -31,7 +31,7 @@ class _Registered:
     # Created by ``_create_expert_and_data_parallel`` before there is an engine, by name.
     experts: dict[str, _ExpertGroups] = field(default_factory=dict)
     # This rank's other groups, made by the functions further below: by name, with their default group.
-    made: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
+    groups: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
 
 
 _registered = _Registered()
@@ -46,7 +46,7 @@ def set_mesh(mesh: ProcessMesh | None) -> None:
     if mesh is None:
         meshes.engines.clear()
         _registered.experts.clear()
-        _registered.made.clear()
+        _registered.groups.clear()
     meshes.tensor_parallel.clear()
 
 
@@ -257,7 +257,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
         for same in (False, True):
             mesh.among(mesh.sharing_experts(size, same=same), same=same)
         return
-    if _made_by_hand(name) is not None:
+    if _custom_experts(name) is not None:
         return
     everyone = torch.distributed.get_world_size()
     replicas = everyone // (tensor * stages)
@@ -272,7 +272,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
     _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
 
 
-def _made_by_hand(group_name: str) -> _ExpertGroups | None:
+def _custom_experts(group_name: str) -> _ExpertGroups | None:
     found = _registered.experts.get(group_name)
     return found if found is not None and found.world is torch.distributed.group.WORLD else None
 
@@ -288,7 +288,7 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
     size, mesh = _expert_parallel_size(group_name), get_mesh()
     if mesh is not None:
         return list(mesh.sharing_experts(size, same=same))
-    made = _made_by_hand(group_name)
+    made = _custom_experts(group_name)
     if made is not None:
         return torch.distributed.get_process_group_ranks(made.same if same else made.sharing)
     everyone = _ranks("dp")
@@ -301,7 +301,7 @@ def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     if not _initialized():
         return None
     if mesh is None:
-        made = _made_by_hand(group_name)
+        made = _custom_experts(group_name)
         return None if made is None else made.same if same else made.sharing
     return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same), same=same).group
 
@@ -313,12 +313,12 @@ def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
     """Return by name the groups that ``_create_expert_and_data_parallel`` created without an engine."""
-    return {name: made.sharing for name, made in _registered.experts.items() if _made_by_hand(name)}
+    return {name: made.sharing for name, made in _registered.experts.items() if _custom_experts(name)}
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
     """Return by name the groups of ranks with the same experts, created likewise."""
-    return {name: made.same for name, made in _registered.experts.items() if _made_by_hand(name)}
+    return {name: made.same for name, made in _registered.experts.items() if _custom_experts(name)}
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
@@ -364,20 +364,20 @@ def _get_max_expert_parallel_group() -> ProcessGroup | None:
 # -----------
 
 
-def _made(name: str) -> ProcessGroup | None:
-    group, world = _registered.made.get(name, (None, None))
+def _existing_group(name: str) -> ProcessGroup | None:
+    group, world = _registered.groups.get(name, (None, None))
     return group if world is torch.distributed.group.WORLD else None
 
 
-def _make(name: str, *parts: range) -> ProcessGroup:
+def _get_or_create(name: str, *parts: range) -> ProcessGroup:
     """Return this rank's group of ``parts``, which contain every rank once; create them at the first call."""
     if not _initialized():
         raise RuntimeError(f"the group {name} needs a process group: call deepspeed.init_distributed() first")
-    found = _made(name)
+    found = _existing_group(name)
     if found is None:
         everyone: list[Any] = [torch.distributed.new_group(list(ranks)) for ranks in parts]
         found = next(g for g, ranks in zip(everyone, parts, strict=True) if _global_rank() in ranks)
-        _registered.made[name] = (found, torch.distributed.group.WORLD)
+        _registered.groups[name] = (found, torch.distributed.group.WORLD)
     return found
 
 
@@ -389,14 +389,14 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
     size = min(group_size, everyone)
     if size < 1 or everyone % size:
         raise ValueError(f"group_size={group_size} does not divide the {everyone} ranks")
-    if _made("parameters") is not None:
+    if _existing_group("parameters") is not None:
         raise ValueError("ZeRO parameter intra parallel group is already initialized: use that one")
-    _make("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
+    _get_or_create("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
 
 
 def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
     """Return the group of ``_create_zero_param_parallel_group``; None: not created."""
-    return _made("parameters")
+    return _existing_group("parameters")
 
 
 def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
@@ -409,10 +409,10 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
         raise ValueError(f"{everyone} ranks are not {each} on each host: give every host as many")
     hosts = [range(first, first + each) for first in range(0, everyone, each)]
     host, place = divmod(_global_rank(), each)
-    found = {f"local_{host}": _make(f"hosts of {each}", *hosts)}
+    found = {f"local_{host}": _get_or_create(f"hosts of {each}", *hosts)}
     if len(hosts) > 1:
         places = [range(first, everyone, each) for first in range(each)]
-        found[f"global_{place}"] = _make(f"across hosts of {each}", *places)
+        found[f"global_{place}"] = _get_or_create(f"across hosts of {each}", *places)
     return found
 
 
@@ -425,7 +425,7 @@ TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 PIPELINE = ("pipeline_model_parallel", "pipe_parallel")
 
 
-def _ask(mpu: Any, kinds: tuple[str, ...], what: str, otherwise: Any) -> Any:
+def _call_getter(mpu: Any, kinds: tuple[str, ...], what: str, otherwise: Any) -> Any:
     for kind in kinds:
         method = getattr(mpu, f"get_{kind}_{what}", None)
         if method is not None:
@@ -434,12 +434,12 @@ def _ask(mpu: Any, kinds: tuple[str, ...], what: str, otherwise: Any) -> Any:
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    return _ask(mpu, TENSOR, "rank", 0)
+    return _call_getter(mpu, TENSOR, "rank", 0)
 
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    return _ask(mpu, TENSOR, "world_size", 1)
+    return _call_getter(mpu, TENSOR, "world_size", 1)
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    return _ask(mpu, PIPELINE, "world_size", 1)
+    return _call_getter(mpu, PIPELINE, "world_size", 1)

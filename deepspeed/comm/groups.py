@@ -37,14 +37,16 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return default_pg_timeout
 
 
-def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: bool = False) -> ProcessGroup:
+def new_group(
+    ranks: Sequence[int], *, timeout: timedelta | None = None, separate: bool = False
+) -> ProcessGroup:
     """Create a group of these ranks with the job's timeout. Only its members call this, in the same order if groups
-    overlap. For all ranks of the job, return the default group, unless a separate one is requested (``apart``)."""
+    overlap. For all ranks of the job, return the default group, unless a separate one is requested (``separate``)."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
-    if not apart and list(ranks) == list(range(dist.get_world_size())):
+    if not separate and list(ranks) == list(range(dist.get_world_size())):
         return world
-    with _named_by(tuple(ranks), world):
+    with _unique_name(tuple(ranks), world):
         group = dist.new_group(
             ranks=list(ranks), timeout=timeout or default_timeout(), use_local_synchronization=True
         )
@@ -52,7 +54,7 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: 
     return group
 
 
-class _Made:
+class _GroupCounts:
     """Number of groups created here per set of ranks, since ``world`` became the default group."""
 
     world: ProcessGroup | None = None
@@ -61,18 +63,18 @@ class _Made:
 
 
 @contextmanager
-def _named_by(ranks: tuple[int, ...], world: ProcessGroup) -> Iterator[None]:
+def _unique_name(ranks: tuple[int, ...], world: ProcessGroup) -> Iterator[None]:
     """Make torch name the next group by its ranks and their number of groups.
 
     torch uses the number of all groups of this process. It differs between pipeline stages of which only one has
     experts, so that members of a later common group give it different names and hang.
     """
-    with _Made.lock:
-        if _Made.world is not world:
-            _Made.world, _Made.numbers = world, Counter()
-        _Made.numbers[ranks] += 1
-        told = f"deepspeed {','.join(map(str, ranks))} number {_Made.numbers[ranks]}"
-        name = hashlib.sha1(told.encode(), usedforsecurity=False).hexdigest()
+    with _GroupCounts.lock:
+        if _GroupCounts.world is not world:
+            _GroupCounts.world, _GroupCounts.numbers = world, Counter()
+        _GroupCounts.numbers[ranks] += 1
+        label = f"deepspeed {','.join(map(str, ranks))} number {_GroupCounts.numbers[ranks]}"
+        name = hashlib.sha1(label.encode(), usedforsecurity=False).hexdigest()
         usual = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = lambda asked: name if tuple(asked) == ranks else usual(asked)
         try:

@@ -144,7 +144,7 @@ def network_of(config: DeepSpeedConfig) -> Network:
     if config.wall_clock_breakdown:
         from deepspeed.comm.timed import TimedCommunicator
 
-        network.makes = TimedCommunicator
+        network.communicator_class = TimedCommunicator
     if dist.is_initialized() and dist.get_world_size() > 1:
         from deepspeed.comm.hangs import watch
 
@@ -213,12 +213,12 @@ def _make_default_group(
     if init_method is None and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    from deepspeed.comm.hangs.stragglers import start_of_all
+    from deepspeed.comm.hangs.stragglers import awaiting_start
 
     by_environment = init_method in (None, "env://")
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) if by_environment else (None, None)
     try:
-        with start_of_all(rank, world_size, *where):
+        with awaiting_start(rank, world_size, *where):
             if rank > 0 and by_environment:
                 _await_rank_zero(*where)
             dist.init_process_group(
@@ -233,7 +233,7 @@ def _make_default_group(
     if world_size != 1:
         from deepspeed.comm.hangs import watch  # for several ranks
 
-        watch.arrive()
+        watch.announce()
 
 
 def _await_rank_zero(address: str | None, port: str | None) -> None:

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class BytesSent:
     """Bytes sent by one rank, within its host and across hosts."""
 
     within: int = 0
     across: int = 0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.within + other.within, self.across + other.across)
+    def __add__(self, other: BytesSent) -> BytesSent:
+        return BytesSent(self.within + other.within, self.across + other.across)
 
-    def __sub__(self, other: Sent) -> Sent:
-        return Sent(self.within - other.within, self.across - other.across)
+    def __sub__(self, other: BytesSent) -> BytesSent:
+        return BytesSent(self.within - other.within, self.across - other.across)
 
     @classmethod
-    def spread(cls, nbytes: int, far_share: float) -> Sent:
+    def split(cls, nbytes: int, far_share: float) -> BytesSent:
         across = round(nbytes * far_share)
         return cls(nbytes - across, across)
 

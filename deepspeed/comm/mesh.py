@@ -221,8 +221,8 @@ class ProcessMesh:
                     "sp"
                 )  # so that layers get the default group, which scripts pass to them, if it is one of the two
             other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
-            apart = several and (other, ranks) in self._groups
-            found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, apart=apart)
+            separate = several and (other, ranks) in self._groups
+            found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, separate=separate)
         return found
 
     def communicator(self, *axes: str) -> Communicator:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from deepspeed.base.constants import default_pg_timeout
 from deepspeed.base.logging import logger
-from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, named, quietly, store_of_default_group
+from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, listed, quietly, store_of_default_group
 from deepspeed.comm.pending import CommunicationError
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.0005, 0.25  # between polls: a tenth of the time waited so far
 _ANSWER, _GAVE_UP = b"+", b"!"
-LAST_S = 10.0  # rank 0 waits for others after an exception ended its own program
+EXIT_WAIT_S = 10.0  # rank 0 waits for others after an exception ended its own program
 
 
 class StoreExchange:
@@ -27,10 +27,10 @@ class StoreExchange:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._of_group = store_of_default_group()  # keeps the store's server alive as long as this object
-        several = self._of_group is not None
+        self._group_store = store_of_default_group()  # keeps the store's server alive as long as this object
+        several = self._group_store is not None
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._store: Any = clone(self._of_group) if several else None
+        self._store: Any = clone(self._group_store) if several else None
         self._key = ""
         self._round = 0
         self._answer: str | None = None
@@ -50,7 +50,7 @@ class StoreExchange:
         self._round += 1
         key = f"{self._key}/{self._round}"
         try:
-            return self._collect(key, own, join) if self.rank == 0 else self._hand_in(key, own)
+            return self._collect(key, own, join) if self.rank == 0 else self._submit(key, own)
         except CommunicationError:
             raise
         except RuntimeError as error:  # the store is gone, with the rank that held it
@@ -67,7 +67,7 @@ class StoreExchange:
             quietly(lambda: store.add(key, 1))
             return
         began = time.monotonic()
-        while time.monotonic() < began + LAST_S and store.add(key, 0) < self.size - 1:
+        while time.monotonic() < began + EXIT_WAIT_S and store.add(key, 0) < self.size - 1:
             time.sleep(_pause(time.monotonic() - began))
         self._answer = None
         quietly(lambda: store.delete_key(key))
@@ -88,7 +88,7 @@ class StoreExchange:
             quietly(lambda: self._store.delete_key(former))
         return result
 
-    def _hand_in(self, key: str, own: bytes) -> bytes:
+    def _submit(self, key: str, own: bytes) -> bytes:
         self._store.set(f"{key}/{self.rank}", own)
         self._wait([f"{key}/all"])
         result = bytes(self._store.get(f"{key}/all"))
@@ -99,31 +99,31 @@ class StoreExchange:
 
     def _wait(self, keys: Sequence[str]) -> None:
         """Wait for ``keys``. Rank 0 decides when to give up; the others wait for it while its store answers."""
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         main_ended: float | None = None
         while not self._store.check(list(keys)):
             now = time.monotonic()
-            if self.rank == 0 and self._round == 1 and not told and now > began + WAIT_S:
-                told = True
+            if self.rank == 0 and self._round == 1 and not warned and now > began + WAIT_S:
+                warned = True
                 logger.warning(
                     f"{self._name}: rank 0 has waited {WAIT_S:g} s for {self._missing(keys)}, which did not begin it. "
                     "Every rank has to, not only rank 0 (each writes its part)."
                 )
-            if main_ended is None and self.rank == 0 and _an_exception_ended_the_program():
+            if main_ended is None and self.rank == 0 and _exiting_on_error():
                 main_ended = now
-            late = main_ended is not None and now > main_ended + LAST_S
+            late = main_ended is not None and now > main_ended + EXIT_WAIT_S
             if late or now > began + default_pg_timeout.total_seconds():
                 missing = self._missing(keys) if self.rank == 0 else "rank 0"
                 raise CommunicationError(f"{self._name}: nothing came from {missing}")
             time.sleep(_pause(now - began))
 
     def _missing(self, keys: Sequence[str]) -> str:
-        return named([rank for rank, key in enumerate(keys, 1) if not self._store.check([key])])
+        return listed([rank for rank, key in enumerate(keys, 1) if not self._store.check([key])])
 
 
 def _pause(waited: float) -> float:
     return min(max(waited / 10, MIN_PAUSE_S), MAX_PAUSE_S)
 
 
-def _an_exception_ended_the_program() -> bool:
+def _exiting_on_error() -> bool:
     return hasattr(sys, "last_value") and not threading.main_thread().is_alive()

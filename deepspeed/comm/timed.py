@@ -17,7 +17,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import Pending
 
 
-class Waits:
+class WaitTime:
     """Total time that this rank waits. Of nested and concurrent intervals only the first to begin counts, so that no
     time counts twice.
 
@@ -57,16 +57,16 @@ class Waits:
 class TimedPending(Pending):
     """A collective in flight whose ``wait`` is timed."""
 
-    __slots__ = ("_inner", "_over", "_waits")
+    __slots__ = ("_inner", "_waited", "_waits")
 
-    def __init__(self, inner: Pending, waits: Waits) -> None:
+    def __init__(self, inner: Pending, waits: WaitTime) -> None:
         super().__init__()
-        self._inner, self._waits, self._over = inner, waits, False
+        self._inner, self._waits, self._waited = inner, waits, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._over:  # returns at once, or raises the same error again
+        if self._waited:  # returns at once, or raises the same error again
             return self._inner.wait()
-        self._over = True
+        self._waited = True
         return self._waits.around(self._inner.wait)
 
     def is_completed(self) -> bool:
@@ -81,8 +81,8 @@ class TimedCommunicator(Communicator):
         if waits is None or self.size == 1:
             return call(*args, **kwargs)
         pending = waits.around(call, *args, **kwargs)
-        over = type(pending) is Pending and pending.is_completed()
-        return pending if over else TimedPending(pending, waits)
+        done = type(pending) is Pending and pending.is_completed()
+        return pending if done else TimedPending(pending, waits)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Pending:
         return self._timed(super().all_gather, *args, **kwargs)

@@ -158,10 +158,10 @@ class PipelineParallelGrid:
         self.slice_group = self._along(MODEL)
         replica = {DATA: self.replica_id} if DATA in self._topo.axes else {}
         self.ds_model_group = self._topo.filter_match(**replica)
-        self.dp_proc_group = self._new(self.dp_group)
-        self.pp_proc_group = self._new(self.pp_group)
-        self.slice_proc_group = self._new(self.slice_group)
-        self.ds_model_proc_group = self._new(self.ds_model_group)
+        self.dp_proc_group = self._new_group(self.dp_group)
+        self.pp_proc_group = self._new_group(self.pp_group)
+        self.slice_proc_group = self._new_group(self.slice_group)
+        self.ds_model_proc_group = self._new_group(self.ds_model_group)
         self.ds_model_world_size = len(self.ds_model_group)
         self.ds_model_rank = self.ds_model_group.index(self.global_rank)
         self._take_sequences(1)
@@ -185,9 +185,9 @@ class PipelineParallelGrid:
         self._data_ranks, self._data_group = replicas, self.dp_proc_group
         if ranks > 1:
             first = place - place % ranks
-            self._sequence_group = self._new(replicas[first : first + ranks])
+            self._sequence_group = self._new_group(replicas[first : first + ranks])
             self._data_ranks = replicas[place % ranks :: ranks]
-            self._data_group = self._new(self._data_ranks)
+            self._data_group = self._new_group(self._data_ranks)
 
     def _along(self, axis: str) -> list[int]:
         """Return the ranks that differ from this one along ``axis`` only; this rank alone if the topology does not
@@ -195,7 +195,7 @@ class PipelineParallelGrid:
         elsewhere = {name: at for name, at in self.coord._asdict().items() if name != axis}
         return self._topo.filter_match(**elsewhere)
 
-    def _new(self, places: list[int]) -> ProcessGroup:
+    def _new_group(self, places: list[int]) -> ProcessGroup:
         return new_group(tuple(self._ranks[place] for place in places))
 
     def topology(self) -> ProcessTopology:

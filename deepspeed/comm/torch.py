@@ -360,7 +360,7 @@ def _communicator_for(group: Group, async_op: bool, *tensors: Tensor) -> Communi
     if found.size > 1:
         if async_op and not found.works_in_background("cpu"):
             return None
-        if not found.is_faster_than_its_group():
+        if not found.bypasses_group():
             return None
     return found
 

@@ -41,7 +41,7 @@ else:
 # computes, at the price of that all-gather. Masks and learned scores are replicated on every rank.
 
 
-class _InParts(_Split):
+class _SplitLayer(_Split):
     """Base of the split layers below; comes first in their MRO."""
 
     def _adopt(self, module: nn.Module) -> None:
@@ -72,7 +72,7 @@ class _InParts(_Split):
         return self.part(self.compressed(whole_of_part(weight, self.group, self.cut)))
 
 
-class CompressedColumns(_InParts, LinearLayer):
+class CompressedColumns(_SplitLayer, LinearLayer):
     """A compressed column-parallel linear layer."""
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
@@ -86,14 +86,14 @@ class CompressedColumns(_InParts, LinearLayer):
         return super()._product(self._quantized_input(inputs, tokens(inputs)), weight, bias)
 
 
-class CompressedRows(_InParts, LinearAllreduce):
+class CompressedRows(_SplitLayer, LinearAllreduce):
     """A compressed row-parallel linear layer."""
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().operands()
         if bias is not None and self._prunes("row"):
             # All ranks add the same bias after the all-reduce, so each already has the whole gradient of its mask.
-            bias = bias * super(_InParts, self).get_mask("row").view(-1)
+            bias = bias * super(_SplitLayer, self).get_mask("row").view(-1)
         return self._compressed_part(weight), bias
 
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -104,7 +104,7 @@ class CompressedRows(_InParts, LinearAllreduce):
         return super()._product(inputs, weight, bias)
 
 
-class CompressedVocabulary(_InParts, VocabParallelEmbedding):
+class CompressedVocabulary(_SplitLayer, VocabParallelEmbedding):
     """A compressed vocabulary-parallel embedding."""
 
 
@@ -217,7 +217,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
             self._keep("bias", kept)
             self.out_features = self.weight.shape[0]
         else:
-            self._silence(kept)
+            self._zero_rows(kept)
 
     @torch.no_grad()
     def fix_head_pruning_helper(
@@ -309,7 +309,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
             self._keep("bias", kept)
             self.out_channels = self.weight.shape[0]
         else:
-            self._silence(kept)
+            self._zero_rows(kept)
         self._drop_mask("channel")
         return kept
 

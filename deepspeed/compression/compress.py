@@ -21,7 +21,7 @@ from deepspeed.compression.helper import (
     recursive_getattr,
 )
 from deepspeed.compression.packed import pack_weights
-from deepspeed.compression.stages import Parted, methods_here, refuse_parted
+from deepspeed.compression.pipeline import CrossStage, check_same_stage, methods_here
 from deepspeed.compression.techniques import Compressible
 from deepspeed.config import compression_constants as keys
 from deepspeed.config.reader import load_source
@@ -210,14 +210,14 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
     """
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
-    _refuse_taken(inner)
+    _check_no_engine(inner)
     if section[keys.LAYER_REDUCTION][keys.LAYER_REDUCTION_ENABLED]:
         if teacher_model is None:
             raise ValueError("layer_reduction starts the student from a teacher: pass teacher_model=")
         student_initialization(inner, teacher_model, deepspeed_config)
-    methods, parted = _methods(inner, section, mpu)
-    channels = [each for each in parted if each[0] == keys.CHANNEL_PRUNING]
-    refuse_parted(channels, _TOGETHER)  # a norm needs the mask of its convolution
+    methods, cross_stage = _methods(inner, section, mpu)
+    channels = [each for each in cross_stage if each[0] == keys.CHANNEL_PRUNING]
+    check_same_stage(channels, _TOGETHER)  # a norm needs the mask of its convolution
     compression_preparation(inner, methods, mpu)
     shared = section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS]
     if shared[keys.TECHNIQUE_ENABLED] and shared["method"] == keys.SNIP_MOMENTUM:
@@ -229,7 +229,7 @@ def _section(config: Config) -> dict[str, Any]:
     return get_compression_config(check_deepspeed_config(config))
 
 
-def _refuse_taken(module: nn.Module) -> None:
+def _check_no_engine(module: nn.Module) -> None:
     if any(map(is_kept_by_engine, module.parameters())):
         raise ValueError(
             "init_compression comes too late: an engine trains this module already. Call it before "
@@ -237,7 +237,7 @@ def _refuse_taken(module: nn.Module) -> None:
         )
 
 
-def _refuse_split(module: nn.Module) -> None:
+def _check_not_split(module: nn.Module) -> None:
     name = next(
         (name for name, each in module.named_modules() if isinstance(each, TensorParallelLayer)), None
     )
@@ -252,7 +252,7 @@ _WHOLE = "save a checkpoint, load it into the whole model, prepared by init_comp
 _TOGETHER = "choose a partition_method that keeps them together"
 
 
-def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Methods, Parted]:
+def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Methods, CrossStage]:
     """Return the rows of ``get_compress_methods`` for the model, or for this rank's pipeline stage of it."""
     return methods_here(
         model,
@@ -274,9 +274,9 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     """
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
-    _refuse_split(inner)
-    methods, parted = _methods(inner, section, mpu)
-    refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
+    _check_not_split(inner)
+    methods, cross_stage = _methods(inner, section, mpu)
+    check_same_stage(cross_stage, f"{_WHOLE}, and clean that; or {_TOGETHER}")
     if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_owner") for p in inner.parameters()):
         destroy: Any = model.destroy
         destroy()

@@ -53,9 +53,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     inner: Any = getattr(model, "module", model)
     _check(inner)
     state = plain_state_dict(inner)
-    found = _expressed(inner, state)
-    fresh = _made(inner, found)
-    fresh.load_state_dict(_as_theirs(fresh, inner, state), assign=True)
+    found = _fit_config(inner, state)
+    fresh = _new_model(inner, found)
+    fresh.load_state_dict(_hf_state(fresh, inner, state), assign=True)
     fresh.tie_weights()
     fresh.generation_config = getattr(inner, "generation_config", None)
     fresh.save_pretrained(folder)
@@ -71,13 +71,13 @@ def _check(model: Any) -> None:
             raise ValueError(f"{name} is still prepared for compression: call redundancy_clean first")
 
 
-def _made(model: Any, config: Any) -> Any:
+def _new_model(model: Any, config: Any) -> Any:
     """Construct a model of the same class from ``config`` on the meta device."""
     with torch.device("meta"):
         return type(model)(copy.deepcopy(config))
 
 
-def _as_theirs(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _hf_state(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``state`` with the weights of linear layers that replaced GPT-2's ``Conv1D`` transposed back."""
     result, ours = dict(state), dict(model.named_modules())
     for name, module in fresh.named_modules():
@@ -89,7 +89,7 @@ def _as_theirs(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) 
 # The config -------------------------------------------------------------------------------------------------
 
 
-def _expressed(model: Any, state: Mapping[str, Tensor]) -> Any:
+def _fit_config(model: Any, state: Mapping[str, Tensor]) -> Any:
     """Search for the config sizes that reproduce the model's shapes. ValueError: there are none."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -122,8 +122,8 @@ Differences = dict[str, tuple[Shape | None, Shape | None]]
 
 def _differences(model: Any, config: Any, state: Mapping[str, Tensor]) -> Differences:
     """Map names to (our shape, shape in a new model of ``config``) where the two differ."""
-    fresh = _made(model, config)
-    ours = {name: tuple(tensor.shape) for name, tensor in _as_theirs(fresh, model, state).items()}
+    fresh = _new_model(model, config)
+    ours = {name: tuple(tensor.shape) for name, tensor in _hf_state(fresh, model, state).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in fresh.state_dict().items()}
     return {
         name: (ours.get(name), theirs.get(name))

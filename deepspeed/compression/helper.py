@@ -185,11 +185,11 @@ def compression_preparation(
     for layer in model.modules():
         encoder = isinstance(layer, nn.TransformerEncoderLayer)
         if encoder and any(isinstance(child, Compressible) for child in layer.children()):
-            layer.register_forward_pre_hook(_called_by_parts)
+            layer.register_forward_pre_hook(_disable_fast_path)
     return model
 
 
-def _called_by_parts(module: nn.Module, inputs: Any) -> None:
+def _disable_fast_path(module: nn.Module, inputs: Any) -> None:
     """Do nothing: any hook disables the fast path of torch's encoder layer, which reads weights of submodules in
     evaluation instead of calling them."""
 
@@ -265,11 +265,11 @@ def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
 def register_on_step_begin(model: nn.Module) -> Any:
     """Notify `model.pruners` before each forward. Returns the hook handle."""
 
-    def tell(module: nn.Module, inputs: Any) -> None:
+    def notify(module: nn.Module, inputs: Any) -> None:
         for pruner in vars(module).get("pruners", ()):
             pruner.on_step_begin(0)
 
-    return model.register_forward_pre_hook(tell)
+    return model.register_forward_pre_hook(notify)
 
 
 def rewrite_optimizer_step(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -300,7 +300,7 @@ def pack_weights(model: nn.Module) -> str:
         plain = module.release()
         if grid is None:
             continue
-        settled = grid.settled()
+        settled = grid.compacted()
         if type(plain) not in PACKED or shared or settled is None:
             why = "its weight is another's too" if shared else type(plain).__name__
             left.append(f"{name} ({why if settled is not None else 'its groups lost elements'})")

@@ -135,7 +135,7 @@ class Grid:
             grouped.add_(self.zeros[:, None])
         return grouped.to(dtype).view(self.levels.shape)
 
-    def settled(self) -> tuple[Grid, Tensor | None] | None:
+    def compacted(self) -> tuple[Grid, Tensor | None] | None:
         """Return the grid of the smaller weight, whose groups are again consecutive elements of equal number, and None;
         if columns were removed from groups, the grid with scales [rows * groups per row] and the group of each column.
 

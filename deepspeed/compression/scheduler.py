@@ -46,23 +46,23 @@ class compression_scheduler:
         found = {name: each for name, each in self.model.named_modules() if isinstance(each, Compressible)}
         self.modules = list(found.values())
         self._seeds = [seed_of(name) for name in found]
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._bits: tuple[int, ...] = ()
 
-    def _begins(self, technique: str) -> Mapping[str, Any] | None:
+    def _active(self, technique: str) -> Mapping[str, Any] | None:
         """Return the shared parameters of a technique if it is on at this step, else None."""
         shared = self.compression_config[technique][keys.SHARED_PARAMETERS]
         if not shared[keys.TECHNIQUE_ENABLED]:
             return None
         if self.training_steps < shared[keys.TECHNIQUE_SCHEDULE_OFFSET]:
             return None
-        if technique not in self._told:
-            self._told.add(technique)
+        if technique not in self._logged:
+            self._logged.add(technique)
             log_dist(f"compression: {technique} is on from step {self.training_steps}", ranks=[0])
         return shared
 
     def check_weight_quantization(self) -> None:
-        shared = self._begins(keys.WEIGHT_QUANTIZATION)
+        shared = self._active(keys.WEIGHT_QUANTIZATION)
         self.weight_quantization_enabled = shared is not None
         if shared is None:
             return self._switch("weight_quantization", lambda module: False)
@@ -100,7 +100,7 @@ class compression_scheduler:
         self._check(keys.CHANNEL_PRUNING, "channel_pruning", "channel_pruning_method")
 
     def _check(self, technique: str, name: str, prepared: str) -> None:
-        on = self._begins(technique) is not None
+        on = self._active(technique) is not None
         self._switch(name, lambda module: on and getattr(module, prepared, None) is not None)
 
     def _switch(self, name: str, on: Any) -> None:

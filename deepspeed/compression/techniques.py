@@ -47,12 +47,12 @@ class QuantAct(nn.Module):
 
     def forward(self, x: Tensor, num_bits: int, *args: Any) -> Tensor:
         if self.training:
-            self._follow(x.detach())
+            self._update_range(x.detach())
         low, high = self.x_min_max.float()
         return self.act_function.apply(x, num_bits, low, high)
 
     @torch.no_grad()
-    def _follow(self, x: Tensor) -> None:
+    def _update_range(self, x: Tensor) -> None:
         now = torch.stack(torch.aminmax(x)).to(self.x_min_max)
         mixed = self.x_min_max * self.act_range_momentum + now * (1 - self.act_range_momentum)
         self.x_min_max.copy_(torch.where((self.x_min_max == 0).all(), now, mixed))
@@ -314,7 +314,7 @@ class Compressible(nn.Module):
         if tensor is not None:
             tensor.data = tensor.data.index_select(dim, kept.nonzero().view(-1)).contiguous()
 
-    def _silence(self, kept: Tensor) -> None:
+    def _zero_rows(self, kept: Tensor) -> None:
         """Zero the rows that are not ``kept``, and their bias."""
         ones = [1] * self.row_width
         self._mask_weight(kept.view(-1, *ones))

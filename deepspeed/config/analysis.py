@@ -68,7 +68,7 @@ IDLE_KEYS = {
     "learning_rate": "optimizer.params.lr",
 }
 # Sections that 0.19 does not have, under names that others use for sections of their own.
-OURS_ALONE = frozenset({"audit", "comm", "fp8", "gradient_compression", "monitor", "trace"})
+OWN_SECTIONS = frozenset({"audit", "comm", "fp8", "gradient_compression", "monitor", "trace"})
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -102,11 +102,11 @@ class Analysis:
 
 
 def analyse(
-    source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False, unused: Collection[str] = ()
+    source: ConfigSource, axes: Axes | None, *, allow_auto: bool = False, unused: Collection[str] = ()
 ) -> Analysis:
     """Validate a config for ranks with these axes (None: they are not known, and the batch triangle is skipped).
 
-    With `auto_is_open`, batch keys that are "auto" are left for someone else to fill in, so their absence is
+    With `allow_auto`, batch keys that are "auto" are left for someone else to fill in, so their absence is
     not an error. `unused`: sections that are left alone, whatever they say, as in release 0.19.
     """
     result = Analysis(source)
@@ -116,7 +116,7 @@ def analyse(
             written = {key: value for key, value in written.items() if key != section}
             note(f"config section '{section}' is not used: {PASSED[section]} was passed to initialize")
         data = _known_part(written, TrainingConfig, (), result)
-        _old_forms(data, written)
+        _convert_old_sections(data, written)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]
         result.config = _validate(data, result)
         if result.config is not None:
@@ -130,7 +130,7 @@ def analyse(
             if section is not None and section.enabled:
                 _resolve_elastic_batch(section, axes, result)
             else:
-                _resolve_batch(result.config, axes, auto_is_open, result)
+                _resolve_batch(result.config, axes, allow_auto, result)
     result.warnings = notes
     return result
 
@@ -148,7 +148,7 @@ def _known_part(
     for key, value in data.items():
         if not path and key in OLD_TOP_LEVEL:
             _old_section(key, value, data, known, result)
-        elif not path and (reason := _is_anothers(key, value)):
+        elif not path and (reason := _foreign_reason(key, value)):
             note(f"config section '{key}' is ignored, as in release 0.19: {reason}")
         elif key in table:
             known[key] = _known_below(value, table[key], (*path, key), result)
@@ -204,7 +204,7 @@ def _unknown_key(
     if not path and key in IDLE_KEYS:
         note(f"config key '{key}' is unknown and ignored; did you mean '{IDLE_KEYS[key]}'?")
         return
-    suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
+    suggestion = misspelt(key, _free_spellings(model, siblings)) if lenient else nearest(key, keys_of(model))
     if lenient and suggestion is not None and _is_another_section(value, keys_of(model)[suggestion]):
         suggestion = None
     if suggestion is not None:
@@ -231,7 +231,7 @@ def _unknown_key(
         result.error(here, f"unknown key (value: {shown(value)}){hint}. Known here: {known}")
 
 
-def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list[str]:
+def _free_spellings(model: type[BaseModel], siblings: Mapping[str, Any]) -> list[str]:
     """Spellings that a misspelt key can mean: those of keys not already in the section."""
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
@@ -247,10 +247,10 @@ def _is_another_section(value: Any, meant: Key) -> bool:
     return "enabled" in value and not value.keys() & table.keys()
 
 
-def _is_anothers(name: str, value: Any) -> str | None:
+def _foreign_reason(name: str, value: Any) -> str | None:
     """Explain why a section under a name of ours is meant for something else: no key of it is, or is like, one of ours,
     or it is loss scaling under `fp8`, as clients' files have it. None: it is ours."""
-    if name not in OURS_ALONE or not isinstance(value, Mapping) or not value:
+    if name not in OWN_SECTIONS or not isinstance(value, Mapping) or not value:
         return None
     section = keys_of(TrainingConfig)[name].section
     assert section is not None
@@ -278,7 +278,7 @@ def _old_section(
         known[new] = _known_below(value, keys_of(TrainingConfig)[new], (key,), result)
 
 
-def _old_forms(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
+def _convert_old_sections(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
     """Convert old forms of whole sections, in place; the models handle old keys inside sections."""
     if isinstance(data.get(ZERO_OPTIMIZATION), bool):
         data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
@@ -385,13 +385,13 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
             note(f"config key '{row.key}' is {row.message}")
 
 
-def _resolve_batch(config: TrainingConfig, axes: Axes, auto_is_open: bool, result: Analysis) -> None:
+def _resolve_batch(config: TrainingConfig, axes: Axes, allow_auto: bool, result: Analysis) -> None:
     given = [getattr(config, key) for key in BATCH_KEYS]
     sharing = axes.layout.tp if axes.layout is not None else 1
     if sharing > 1 and all(given) and given[0] == math.prod(given[1:]) * axes.data_parallel * sharing:
         given[0] //= sharing  # clients count every rank: they do not know of those that share layers
     open_keys = [key for key in BATCH_KEYS if key in result.auto_keys]
-    if open_keys and auto_is_open and given[0] is None and given[1] is None:
+    if open_keys and allow_auto and given[0] is None and given[1] is None:
         return
     try:
         result.batch = batch.resolve(given[0], given[1], given[2], axes.data_parallel, world_from=axes.origin)

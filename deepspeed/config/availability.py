@@ -18,10 +18,10 @@ Predicate = Callable[[TrainingConfig], object]
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """`asked_for(config)` is true when the config wants the feature that `key` turns on."""
+    """`requested(config)` is true when the config wants the feature that `key` turns on."""
 
     key: str
-    asked_for: Predicate
+    requested: Predicate
     instead: str
     changes_numbers: bool = True
     value: str = ""
@@ -44,7 +44,7 @@ def _unsplit(config: TrainingConfig) -> bool:
 def _differs(owner: str, key: str) -> Predicate:
     """Tell whether the section ``owner`` is there, is on if it has a switch, and differs from its default."""
 
-    def asked_for(config: TrainingConfig) -> bool:
+    def requested(config: TrainingConfig) -> bool:
         section: Any = config
         for part in owner.split(".") if owner else ():
             section = getattr(section, part)
@@ -52,7 +52,7 @@ def _differs(owner: str, key: str) -> Predicate:
             return False
         return getattr(section, key) != type(section).model_fields[key].default
 
-    return asked_for
+    return requested
 
 
 SWITCHES = {"expert_parallel": "enabled", "compile": "deepcompile"}
@@ -129,4 +129,4 @@ MISSING: tuple[Missing, ...] = (
 
 
 def missing_features(config: TrainingConfig) -> list[Missing]:
-    return [row for row in MISSING if row.asked_for(config)]
+    return [row for row in MISSING if row.requested(config)]

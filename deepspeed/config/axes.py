@@ -257,7 +257,7 @@ def _with_split(sizes: dict[str, int], split_over: int, problems: list[Problem])
 def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: list[Problem]) -> None:
     wide = {key: size for key, size in sizes.items() if size > 1 and key != DATA}
     share = math.prod(wide.values())
-    told = " x ".join(f"{key} {size}" for key, size in wide.items())
+    factors = " x ".join(f"{key} {size}" for key, size in wide.items())
     of = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f" ({origin})" if origin else "")
     if share and ranks % share:
         fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
@@ -265,11 +265,11 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
         problems.append(
             Problem(
                 next(iter(wide)),
-                f"{told}{total} does not divide the job's {of}; these do: {', '.join(map(str, fitting))}",
+                f"{factors}{total} does not divide the job's {of}; these do: {', '.join(map(str, fitting))}",
             )
         )
     elif DATA in sizes and sizes[DATA] * share != ranks:
-        product = " x ".join([f"{DATA} {sizes[DATA]}", *([told] if told else [])])
+        product = " x ".join([f"{DATA} {sizes[DATA]}", *([factors] if factors else [])])
         problems.append(
             Problem(
                 DATA,

@@ -295,7 +295,7 @@ class DeepSpeedConfig:
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
-        from deepspeed.config.hidden import without_secrets
+        from deepspeed.config.redaction import without_secrets
 
         text = json.dumps(
             without_secrets(self._param_dict),

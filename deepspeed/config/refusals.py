@@ -12,6 +12,9 @@ from deepspeed.config.keys import allowed, choices_of, documented_name, field_at
 from deepspeed.config.problems import Remedy, nearest, shown
 from deepspeed.config.reader import Path
 
+# The key that a section's bare value stands for, where it is not `enabled`.
+NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
+
 
 def refusals(
     schema: type[BaseModel], error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
@@ -20,12 +23,12 @@ def refusals(
 
     `data` is what `schema` was given, `raw` has the values as written.
     """
-    told: dict[Path, tuple[Path, str, str]] = {}
+    found: dict[Path, tuple[Path, str, str]] = {}
     for entry in error.errors():
         path, missing = _path_in(entry["loc"], data)
         message = f"'{missing}' is missing" if missing else _message(schema, path, entry, raw)
-        told.setdefault(path, (path, message, missing))
-    return list(told.values())
+        found.setdefault(path, (path, message, missing))
+    return list(found.values())
 
 
 def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
@@ -94,11 +97,11 @@ def _expected(found: Any, path: Path) -> str:
     return text.removeprefix("a list of ") if path and isinstance(path[-1], int) else text
 
 
-def value_at(data: Any, path: Path, otherwise: Any) -> Any:
+def value_at(data: Any, path: Path, default: Any) -> Any:
     """The value at a path of a config as written."""
     for part in path:
         if not _has(data, part):
-            return otherwise
+            return default
         data = data[part]
     return data
 
@@ -111,9 +114,6 @@ def _has(data: Any, part: str | int) -> bool:
 
 
 # The plain meaning of a value of the wrong type: `"fp16": true` is `{"enabled": true}`.
-
-# The key that a section's bare value stands for, where it is not `enabled`.
-NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
 
 
 def plain_meaning(schema: type[BaseModel], path: Path, value: Any) -> Remedy | None:

@@ -36,7 +36,7 @@ from deepspeed.base.logging import logger
 from deepspeed.config.problems import DeepSpeedConfigError
 
 
-class BuiltWhenNamed:
+class LazySection:
     """Annotation of a field that is a section, or a section or None: its value is passed to the section's own
     validators, which are only built then.
 
@@ -69,9 +69,9 @@ def defer_validators(model: type[BaseModel]) -> None:
     """Annotate the section fields of a model, before its own validators are built."""
     for field in model.model_fields.values():
         section = _section_in(field.annotation)
-        inherited = any(isinstance(item, BuiltWhenNamed) for item in field.metadata)
+        inherited = any(isinstance(item, LazySection) for item in field.metadata)
         if section is not None and not inherited:
-            field.metadata.insert(0, BuiltWhenNamed(section))  # inside the field's other validators
+            field.metadata.insert(0, LazySection(section))  # inside the field's other validators
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
@@ -259,7 +259,7 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
-def _says_nothing(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     """Return whether an old key has its default, or, if that is empty, another empty value."""
     return value is None or value == default or not (value or default)
 
@@ -325,7 +325,7 @@ class DeepSpeedConfigModel(BaseModel):
         text += f" ({facts['deprecated_msg']})" if facts.get("deprecated_msg") else ""
         note(text)
         default = type(self).model_fields[name].get_default()
-        if not target or not facts.get("set_new_param", True) or _says_nothing(getattr(self, name), default):
+        if not target or not facts.get("set_new_param", True) or _is_default(getattr(self, name), default):
             return  # nothing to copy, or the old switch is still read
         owner: Any = self
         *parents, leaf = target.split(".")

@@ -204,7 +204,7 @@ class DeepSpeedDataLoader:
             return make(
                 self.dataset, batch_size=self.batch_size, drop_last=self.dataloader_drop_last, **common
             )
-        batches: Sampler[Any] = _Rest(self.data_sampler, self.position)
+        batches: Sampler[Any] = _Remainder(self.data_sampler, self.position)
         if not _yields_batches(self.data_sampler):
             batches = BatchSampler(batches, self.batch_size, self.dataloader_drop_last)
         if self.num_local_io_workers == 0:
@@ -441,7 +441,7 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
         sampler.generator.set_state(start["generator"])
 
 
-class _Rest(Sampler[Any]):
+class _Remainder(Sampler[Any]):
     """Yields the rest of another sampler after the part already taken; an EpochSampler skips that part itself."""
 
     def __init__(self, sampler: Any, position: Position) -> None:

@@ -12,19 +12,19 @@ class _Config(Protocol):
     data_efficiency_config: dict[str, Any]
 
 
-def _asks_for(config: _Config, way: str) -> bool:
+def _is_enabled(config: _Config, way: str) -> bool:
     sampling = config.data_efficiency_config["data_sampling"]
     return bool(config.data_efficiency_enabled and sampling["enabled"] and sampling[way]["enabled"])
 
 
 def has_curriculum(config: _Config) -> bool:
     """Return whether samples are chosen by their difficulty."""
-    return _asks_for(config, "curriculum_learning")
+    return _is_enabled(config, "curriculum_learning")
 
 
 def varies_batches(config: _Config) -> bool:
     """Return whether batches are made by token count. DeepSpeedConfigError: a curriculum is enabled as well."""
-    if not _asks_for(config, "dynamic_batching"):
+    if not _is_enabled(config, "dynamic_batching"):
         return False
     if config.data_efficiency_config["data_sampling"]["curriculum_learning"]["enabled"]:
         raise DeepSpeedConfigError(

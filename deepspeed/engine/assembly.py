@@ -158,7 +158,7 @@ def build_training(
         core.optimizer.clock = clock
         core.optimizer.differentiate = weakref.WeakMethod(backward)
         core.optimizer.allgather_bucket_size = int(config.zero_config.allgather_bucket_size)
-        core.optimizer.beside_engine = core.notes.beside_engine
+        core.optimizer.before_direct_step = core.notes.before_direct_step
     return basic, core.optimizer, core, sharded
 
 

@@ -27,7 +27,7 @@ from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
 from deepspeed.comm import CommunicationError
-from deepspeed.comm.hangs.stragglers import all_ranks_come
+from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
 from deepspeed.engine.saving import PARTS, RANDOM_LTD, optimizer_order, ranks_of
 from deepspeed.engine.weights import gathered
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 
-@all_ranks_come("load_checkpoint")
+@awaiting_all_ranks("load_checkpoint")
 def load_checkpoint(
     engine: Engine,
     load_dir: str | os.PathLike[str],

@@ -33,11 +33,11 @@ class StepNotes:
         def look(called: Any, args: Any, kwargs: Any) -> None:
             clock = at()
             if clock is not None and not clock.stepping and called is optimizer:  # trial steps run on copies
-                self.beside_engine()
+                self.before_direct_step()
 
         vars(optimizer)[_WATCH] = optimizer.register_step_pre_hook(look)
 
-    def beside_engine(self) -> None:
+    def before_direct_step(self) -> None:
         self._say(
             "step() of the optimizer was called instead of engine.step(). Accumulation, schedule, global_steps and the "
             "loss scale do not take part in it, and an optimizer whose gradients or master weights the engine keeps "

@@ -22,7 +22,7 @@ from deepspeed.zero.optimizer_registry import (
 )
 from deepspeed.zero.params import ZeRORuntimeException
 from deepspeed.zero.partitioning import TrainedParams
-from deepspeed.zero.placements import in_parts
+from deepspeed.zero.placements import is_partial
 from deepspeed.zero.states.store import PARAMS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def left_out(
     if kinds == [None]:
         return frozen
     fitting = [param for param in frozen if kind_of_param(param) in kinds]
-    return [p for p in fitting if not (kind_of_param(p)[0] and in_parts(p, matrices=True))]
+    return [p for p in fitting if not (kind_of_param(p)[0] and is_partial(p, matrices=True))]
 
 
 def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
@@ -192,7 +192,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
         held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
-        cut = [named[id(p)] for p in held if id(p) in named and in_parts(p, matrices=True)]
+        cut = [named[id(p)] for p in held if id(p) in named and is_partial(p, matrices=True)]
         if cut:
             raise DeepSpeedConfigError(
                 f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split over "
@@ -200,7 +200,7 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
                 "optimizer"
             )
         return
-    cut = [name for param, name in zip(trained.params, trained.names, strict=True) if in_parts(param)]
+    cut = [name for param, name in zip(trained.params, trained.names, strict=True) if is_partial(param)]
     if not cut or traits.segment_sums or plan.zero.allow_untested_optimizer or is_elementwise(optimizer):
         return
     raise DeepSpeedConfigError(

@@ -26,12 +26,12 @@ from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_client_state, save
 from deepspeed.checkpoint.storage import CheckpointCommitInfo
-from deepspeed.comm.hangs.stragglers import all_ranks_come
-from deepspeed.config.hidden import without_secrets
+from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
+from deepspeed.config.redaction import without_secrets
 from deepspeed.config.sections.checkpoint import CheckpointWriterType
 from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.parallel.tensor.described import is_split, universal_checkpoint_info
+from deepspeed.parallel.tensor.metadata import is_split, universal_checkpoint_info
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.remote.mirror import Mirror
@@ -160,7 +160,7 @@ def _save(
 ) -> None:
     training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
     collective = engine.background_writer is None or training.write_layers is not None
-    with all_ranks_come("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
+    with awaiting_all_ranks("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
         save(
             training,
             save_dir,

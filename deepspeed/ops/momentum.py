@@ -24,7 +24,7 @@ class FrozenUpdate(ctypes.Structure):
     ]
 
 
-def follow(momentum: Tensor, grad: Tensor, grad_scale: float, beta: float) -> bool:
+def update(momentum: Tensor, grad: Tensor, grad_scale: float, beta: float) -> bool:
     """Update ``momentum`` = beta * momentum + (1 - beta) * grad_scale * grad. Return False, changing nothing, if the
     native library cannot."""
     lib = native.library()

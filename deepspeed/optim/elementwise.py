@@ -91,7 +91,7 @@ def _probe(optimizer: Optimizer) -> bool:
     try:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             whole = _train(optimizer, [start], [[grad] for grad in grads])
-            pieces = _train(optimizer, _cut(start), [_cut(grad) for grad in grads])
+            pieces = _train(optimizer, _split(start), [_split(grad) for grad in grads])
     except Exception as error:  # any error of a foreign optimizer means that it cannot update pieces
         logger.debug(f"{type(optimizer).__name__} does not update flat pieces of tensors: {error}")
         return False
@@ -101,7 +101,7 @@ def _probe(optimizer: Optimizer) -> bool:
     )
 
 
-def _cut(tensor: Tensor) -> list[Tensor]:
+def _split(tensor: Tensor) -> list[Tensor]:
     flat = tensor.flatten()
     return [flat[:_CUT].clone(), flat[_CUT:].clone()]
 

@@ -85,7 +85,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
     def warms_up(self, update: int) -> bool:
         return update <= self.warmup_steps
 
-    def agrees_at(self, update: int) -> bool:
+    def syncs_at(self, update: int) -> bool:
         return update > self.warmup_steps and (update - self.warmup_steps) % self.sync_every == 0
 
     def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
@@ -102,22 +102,22 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
         self.updates += 1
         MultiTensorOptimizer.step_fragments(self, fragments, grad_scale=grad_scale)
         if self.warms_up(self.updates):
-            self._stay_together(fragments)
-        elif self.agrees_at(self.updates):
+            self._record_agreed(fragments)
+        elif self.syncs_at(self.updates):
             with torch.no_grad():
                 for number, part in enumerate(fragments):
                     if part.masters:
-                        self._agree(number, list(part.masters), context.holders)
+                        self._outer_update(number, list(part.masters), context.holders)
                         publish(part.masters, part.lows)
             self.exchanges += 1
 
     @torch.no_grad()
-    def _stay_together(self, fragments: Sequence[Fragments]) -> None:
+    def _record_agreed(self, fragments: Sequence[Fragments]) -> None:
         for part in fragments:
             for master in part.masters:
                 self.state[master][AGREED].copy_(master)
 
-    def _agree(self, number: int, masters: list[Tensor], holders: HoldersOf | None) -> None:
+    def _outer_update(self, number: int, masters: list[Tensor], holders: HoldersOf | None) -> None:
         """Run the outer update. ``holders`` None: all ranks have the same weights."""
         states = [self.state[master] for master in masters]
         moved = [state[AGREED] - master for state, master in zip(states, masters, strict=True)]

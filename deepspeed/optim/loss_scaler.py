@@ -76,7 +76,7 @@ class LossScaler(LossScalerBase):
         return self.plan.static is None
 
     @property
-    def spent(self) -> bool:
+    def exhausted(self) -> bool:
         """Return whether another overflow would change nothing, since the scale cannot fall further."""
         return not self.dynamic or (self.tolerance_left <= 1 and self.scale <= self.plan.minimum)
 

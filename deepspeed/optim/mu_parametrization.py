@@ -32,7 +32,7 @@ def mu_adam(
         DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
     """
     own = partial(FusedAdam, bias_correction=bias_correction, adam_w_mode=adam_w_mode)
-    return _by_width(
+    return _grouped_by_width(
         "MuAdam", params, own, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     )
 
@@ -63,12 +63,12 @@ def mu_sgd(
         DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
     """
     settings = {"lr": lr, "weight_decay": weight_decay}
-    return _by_width(
+    return _grouped_by_width(
         "MuSGD", params, partial(SGD, momentum=momentum, dampening=dampening, nesterov=nesterov), settings
     )
 
 
-def _by_width(name: str, params: Any, own: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _grouped_by_width(name: str, params: Any, own: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
     try:
         import mup  # type: ignore[import-not-found]
     except ImportError as error:

@@ -17,7 +17,7 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext
 from deepspeed.optim.sign_exchange import SignExchange
 
-SEEN = "variance_steps"
+VAR_STEPS = "variance_steps"
 """State entry of a tensor: the number of gradients in its variance."""
 PIECE = 1 << 15
 """Elements per piece: 128 KiB of each operand."""
@@ -68,14 +68,14 @@ class OneBitOptimizer(MultiTensorOptimizer):
         ``holders``). ``part`` may be empty where other ranks have tensors and the update sums over fragments."""
         raise NotImplementedError
 
-    def warmed_up(self, context: UpdateContext) -> None:
+    def after_warmup_update(self, context: UpdateContext) -> None:
         """Called after an update with fully summed gradients."""
 
     def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         """Run an update of warm-up."""
         super().multi_tensor_step(group, params, *args, **kwargs)
         for param in params:
-            self.state[param][SEEN] += 1
+            self.state[param][VAR_STEPS] += 1
 
     # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self.updates += 1
         if self.warms_up(self.updates):
             super().step_fragments(fragments, grad_scale=grad_scale, context=context)
-            self.warmed_up(context)
+            self.after_warmup_update(context)
             return
         with torch.no_grad():
             for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
@@ -99,7 +99,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         return self.exchange.server_errors(masters)
 
     def forget_server_errors(self) -> None:
-        self.exchange.lines.clear()
+        self.exchange.groups.clear()
 
     def own_state(self) -> dict[str, Any]:
         return {"updates": self.updates, "exchange": self.exchange.saved()}
@@ -118,8 +118,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
         for name in self.own_state_names:
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-        if SEEN not in state:  # new, or from a checkpoint without this entry
-            state[SEEN] = torch.tensor(float(sum(map(self.warms_up, range(1, int(state["step"]) + 1)))))
+        if VAR_STEPS not in state:  # new, or from a checkpoint without this entry
+            state[VAR_STEPS] = torch.tensor(float(sum(map(self.warms_up, range(1, int(state["step"]) + 1)))))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self._checked.clear()
         self._filled.clear()
         for state in self.state.values():
-            state.update({n: state[n].float() for n in (*self.own_state_names, SEEN) if n in state})
+            state.update({n: state[n].float() for n in (*self.own_state_names, VAR_STEPS) if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
 
     @torch.no_grad()
@@ -243,9 +243,9 @@ def by_holders(
             yield kind, ranks, positions
 
 
-def seen_by(state: Mapping[str, Any]) -> float:
+def variance_steps(state: Mapping[str, Any]) -> float:
     """Return the number of gradients in a variance; a filled one counts as 1."""
-    return max(1.0, float(state[SEEN]))
+    return max(1.0, float(state[VAR_STEPS]))
 
 
 def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
@@ -275,10 +275,10 @@ def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
         yield tuple(None if one is None else one[begin : begin + PIECE] for one in flat)
 
 
-def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
+def ema_update(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
     """Compute ``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads in place."""
     for whole, source in zip(momenta, grads, strict=True):
-        if momentum_kernels.follow(whole, source, grad_scale, beta1):
+        if momentum_kernels.update(whole, source, grad_scale, beta1):
             continue
         for momentum, grad in pieces(whole, source):
             wide = grad.to(torch.float32, copy=True)

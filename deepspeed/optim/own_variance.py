@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.optim.one_bit import pieces
 
@@ -64,7 +64,7 @@ def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: fl
             variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
 
 
-def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
+def average_variances(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
     """Set ``variances`` to the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
     torch._foreach_copy_(list(variances), list(own))
     if ranks.size == 1:
@@ -72,7 +72,7 @@ def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicato
     flat = [variance.contiguous() for variance in variances]
     ends = list(accumulate(variance.numel() for variance in flat))
     part = part_numel(ends[-1], ranks.size)
-    compressed_mean(EndToEnd(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
+    compressed_mean(Concatenated(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
     for variance, copy in zip(variances, flat, strict=True):
         if copy is not variance:
             variance.copy_(copy)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.ops.formats.codecs import Codec, SignCodec
 
 FEEDBACK = "worker_error"
@@ -34,7 +34,7 @@ class ExchangeGroup:
     def numel(self) -> int:
         return sum(self.numels)
 
-    def recognise(self, masters: Sequence[Tensor], taken: set[int]) -> None:
+    def match(self, masters: Sequence[Tensor], taken: set[int]) -> None:
         """Find the next members among ``masters`` by size and order. Masters ``taken`` by a group are skipped; found
         ones are added to ``taken``."""
         rest = iter([master for master in masters if id(master) not in taken])
@@ -59,7 +59,7 @@ class SignExchange:
 
     def __init__(self, codec: Codec | None = None) -> None:
         self.codec = codec or SignCodec()
-        self.lines: dict[Hashable, ExchangeGroup] = {}
+        self.groups: dict[Hashable, ExchangeGroup] = {}
 
     def mean(
         self,
@@ -75,86 +75,86 @@ class SignExchange:
         """
         if ranks.size == 1:
             return
-        line = self.lines.setdefault(key, ExchangeGroup(ranks.ranks))
-        self._admit(line, ranks, masters)
-        line.place = ranks.rank
-        known = line.starts()
+        group = self.groups.setdefault(key, ExchangeGroup(ranks.ranks))
+        self._admit(group, ranks, masters)
+        group.place = ranks.rank
+        known = group.starts()
         starts = [known[id(master)] for master in masters]
-        assert line.server_error is not None
-        line.server_error = line.server_error.to(values[0].device)
-        part = line.server_error.numel()
+        assert group.server_error is not None
+        group.server_error = group.server_error.to(values[0].device)
+        part = group.server_error.numel()
         flat = [[one.float().contiguous() for one in column] for column in (values, errors)]
-        lain, owed = (EndToEnd(column, starts) for column in flat)
-        compressed_mean(lain, owed, line.server_error, part, ranks, self.codec)
+        flat_values, flat_errors = (Concatenated(column, starts) for column in flat)
+        compressed_mean(flat_values, flat_errors, group.server_error, part, ranks, self.codec)
         for column, used in zip((values, errors), flat, strict=True):
             for tensor, copy in zip(column, used, strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
 
-    def _admit(self, line: ExchangeGroup, ranks: Communicator, masters: Sequence[Tensor]) -> None:
+    def _admit(self, group: ExchangeGroup, ranks: Communicator, masters: Sequence[Tensor]) -> None:
         """Append new masters to the group, and redistribute its server errors."""
-        known = set(line.members)
+        known = set(group.members)
         new = [master for master in masters if id(master) not in known]
-        if not new and line.server_error is not None:
+        if not new and group.server_error is not None:
             return
-        before = line.numel
+        before = group.numel
         for master in new:
-            place = len(line.members)
-            line.members.append(id(master))
-            if place == len(line.numels):
-                line.numels.append(master.numel())
-            elif line.numels[place] != master.numel():  # the checkpoint is of another model
-                line.numels[place:] = [master.numel()]
-                line.server_error = None
+            place = len(group.members)
+            group.members.append(id(master))
+            if place == len(group.numels):
+                group.numels.append(master.numel())
+            elif group.numels[place] != master.numel():  # the checkpoint is of another model
+                group.numels[place:] = [master.numel()]
+                group.server_error = None
         device = masters[0].device
-        part = part_numel(line.numel, ranks.size)
-        error = line.server_error
+        part = part_numel(group.numel, ranks.size)
+        error = group.server_error
         if error is not None and error.numel() != part:
             whole = torch.empty(error.numel() * ranks.size, device=device)
             ranks.all_gather(whole, error.to(device)).wait()
-            error = _cut(whole[:before], part, ranks)
-        line.server_error = torch.zeros(part, device=device) if error is None else error
+            error = _own_part(whole[:before], part, ranks)
+        group.server_error = torch.zeros(part, device=device) if error is None else error
 
-    def server_errors(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
-        """Return, by member, the start of the part that this rank serves, and its error. ``groups``: all masters, to
-        recognise the members of loaded groups that have not travelled since."""
+    def server_errors(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        """Return, by member, the start of the part that this rank serves, and its error. ``masters``: all, to match
+        the members of loaded groups that have not travelled since."""
         found: dict[int, list[tuple[int, Tensor]]] = {}
-        taken = {member for line in self.lines.values() for member in line.members}
-        for key in sorted(self.lines, key=str):  # by kind, as ``groups`` are
-            line = self.lines[key]
-            if line.server_error is None:
+        taken = {member for group in self.groups.values() for member in group.members}
+        for key in sorted(self.groups, key=str):  # by kind, as ``masters`` are
+            group = self.groups[key]
+            if group.server_error is None:
                 continue
-            line.recognise(groups[key[0]] if isinstance(key, tuple) else (), taken)
-            part = line.server_error.numel()
-            begin = line.place * part
-            for (member, start), numel in zip(line.starts().items(), line.numels, strict=False):
+            group.match(masters[key[0]] if isinstance(key, tuple) else (), taken)
+            part = group.server_error.numel()
+            begin = group.place * part
+            for (member, start), numel in zip(group.starts().items(), group.numels, strict=False):
                 low, high = max(begin, start), min(begin + part, start + numel)
                 if low < high:
-                    debt = line.server_error[low - begin : high - begin]
-                    found.setdefault(member, []).append((low - start, debt))
+                    error = group.server_error[low - begin : high - begin]
+                    found.setdefault(member, []).append((low - start, error))
         return found
 
     def saved(self) -> dict[Hashable, dict[str, Any]]:
         return {
             key: {
-                "ranks": line.ranks,
-                "numels": list(line.numels),
-                "server_error": line.server_error,
-                "place": line.place,
+                "ranks": group.ranks,
+                "numels": list(group.numels),
+                "server_error": group.server_error,
+                "place": group.place,
             }
-            for key, line in self.lines.items()
+            for key, group in self.groups.items()
         }
 
     def load(self, saved: Sequence[Mapping[Hashable, Mapping[str, Any]]], rank: int, ranks: int) -> None:
-        """``saved[r]``: of rank r. With another number of ranks nothing is owed."""
-        self.lines.clear()
+        """``saved[r]``: of rank r. With another number of ranks nothing is loaded."""
+        self.groups.clear()
         for key, entry in saved[rank].items() if len(saved) == ranks else ():
-            line = self.lines[key] = ExchangeGroup(tuple(entry["ranks"]), list(entry["numels"]))
-            line.place = int(entry.get("place", rank))
-            line.server_error = entry["server_error"]
+            group = self.groups[key] = ExchangeGroup(tuple(entry["ranks"]), list(entry["numels"]))
+            group.place = int(entry.get("place", rank))
+            group.server_error = entry["server_error"]
 
 
-def _cut(whole: Tensor, part: int, ranks: Communicator) -> Tensor:
+def _own_part(whole: Tensor, part: int, ranks: Communicator) -> Tensor:
     padded = whole.new_zeros(part * ranks.size)
     padded[: whole.numel()] = whole
     return padded[ranks.rank * part : (ranks.rank + 1) * part].clone()

@@ -18,7 +18,7 @@ def expert_parallelism(config: DeepSpeedConfig) -> ModuleTransform | None:
     section = config.expert_parallel_config
     if not section.enabled:
         return None
-    from deepspeed.parallel.expert.spreading import ExpertParallelism
+    from deepspeed.parallel.expert.transform import ExpertParallelism
 
     return ExpertParallelism(section)
 

@@ -117,15 +117,14 @@ class Offload:
     storing: int = 0
     """Host bytes of the buffer through which masters are written to storage."""
 
-    def takes(self, layout: BucketLayout) -> bool:
-        return self.tier.takes(layout)
+    def offloads(self, layout: BucketLayout) -> bool:
+        return self.tier.offloads(layout)
 
     def files_gradients(self, layout: BucketLayout) -> bool:
         """Tell whether the bucket's summed gradient shard is stored in the file (``OffloadedTier.new_gradients``); at
         stage 1 it is part of the whole gradient."""
-        return (
-            self._swaps and not self.has_device_memory and self.plan.zero.shard_grads and self.takes(layout)
-        )
+        swaps = self._swaps and not self.has_device_memory
+        return swaps and self.plan.zero.shard_grads and self.offloads(layout)
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
         """Return the bytes of the bucket's summed gradient shard."""
@@ -160,7 +159,7 @@ class Offload:
         """Count a bucket's masters and its resident state; return the fragments that an offloaded tier updates."""
         layout, tier = bucket.layout, self.tier.of(bucket.layout)
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
-        taken = tier.takes(layout)
+        taken = tier.offloads(layout)
         dtype = self.plan.precision.master or layout.dtype
         off_device = self.has_device_memory and bucket.place is MemoryPlace.DEVICE
         own_master = taken and (off_device or bucket.place is MemoryPlace.DISK)

@@ -306,7 +306,7 @@ def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse
         if not bucket.trained:
             continue
         layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
-        leaves = setting.has_device_memory and offload.takes(layout) and plan.zenflow is None
+        leaves = setting.has_device_memory and offload.offloads(layout) and plan.zenflow is None
         if not plan.zero.shard_grads:
             ledger.add(TRAINING, near, MemoryKind.GRADIENTS, nbytes * layout.num_shards)
         elif not leaves and not offload.files_gradients(layout):
@@ -349,7 +349,7 @@ def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
 def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:
     """Count the temporaries of the update."""
     plan, phases = setting.plan, (MemoryPhase.FIRST_UPDATE, MemoryPhase.STEP)
-    resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
+    resident = [bucket for bucket in buckets if bucket.trained and not offload.offloads(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
     if setting.has_device_memory and owned:  # the norm: squares in fp64, piece by piece
         ledger.add(phases, setting.near, MemoryKind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
 from deepspeed.tools.launcher import runner
 
 RANKS_MODULE = "deepspeed.tools.bench_ranks"
@@ -59,7 +59,7 @@ def _only(operation: str) -> dict[str, Any]:
     return takes(about, action="append_const", dest="operations", const=operation)
 
 
-@ends_quietly("ds_bench")
+@exit_quietly("ds_bench")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     made = parser()

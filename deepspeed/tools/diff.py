@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, positive, takes
 from deepspeed.observe.audit.compare import Comparison, Difference, compare, step_name
 from deepspeed.observe.audit.records import Run, read_run
 
@@ -16,7 +16,7 @@ SAME, DIFFERENT = 0, 1
 COLUMNS = ("step", "phase", "tensor", "module", "by how much")
 
 
-@ends_quietly("ds diff", ValueError, OSError)
+@exit_quietly("ds diff", ValueError, OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds diff",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
 from deepspeed.tools.launcher.addresses import ask, master_address, resolved
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
@@ -344,7 +344,7 @@ def parser() -> ArgumentParser:
     return made
 
 
-@ends_quietly("ds doctor")
+@exit_quietly("ds doctor")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if any finding is bad, else 0."""
     options = parser().parse_args(argv)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from deepspeed.base.python_gc import python_gc_manager
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.tools import parsers, serve_options
 from deepspeed.tools.starter import arguments as starter
 
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
     """Run a tool with these arguments, or with the command line's; return its exit code."""
 
-    @ends_quietly(f"ds {name}")
+    @exit_quietly(f"ds {name}")
     def run() -> int | None:  # importing torch takes seconds, during which Ctrl-C may arrive, too
         tool = TOOLS[name]
         if tool.parser is not None:

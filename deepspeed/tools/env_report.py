@@ -22,7 +22,7 @@ import torch.distributed
 
 from deepspeed.base.accelerator import get_accelerator, host_memory
 from deepspeed.base.numa import available_cores, cpu_name, format_range_list, get_numa_cores
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.observe import op_speed as speed
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS
@@ -270,7 +270,7 @@ def main(
     debug_report(verbose=not hide_errors_and_warnings)
 
 
-@ends_quietly("ds_report")
+@exit_quietly("ds_report")
 def cli_main(args: list[str] | None = None) -> None:
     arguments = parse_arguments(args)
     main(

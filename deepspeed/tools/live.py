@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
 from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
@@ -33,7 +33,7 @@ class Follower:
         self.history.set_facts(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
 
 
-@ends_quietly("ds live", OSError, ValueError, OverflowError)
+@exit_quietly("ds live", OSError, ValueError, OverflowError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",

@@ -18,14 +18,14 @@ from torch import nn
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.extras import install_hint
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.base.transformers_models import why_not_loaded
 from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
 from deepspeed.parallel.expert.placement import stacked_experts
-from deepspeed.parallel.expert.spreading import spread_meta
+from deepspeed.parallel.expert.transform import spread_meta
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@ends_quietly("ds plan")
+@exit_quietly("ds plan")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsers.plan().parse_args(argv)
     time_options.check(args)

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import report
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.inference.pretrained import classifier_in
 from deepspeed.inference.scheduling.speculation import SpeculativeConfig
 from deepspeed.inference.serving.clients import Certificate, RequestLog
@@ -24,7 +24,7 @@ from deepspeed.tools import serve_options
 from deepspeed.tools.serve_loading import LoadedServer, clients_of, load
 
 
-@ends_quietly("ds serve")
+@exit_quietly("ds serve")
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
     args = serve_options.parser().parse_args(argv)

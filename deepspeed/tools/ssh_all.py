@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
 from deepspeed.tools.launcher.devices import DLTS_HOSTFILE
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
@@ -36,7 +36,7 @@ def parser() -> ArgumentParser:
     return made
 
 
-@ends_quietly("ds_ssh")
+@exit_quietly("ds_ssh")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the largest exit code of all machines."""
     args = parser().parse_args(argv)

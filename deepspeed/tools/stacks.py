@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.base.constants import RANK_SOCKET
-from deepspeed.base.tool_arguments import add_options, ends_quietly, takes
+from deepspeed.base.tool_arguments import add_options, exit_quietly, takes
 
 ANSWER_S = 5.0
 CALLS = 5
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
 
 
-@ends_quietly("ds stacks")
+@exit_quietly("ds stacks")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds stacks",

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed.base.tool_arguments import ArgumentParser, add_options, ends_quietly, positive, takes
+from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, positive, takes
 from deepspeed.observe.timeline.analysis import late_ranks, longest_waits, steps_of
 from deepspeed.observe.timeline.files import RankTrace, join, read_traces
 
 Rows = list[tuple[str, ...]]
 
 
-@ends_quietly("ds trace", OSError)
+@exit_quietly("ds trace", OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds trace",

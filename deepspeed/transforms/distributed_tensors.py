@@ -61,7 +61,7 @@ class DTensorLayout:
         )
 
 
-class Copies(torch.autograd.Function):
+class SumGradient(torch.autograd.Function):
     """The identity on a parameter of which each rank's gradient covers only its own part of the layer: the gradient is
     summed."""
 
@@ -126,18 +126,18 @@ class LocalParts:
         _check_axis(mesh, context)
         parts = {key: _part(tensor) for key, tensor in tensors.items()}
         for key, tensor in tensors.items():
-            context.became(tensor, parts[key])
+            context.replace_param(tensor, parts[key])
         for owner in list(module.modules()):
             owned = {n: p for n, p in owner._parameters.items() if p is not None and id(p) in parts}
             if owned:
-                _take_over(owner, owned, parts)
+                _replace_params(owner, owned, parts)
             _sum_gradients_of_copies(owner, context)
         for param in module.parameters():
             if not hasattr(param, ATTRIBUTE) and replica_group_name(param) == DENSE:
                 first = context.mesh.rank("tp") == 0
                 copies = Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first)
                 place(param, copies)
-        context.say(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
+        context.report(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
 
 
 def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:
@@ -158,25 +158,25 @@ def _part(tensor: nn.Parameter) -> nn.Parameter:
     return part
 
 
-def _take_over(
+def _replace_params(
     owner: nn.Module, owned: Mapping[str, nn.Parameter], parts: Mapping[int, nn.Parameter]
 ) -> None:
     layouts = {name: DTensorLayout.of(tensor) for name, tensor in owned.items()}  # type: ignore[arg-type]
     vars(owner)[LAYOUTS] = layouts
     for name, tensor in owned.items():
         owner._parameters[name] = parts[id(tensor)]
-    owner.forward = _seeing(owner, owner.forward, {name: each.distributed for name, each in layouts.items()})
+    owner.forward = _viewing(owner, owner.forward, {name: each.distributed for name, each in layouts.items()})
     owner.register_state_dict_post_hook(_distribute_state)
-    owner.register_load_state_dict_pre_hook(_take_parts)
+    owner.register_load_state_dict_pre_hook(_load_parts)
 
 
-def _seeing(
+def _viewing(
     owner: nn.Module, forward: Callable[..., Any], views: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> Callable[..., Any]:
     """``forward`` that finds ``views`` of the parameters in place of them."""
 
     @functools.wraps(forward)
-    def seeing(*args: Any, **kwargs: Any) -> Any:
+    def viewing(*args: Any, **kwargs: Any) -> Any:
         own = owner._parameters
         vars(owner)["_parameters"] = {
             name: views[name](param) if name in views and param is not None else param
@@ -187,7 +187,7 @@ def _seeing(
         finally:
             vars(owner)["_parameters"] = own
 
-    return seeing
+    return viewing
 
 
 # Copies whose gradient is partial -----------------------------------------------------------------------------
@@ -205,11 +205,11 @@ def _sum_gradients_of_copies(owner: nn.Module, context: TransformContext) -> Non
         _remove_hooks(owner._parameters[name])
     group = context.mesh.group("tp")
     summed = {name: functools.partial(_summed, group=group) for name in names}
-    owner.forward = _seeing(owner, found, summed)
+    owner.forward = _viewing(owner, found, summed)
 
 
 def _summed(param: Tensor, group: Any) -> Tensor:
-    return Copies.apply(param, group) if param.requires_grad else param  # type: ignore[return-value]
+    return SumGradient.apply(param, group) if param.requires_grad else param  # type: ignore[return-value]
 
 
 def _innermost(forward: Any, style: str) -> Callable[..., Any] | None:
@@ -240,7 +240,7 @@ def _distribute_state(
             state[prefix + name] = layout.distributed(value)
 
 
-def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Accept DTensors and whole tensors besides parts in ``module.load_state_dict``."""
     for name, value, _layout in _entries(owner, state, prefix):
         if is_dtensor(value):
@@ -249,7 +249,7 @@ def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             state[prefix + name] = local_part(owner._parameters[name], value)
 
 
-_take_parts.keeps_names = True  # type: ignore[attr-defined]
+_load_parts.keeps_names = True  # type: ignore[attr-defined]
 
 
 def _entries(

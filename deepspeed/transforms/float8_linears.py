@@ -53,7 +53,7 @@ class Float8Linears:
         rounded = Rounded()
         for layer in chosen.values():
             vars(layer)["forward"] = Float8Forward(layer, rounded, emulate=is_meta or not has_products)
-        context.say(
+        context.report(
             f"{len(chosen)} of {len(linears)} linear layers, products {'' if has_products else 'emulated '}in 8 bits"
         )
 

@@ -52,7 +52,7 @@ class TransformContext:
         self.plan = plan
         self.config = config
         self.mesh = mesh
-        self.said: list[str] = []
+        self.notes: list[str] = []
         self.originals: dict[str, Expression] = {}
         self.dropped: set[str] = set()
         self.inputs: list[InputTransform] = []
@@ -65,7 +65,7 @@ class TransformContext:
 
         return GatheredParameters(list(tensors))
 
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+    def replace_param(self, old: nn.Parameter, *new: nn.Parameter) -> None:
         """Declare that ``new`` replace ``old`` in its optimizer group (``new`` may include ``old``). Needed for
         optimizers and parameter lists created before the transform."""
         self.successors[id(old)] = (*self.successors.get(id(old), ()), *new)
@@ -84,9 +84,9 @@ class TransformContext:
         """Register ``transform`` for the inputs of every forward."""
         self.inputs.append(transform)
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Add text to this transform's line in the startup report."""
-        self.said.append(text)
+        self.notes.append(text)
 
 
 def request(module: nn.Module, transform: ModuleTransform) -> None:
@@ -97,7 +97,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
     Raises:
         TransformError: an engine already holds the module's weights.
     """
-    if _is_taken(module):
+    if _has_engine(module):
         raise TransformError(
             f"transform {transform.name!r} comes too late: an engine holds the module's weights already. Request it "
             "before deepspeed.initialize, or call engine.destroy() first"
@@ -105,7 +105,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
     vars(module).setdefault(RECORD, Transforms()).requested.append(transform)
 
 
-def _is_taken(module: nn.Module) -> bool:
+def _has_engine(module: nn.Module) -> bool:
     return any(
         is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].alone)
         for param in module.parameters()
@@ -127,24 +127,24 @@ def transform_module(
         TransformError: a transform failed, changed what another has changed, or described the original wrongly.
     """
     record = transforms_of(module)
-    asked = [*from_config, *record.requested]
-    coming = in_order(
-        [transform for transform in asked if transform.name not in record.names],
+    requested = [*from_config, *record.requested]
+    pending = in_order(
+        [transform for transform in requested if transform.name not in record.names],
         MODULE_ORDER,
         others=[*record.names, *INPUT_ORDER],
     )
-    if not coming:
+    if not pending:
         return record.record_no_op()
-    if _is_taken(module):
+    if _has_engine(module):
         raise TransformError(
-            f"transform {coming[0].name!r} comes too late: another engine holds the module's weights"
+            f"transform {pending[0].name!r} comes too late: another engine holds the module's weights"
         )
     run = _TransformRun(module, record)
-    for transform in coming:
+    for transform in pending:
         context = TransformContext(plan, config, mesh)
-        with run.naming(transform):
+        with run.rollback_on_error(transform):
             transform.apply(module, context)
-            run.take(transform, context)
+            run.record(transform, context)
     vars(module)[RECORD] = run.result
     return run.result
 
@@ -161,7 +161,7 @@ class _TransformRun:
         )
 
     @contextlib.contextmanager
-    def naming(self, transform: ModuleTransform) -> Iterator[None]:
+    def rollback_on_error(self, transform: ModuleTransform) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -176,7 +176,7 @@ class _TransformRun:
                 f"transform {transform.name!r} failed: {type(error).__name__}: {error} ({state})"
             ) from error
 
-    def take(self, transform: ModuleTransform, context: TransformContext) -> None:
+    def record(self, transform: ModuleTransform, context: TransformContext) -> None:
         """Check and record the changes of ``transform``."""
         after = Structure(self.module)
         changes = self.now.changes_to(after)
@@ -232,7 +232,7 @@ def _summary(context: TransformContext, changes: Changes) -> str:
         if params:
             parts.append(f"{count(params)} {what}")
     parts += [f"inputs: {each.name}" for each in context.inputs]
-    return ", ".join([*context.said, *parts]) or "nothing to change"
+    return ", ".join([*context.notes, *parts]) or "nothing to change"
 
 
 # Snapshot of a module's structure, to detect what a transform changed and to undo it.

@@ -122,7 +122,7 @@ class LayerDrop:
         """Install layer dropping. DeepSpeedConfigError: the model neither takes theta nor has a stack of pre-norm
         blocks."""
         if takes_theta(module):
-            context.say("the model is told theta")
+            context.report("the model is told theta")
             context.transform_inputs(LayerDropInputs(self.schedule))
             return
         blocks = list(find_blocks(module) or ())
@@ -136,7 +136,7 @@ class LayerDrop:
             dropped = DroppedBlock(block.forward)
             block.forward = dropped  # type: ignore[method-assign]
             made.append(dropped)
-        context.say(f"{len(made)} blocks ({type(blocks[0]).__name__}) are skipped at random")
+        context.report(f"{len(made)} blocks ({type(blocks[0]).__name__}) are skipped at random")
         context.transform_inputs(LayerDropInputs(self.schedule, made))
 
 

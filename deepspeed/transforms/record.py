@@ -28,13 +28,13 @@ class Successors:
     def add(
         self,
         transform: str,
-        became: Mapping[int, Sequence[nn.Parameter]],
+        replaced: Mapping[int, Sequence[nn.Parameter]],
         removed: Mapping[str, nn.Parameter],
     ) -> None:
-        """Record one transform. ``became``: by id of the replaced parameter; ``removed``: by name."""
+        """Record one transform. ``replaced``: by id of the replaced parameter; ``removed``: by name."""
         gone = {id(param): name for name, param in removed.items()}
         self._kept += removed.values()
-        self._steps.append((transform, became, gone))
+        self._steps.append((transform, replaced, gone))
 
     def followed(self, params: Iterable[Any]) -> list[Any]:
         """Replace each of ``params`` by its successors, without duplicates.
@@ -42,15 +42,15 @@ class Successors:
         ValueError: a transform removed one of them without declaring successors.
         """
         current = list(params)
-        for transform, became, gone in self._steps:
+        for transform, replaced, gone in self._steps:
             following: list[Any] = []
             for param in current:
-                if id(param) in gone and id(param) not in became:
+                if id(param) in gone and id(param) not in replaced:
                     raise ValueError(
                         f"the optimizer holds {gone[id(param)]}, which transform {transform!r} took out of the module "
-                        "without saying what it became (context.became)"
+                        "without saying what it became (context.replace_param)"
                     )
-                following.extend(became.get(id(param), (param,)))
+                following.extend(replaced.get(id(param), (param,)))
             current = list({id(param): param for param in following}.values())
         return current
 
@@ -66,7 +66,7 @@ class Successors:
             else {PARAMS: self.followed([entry])}
             for entry in given
         ]
-        _check_apart([group[PARAMS] for group in groups])
+        _check_groups([group[PARAMS] for group in groups])
         return groups
 
     def replace_in_optimizer(self, optimizer: Any) -> None:
@@ -78,7 +78,7 @@ class Successors:
         if groups is None or not self._steps:
             return
         followed = [self.followed(group[PARAMS]) for group in groups]
-        _check_apart(followed)
+        _check_groups(followed)
         staying = {id(param) for params in followed for param in params}
         if any(id(param) not in staying for param in getattr(optimizer, "state", ())):
             raise ValueError(
@@ -94,7 +94,7 @@ def _params(group: Mapping[str, Any]) -> list[Any]:
     return [params] if torch.is_tensor(params) else list(params)
 
 
-def _check_apart(groups: Sequence[Sequence[Any]]) -> None:
+def _check_groups(groups: Sequence[Sequence[Any]]) -> None:
     seen: set[int] = set()
     for params in groups:
         ids = {id(param) for param in params}

@@ -46,10 +46,10 @@ class SparseAttention:
         )
 
         if any(isinstance(each, SparseSelfAttention) for each in module.modules()):
-            context.say("the model has its own")
+            context.report("the model has its own")
             return
         if not takes_attention(module):
-            context.say("for the model to read: its attention stays as it is")
+            context.report("for the model to read: its attention stays as it is")
             return
         if (ranks := context.mesh.size("sp")) > 1:
             raise ValueError(f"sparse_attention with sequence_parallel_size={ranks}: use one of them")
@@ -60,7 +60,7 @@ class SparseAttention:
             )
         wanted = self.sparsity(int(text_config(module.config).num_attention_heads))
         use_sparse_attention(module, wanted)
-        context.say(
+        context.report(
             f"{self.section['mode']} pattern in blocks of {wanted.block}, without dropout of attention weights"
         )
 

@@ -19,7 +19,7 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.zero.layout import BucketLayout, Fragment
 
 _address = Tensor.data_ptr
-_NOWHERE = -1
+_NO_ADDRESS = -1
 """An address that no parameter has."""
 
 
@@ -53,7 +53,7 @@ class ParamBucket:
 
     def flatten(self, *, flat: bool = False) -> None:
         """Move the weights into one buffer, parameter by parameter; each old storage is freed immediately."""
-        self.note_addresses()
+        self.record_addresses()
         if self.layout.num_shards == 1 and not flat:
             return
         device = self.params[0].device
@@ -62,7 +62,7 @@ class ParamBucket:
         self.shard = self.full[start:stop]
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             self._link(slot.offset, slot.numel, param)
-        self.note_addresses()
+        self.record_addresses()
 
     def _link(self, offset: int, numel: int, param: nn.Parameter) -> None:
         assert self.full is not None
@@ -70,10 +70,10 @@ class ParamBucket:
         view.copy_(param.data)
         param.data = view
 
-    def note_addresses(self, apart: Container[int] = ()) -> None:
-        """Record the current addresses of the parameters as attached, except at the positions ``apart``."""
+    def record_addresses(self, skip: Container[int] = ()) -> None:
+        """Record the current addresses of the parameters as attached, except at the positions ``skip``."""
         addresses = map(_address, self.params)
-        self._addresses = [_NOWHERE if i in apart else address for i, address in enumerate(addresses)]
+        self._addresses = [_NO_ADDRESS if i in skip else address for i, address in enumerate(addresses)]
 
     def detached(self) -> list[int]:
         """Return the positions of parameters whose memory was replaced (``module.to``, a LoRA merge,
@@ -124,9 +124,9 @@ class ParamBucket:
         """Give every parameter its own storage again, except those whose memory was replaced."""
         if self.full is None:
             return
-        elsewhere = set(self.detached())
+        replaced = set(self.detached())
         for position, param in enumerate(self.params):
-            if position not in elsewhere:
+            if position not in replaced:
                 param.data = param.data.clone()
         self.full = self.shard = None
 
@@ -165,15 +165,15 @@ class BufferPool:
         if free and free[-1].numel() == numel:
             buffer = free.pop()
             if self._read_until:
-                self._settle(buffer)
+                self._wait_for_reader(buffer)
             return buffer
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
-            self._settle(buffer)
+            self._wait_for_reader(buffer)
             return buffer if buffer.numel() == numel else buffer[:numel]
         for buffer in free:  # all too small: replace them by a larger one
-            self._settle(buffer)
+            self._wait_for_reader(buffer)
         free.clear()
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -199,7 +199,7 @@ class BufferPool:
             self._read_until[whole.data_ptr()] = read_until
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
-    def _settle(self, buffer: Tensor) -> None:
+    def _wait_for_reader(self, buffer: Tensor) -> None:
         """Make the current stream wait for the buffer's last use on another stream."""
         event = self._read_until.pop(buffer.data_ptr(), None)
         if event is not None:
@@ -213,5 +213,5 @@ class BufferPool:
         """Release the free buffers."""
         for free in self._free.values():
             for buffer in free:
-                self._settle(buffer)
+                self._wait_for_reader(buffer)
         self._free.clear()

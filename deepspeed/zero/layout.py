@@ -36,15 +36,15 @@ class ParamSpec:
     replica_group: str = "dense"
     """Name of the replica group, the ranks that hold these weights (``zero/replica_groups.py``)."""
     requires_grad: bool = True
-    alone: bool = False
+    own_bucket: bool = False
     """Gets its own bucket."""
-    apart: bool = False
+    separate: bool = False
     """Shares no bucket with copies of whole tensors (Note: blocks and copies in `zero/partitioning.py`)."""
 
     @property
     def key(self) -> tuple[str, torch.dtype, torch.dtype, bool, bool]:
         """Return the key of the bucket: parameters with different keys never share one."""
-        return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad, self.apart)
+        return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad, self.separate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def _runs(params: Iterable[ParamSpec], policy: CutPolicy) -> list[list[ParamSpec
 
 def _fits(last: ParamSpec, size: int, spec: ParamSpec, policy: CutPolicy, persistent: bool) -> bool:
     """Tell whether ``spec`` belongs to the run that ends with ``last`` and has ``size`` elements."""
-    if spec.alone or last.alone:
+    if spec.own_bucket or last.own_bucket:
         return False
     if size + spec.numel > policy.max_numel:
         return False

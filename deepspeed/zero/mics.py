@@ -68,7 +68,7 @@ class MiCS_Init(Init):
     def replica_group(self) -> ReplicaGroup:
         return ReplicaGroup.whole(self.communicator).mics(self.shard_size)
 
-    def _cut(self, param: nn.Parameter) -> None:
+    def _shard_whole(self, param: nn.Parameter) -> None:
         shard_alone(param, self.replica_group.shard, self.replica_group.all_ranks)
 
     def get_partition_rank(self) -> int:

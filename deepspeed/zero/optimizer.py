@@ -53,7 +53,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """The argument of ``override_loss_scale``."""
         self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
         """Returns the ``backward`` of the engine, or None; set by the engine."""
-        self.beside_engine: Callable[[], None] = lambda: None
+        self.before_direct_step: Callable[[], None] = lambda: None
         """Called before a ``step`` that a script calls here; set by the engine, which steps without it."""
         self.clock: AccumulationClock | None = None
         """The engine's accumulation clock; set by the engine."""
@@ -87,7 +87,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
         if closure is not None:
             raise ValueError("closure is not supported: call engine.backward() and engine.step()")
-        self.beside_engine()
+        self.before_direct_step()
         self.last = self.executor.step()
         self.executor.reducer.clear()
 

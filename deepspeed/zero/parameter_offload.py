@@ -65,7 +65,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         self._index = {
             id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
         }
-        self._moves = any(not bucket.persistent for bucket in coordinator.buckets)
+        self._has_sharded = any(not bucket.persistent for bucket in coordinator.buckets)
         """Whether anything is ever gathered; otherwise no module has hooks."""
         self._needs: dict[nn.Module, list[int]] = {}
         self._numbers: dict[nn.Module, int] = {}  # the same on every rank
@@ -106,7 +106,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         forwards."""
         self.remove_hooks()
         self._needs.clear()
-        self._moves = any(not bucket.persistent for bucket in self.param_coordinator.buckets)
+        self._has_sharded = any(not bucket.persistent for bucket in self.param_coordinator.buckets)
         self._register_deepspeed_module(self.module)
 
     def _walk(self, module: nn.Module, roots: set[nn.Module], seen: set[nn.Module]) -> None:
@@ -121,7 +121,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         for b in self._buckets_of(params):
             if b not in needs:
                 needs.append(b)
-        if needs or (self._moves and (whole or module is self.module)):
+        if needs or (self._has_sharded and (whole or module is self.module)):
             self._hook(module, needs)
         if not leaf and module not in self._compiled:
             for child in module.children():
@@ -158,7 +158,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
             transformed = inside_transform()
             frame = call_outside_transforms(coordinator.leave) if transformed else coordinator.leave()
             if type(outputs) is not Tensor:
-                self._adopt_returned(module, outputs)
+                self._register_returned(module, outputs)
             if frame.held and recording():
                 if transformed:  # backwards at several levels reach the outputs in an unknown order
                     coordinator.transitions.keep(frame.held)
@@ -175,7 +175,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         )
         self.forward_hooks.append(module.register_forward_hook(untraced(after_forward), always_call=True))
 
-    def _adopt_returned(self, module: nn.Module, outputs: Any) -> None:
+    def _register_returned(self, module: nn.Module, outputs: Any) -> None:
         """Register a parameter that a module returns (a bias, for its caller to add) as external to its parent
         module."""
         parent = self._parents.get(module)

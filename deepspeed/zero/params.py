@@ -240,15 +240,15 @@ def get_partition_dp_group(param: Any) -> Any:
 def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -> None:
     """Partition ordinary parameters that were added after ``zero.Init`` (adapters) like ``param``, each in its own
     dtype. Collective."""
-    shard_alike = getattr(param.ds_owner, "shard_alike", None)
-    if shard_alike is None:
+    shard_like_this = getattr(param.ds_owner, "shard_like_this", None)
+    if shard_like_this is None:
         raise ZeRORuntimeException(
             "convert_to_zero_parameters: this parameter already belongs to an engine; add parameters to the model "
             "before deepspeed.initialize(), which partitions those that are not"
         )
     for each in param_list:
         if not is_zero_param(each):
-            shard_alike(each)
+            shard_like_this(each)
 
 
 class MultipleAllGatherHandles:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer, SparseAdam
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Plan
 from deepspeed.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
-from deepspeed.zero.placements import in_parts
+from deepspeed.zero.placements import is_partial
 from deepspeed.zero.precision import wire_dtypes
 from deepspeed.zero.replica_groups import replica_group_name
 
@@ -195,8 +195,8 @@ def param_specs(
             replica_group=replica_group_name(param),
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
             requires_grad=i < trained.held,  # not reduced if in no optimizer, whatever its flag
-            alone=param in by_rows,
-            apart=plan.packing.rounds and in_parts(param),
+            own_bucket=param in by_rows,
+            separate=plan.packing.rounds and is_partial(param),
         )
         for i, param in enumerate(trained.params)
     ]

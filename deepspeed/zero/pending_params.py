@@ -59,7 +59,7 @@ class PendingParams:
         self.store = store
         self.publisher = publisher
         self.access = access
-        self._followers: list[Callable[[Sequence[str]], None]] = []
+        self._subscribers: list[Callable[[Sequence[str]], None]] = []
         self.make_buckets = make_buckets
         self.spare = list(spare)
         self._groups: list[int] = []
@@ -67,15 +67,15 @@ class PendingParams:
         self._known = {id(p) for p in module.parameters()}
         if not plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
-        self._strays: list[tuple[str, nn.Parameter]] = []
+        self._orphans: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        self.look()
+        self.find_pending()
 
-    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
-        """Call ``follower`` with the names of admitted parameters, once the store holds them."""
-        self._followers.append(follower)
+    def subscribe(self, subscriber: Callable[[Sequence[str]], None]) -> None:
+        """Call ``subscriber`` with the names of admitted parameters, once the store holds them."""
+        self._subscribers.append(subscriber)
 
-    def look(self) -> None:
+    def find_pending(self) -> None:
         """Find the pending parameters. Every rank finds the same ones, because all have the same optimizer groups."""
         groups = self.store.optimizer.param_groups
         sizes = [len(group[PARAMS]) for group in groups]
@@ -86,19 +86,19 @@ class PendingParams:
             held = {id(p): p for group in groups for p in group[PARAMS]}
             held.update((id(p), p) for p in self.spare)
             self.reducer.pending_params = [p for key, p in held.items() if key not in trained]
-            self._strays = [(name, p) for name, p in self._frozen if id(p) not in held]
-        if self._strays:
-            self._name_strays()
+            self._orphans = [(name, p) for name, p in self._frozen if id(p) not in held]
+        if self._orphans:
+            self._warn_of_orphans()
 
-    def _name_strays(self) -> None:
+    def _warn_of_orphans(self) -> None:
         """Warn about unfrozen parameters with a gradient that no optimizer holds: as in torch, they do not train."""
-        names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
+        names = [name for name, p in self._orphans if p.requires_grad and p.grad is not None]
         if names:
             known = set(names)
             self._frozen = [(name, p) for name, p in self._frozen if name not in known]
-            self._strays = [(name, p) for name, p in self._strays if name not in known]
+            self._orphans = [(name, p) for name, p in self._orphans if name not in known]
             logger.warning(
-                f"{_listed(names)} {_were(names)} unfrozen and got a gradient, but the optimizer does not hold "
+                f"{_listed(names)} {_verb(names)} unfrozen and got a gradient, but the optimizer does not hold "
                 "what was frozen when it was made, so it does not train. Give it to the optimizer: "
                 "engine.optimizer.add_param_group({'params': [...]})."
             )
@@ -111,7 +111,7 @@ class PendingParams:
 
     def admit_saved(self, names: Collection[str]) -> None:
         """Start training the pending parameters in ``names``, whose state a checkpoint holds. Local, on every rank."""
-        self.look()
+        self.find_pending()
         own = {id(p): name for name, p in self.module.named_parameters()}
         params = [p for p in self.reducer.pending_params if own.get(id(p)) in names]
         if params:
@@ -120,18 +120,18 @@ class PendingParams:
     def _admit(self, params: Sequence[nn.Parameter]) -> Sequence[GradBucket]:
         added = named_params(self.module, params)
         self._check(added)
-        self._join_group(added.params)
+        self._add_to_group(added.params)
         weights, grads = self.make_buckets(added)
         self.store.admit(added.params, weights, grads)
         self.reducer.admit(added.params, grads)
         self.access.admit(added.names, added.shared)
-        for follower in self._followers:
-            follower(added.names)
+        for subscriber in self._subscribers:
+            subscriber(added.names)
         publisher = self.publisher
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
-        self.look()
+        self.find_pending()
         log_dist(
-            f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0]
+            f"{_listed(added.names)} {_verb(added.names)} unfrozen: trained from this step on", ranks=[0]
         )
         return grads
 
@@ -143,7 +143,7 @@ class PendingParams:
                 "deepspeed.initialize was called. Add it to the model, frozen if need be, before initialize."
             )
 
-    def _join_group(self, params: Sequence[nn.Parameter]) -> None:
+    def _add_to_group(self, params: Sequence[nn.Parameter]) -> None:
         groups = self.store.optimizer.param_groups
         held = {id(p) for group in groups for p in group[PARAMS]}
         for param in params:
@@ -157,5 +157,5 @@ def _listed(names: Sequence[str]) -> str:
     return f"{'parameter' if len(names) == 1 else 'parameters'} {', '.join(names[:5])}{more}"
 
 
-def _were(names: Sequence[str]) -> str:
+def _verb(names: Sequence[str]) -> str:
     return "was" if len(names) == 1 else "were"

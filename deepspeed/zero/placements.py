@@ -47,7 +47,7 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, replica_groups:
     if mesh.size("tp") > 1:
         _read_marks(unknown, mesh)
     if replica_groups.across:
-        _count_once(unknown, mesh)
+        _mark_counted(unknown, mesh)
     for param in unknown:
         replica_group = replica_groups.of(param)
         if replica_group.kinds > 1 and not is_numbered_expert(param):
@@ -64,7 +64,7 @@ def is_stack(param: Tensor) -> bool:
     return stacked and len(full_shape(param)) > 2
 
 
-def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
+def is_partial(param: Tensor, *, matrices: bool = False) -> bool:
     """Return whether the rank holds a part of a tensor, by any split except ZeRO's shards. With ``matrices``, a slice
     of a stack of whole matrices counts as whole."""
     placement, own = placement_of(param), tuple(full_shape(param))
@@ -103,7 +103,7 @@ def whole_tensor(
     return whole
 
 
-def counted(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
+def own_views(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
     """Return the views of ``values``, elements ``[start, start + numel)`` of the rank's flat ``param``, that count on
     this rank where every weight must count once."""
     placement = placement_of(param)
@@ -132,7 +132,7 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
         place(param, _split(param, sizes, mesh.rank("tp")))
 
 
-def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+def _mark_counted(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
     """Decide which copy counts: for copies on tensor-parallel ranks, the first rank's; for a weight that stages tie
     without a replica group, the one of the stage that does not mark it ``ds_pipe_replicated``."""
     first = mesh.rank("tp") == 0

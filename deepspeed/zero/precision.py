@@ -15,7 +15,7 @@ from deepspeed.zero.params import follow_dtype, is_cast
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 """Parameter attribute: the wire dtype of its gradient, if not the parameter's dtype."""
-IN_FULL = "ds_in_full"
+FULL_PRECISION = "ds_in_full"
 """Module attribute: True if it computes in fp32 even under autocast."""
 
 
@@ -92,10 +92,10 @@ def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, to
 
 def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Parameter]:
     """Yield the parameters of modules of these classes, given by qualified name, except of modules marked
-    ``IN_FULL``, whose gradients have more than 16 bits."""
+    ``FULL_PRECISION``, whose gradients have more than 16 bits."""
     safe = set(classes)
     for owner in module.modules():
-        if getattr(owner, IN_FULL, False):
+        if getattr(owner, FULL_PRECISION, False):
             continue
         kinds = type(owner).__mro__
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}

@@ -40,8 +40,8 @@ DIVIDED = "ds_tokens_divided"
 tokens, so that their gradients add up."""
 BROADCAST_NUMEL = 16 * 1024 * 1024
 """Elements per broadcast of the initial weights."""
-_IN_PARTS = ", tokens divided"
-_EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
+_DIVIDED_SUFFIX = ", tokens divided"
+_EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_DIVIDED_SUFFIX})?")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
@@ -72,7 +72,7 @@ def replica_group_name(param: torch.Tensor) -> str:
     if getattr(param, "allreduce", True):
         return DENSE
     return str(getattr(param, "group_name", "ep_size_1")) + (
-        _IN_PARTS if getattr(param, DIVIDED, False) else ""
+        _DIVIDED_SUFFIX if getattr(param, DIVIDED, False) else ""
     )
 
 
@@ -252,7 +252,7 @@ class ReplicaGroups:
             )
         return (
             self._divided(replica_group, same, device)
-            if name.endswith(_IN_PARTS)
+            if name.endswith(_DIVIDED_SUFFIX)
             else self._sharded(replica_group)
         )
 
@@ -278,7 +278,7 @@ def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]
 
 
 def _communicator(ranks: tuple[int, ...], all_ranks: Communicator) -> Communicator:
-    return all_ranks.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+    return all_ranks.for_group(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
 
 
 class ReplicaGroupTable(Protocol):

@@ -21,7 +21,7 @@ from deepspeed.ops.update import ALONE, UpdateContext
 from deepspeed.optim.loss_scaler import LossScaleError, LossScaler
 from deepspeed.zero.bucket import WeightPublisher
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.placements import counted
+from deepspeed.zero.placements import own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 from deepspeed.zero.update_context import OptimizerContext, SwappedGroupsStep, local_squares, params_by_group
@@ -127,11 +127,11 @@ class StepExecutor:
         self.communicator = replica_groups.all_ranks
         self.names = list(names)
         self.members = params_by_group(store.params, replica_groups)
-        self._asked = self._by_holders(store.params)
+        self._non_dense = self._find_non_dense(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.admission = admission
-        admission.follow(self._admitted)
+        admission.subscribe(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -144,7 +144,7 @@ class StepExecutor:
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
-        self._asks: Callable[[], bool] | None = (
+        self._wants_local: Callable[[], bool] | None = (
             optimizer.keeps_own_gradients if store.traits.own_communication else None
         )
         self._step_fragments: Any = (
@@ -169,7 +169,7 @@ class StepExecutor:
             self._update(vote.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
-        if self._asks or self._announced is not None:
+        if self._wants_local or self._announced is not None:
             self._change_cadence(vote)
         return StepResult(True, norm, clip)
 
@@ -183,7 +183,7 @@ class StepExecutor:
         self._announced = cadence
 
     def _change_cadence(self, vote: StepVote) -> None:
-        if self._asks:
+        if self._wants_local:
             self.reducer.change_cadence(Cadence.NEVER if vote.wants_local else self.reducer.usual_cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
@@ -193,7 +193,7 @@ class StepExecutor:
 
     def _agree(self) -> StepVote:
         """Vote, and vote again if late or newly activated gradients had to be summed after the first vote."""
-        self.admission.look()
+        self.admission.find_pending()
         vote = self._vote()
         if any(vote.activated):
             self.admission.admit(vote.activated)
@@ -205,8 +205,8 @@ class StepExecutor:
         """Follow the store, which now holds the parameters with these names at its end."""
         self.names += names
         self.members = params_by_group(self.store.params, self.replica_groups)
-        self._asked = self._by_holders(self.store.params)
-        self.optimizer_context.follow()
+        self._non_dense = self._find_non_dense(self.store.params)
+        self.optimizer_context.rebuild()
         self._lists = []
 
     def _vote(self) -> StepVote:
@@ -217,42 +217,42 @@ class StepExecutor:
         late, pending = self.reducer.has_late(), self.reducer.pending_params
         activated = [param.grad is not None for param in pending] if pending else []
         mine = flags = [*self.reducer.used, *activated]
-        wishes = [bool(self._asks())] if self._asks else []
-        own = any(wishes)
+        wants = [bool(self._wants_local())] if self._wants_local else []
+        local = any(wants)
         if self.communicator.size > 1:
-            values = self._sum([squares, late, *flags, *wishes], self.communicator)
+            values = self._sum([squares, late, *flags, *wants], self.communicator)
             flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
-            own = bool(wishes) and values[-1] == self.communicator.size
-        asked = self._by_holders([*self.store.params, *pending]) if pending else self._asked
-        if asked:
-            self._ask_holders(asked, mine, flags)
+            local = bool(wants) and values[-1] == self.communicator.size
+        groups = self._find_non_dense([*self.store.params, *pending]) if pending else self._non_dense
+        if groups:
+            self._vote_by_group(groups, mine, flags)
         used, activated = flags[: len(self.store.params)], flags[len(self.store.params) :]
-        again = late or any(activated)
+        revote = late or any(activated)
         for others in self.replica_groups.across.values():
-            squares, voters, refused = self._sum([squares, again, not own], others)
-            again, own = voters > 0, not refused
-        return StepVote(squares, used, late, activated, again, own)
+            squares, voters, refused = self._sum([squares, revote, not local], others)
+            revote, local = voters > 0, not refused
+        return StepVote(squares, used, late, activated, revote, local)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
         communicator.all_reduce(packed).wait()
         return packed.tolist()
 
-    def _ask_holders(
-        self, asked: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
+    def _vote_by_group(
+        self, groups: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
     ) -> None:
         """Correct ``flags`` where the ranks of ``dense`` are not the ranks that hold a weight: only some of them hold
         an expert, and other stages hold a shared weight too. ``flags`` has the store's parameters, then the pending
         ones; ``mine`` is this rank's."""
-        for replica_group, indices in asked:
+        for replica_group, indices in groups:
             counts = [float(mine[i]) for i in indices]
             if replica_group.all_ranks.size > 1:
                 counts = self._sum(counts, replica_group.all_ranks)
             for i, count in zip(indices, counts, strict=True):
                 flags[i] = count > 0
 
-    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[ReplicaGroup, list[int]]]:
+    def _find_non_dense(self, params: Sequence[nn.Parameter]) -> list[tuple[ReplicaGroup, list[int]]]:
         """Return the positions in ``params`` of those that are not dense, by replica group, sorted by its name so
         that all stages have one order."""
         found = params_by_group(params, self.replica_groups)
@@ -270,7 +270,7 @@ class StepExecutor:
                     for fragments, _, grads, _ in self._lists
                     for owned, grad in zip(fragments, grads, strict=True)
                     if owned.grad_bucket.counts
-                    for part in counted(
+                    for part in own_views(
                         self.store.params[owned.param_index], grad, owned.fragment.param_offset
                     )
                 ]
@@ -302,7 +302,7 @@ class StepExecutor:
             self.scaler.update(overflow=True)
         except LossScaleError as error:
             raise LossScaleError(f"{error} First non-finite gradient: {name}.") from None
-        if self.scaler.spent and self.bad_steps >= self.plan.max_bad_steps:
+        if self.scaler.exhausted and self.bad_steps >= self.plan.max_bad_steps:
             raise LossScaleError(
                 f"{self.bad_steps} steps in a row had a non-finite gradient, first in parameter {name}; training "
                 "cannot recover. Look at the data and the learning rate, or resume from an earlier checkpoint."

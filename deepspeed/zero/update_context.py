@@ -12,7 +12,7 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.native import sum_of_squares
 from deepspeed.ops.update import UpdateContext
-from deepspeed.zero.placements import counted, in_parts, is_stack
+from deepspeed.zero.placements import is_partial, is_stack, own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
@@ -25,20 +25,20 @@ class OptimizerContext:
         self.store = store
         self.replica_groups = replica_groups
         self.sharded = sharded
-        self.follow()
+        self.rebuild()
 
-    def follow(self) -> None:
+    def rebuild(self) -> None:
         """Rebuild the services for the parameters that the store holds now."""
         traits, sharded = self.store.traits, self.sharded
-        parted = sharded or any(map(in_parts, self.store.params))
+        split = sharded or any(map(is_partial, self.store.params))
         self._sums = None
-        if (traits.segment_sums or traits.own_communication) and parted:
+        if (traits.segment_sums or traits.own_communication) and split:
             self._sums = SegmentSums(self.store, self.replica_groups, sharded=sharded)
         self._matrices = None
         if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
-            from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices  # for Muon
+            from deepspeed.zero.whole_matrices import LocalMatrices, WholeMatrices  # for Muon
 
-            make = WholeMatrices if sharded else OwnMatrices
+            make = WholeMatrices if sharded else LocalMatrices
             self._matrices = make(self.store, self.replica_groups)
 
         self._holders = (
@@ -75,12 +75,12 @@ class SegmentSums:
             ).items():  # several may share one ``shard``
                 self.members.setdefault(replica_group.shard, []).extend(params)
         for index, param in enumerate(store.params):
-            for others in replica_groups.parts_of(param) if in_parts(param) else ():
+            for others in replica_groups.parts_of(param) if is_partial(param) else ():
                 self.members.setdefault(others, []).append(index)
         if store.traits.segment_sums:  # others sum for means alone
-            self._refuse_copies()
+            self._check_copies()
 
-    def _refuse_copies(self) -> None:
+    def _check_copies(self) -> None:
         """Raise DeepSpeedConfigError if tensor-parallel ranks hold some elements twice, which sums would count twice.
         Collective."""
         params = self.store.params
@@ -145,7 +145,7 @@ class Holders:
         self.sharded = sharded
         self.order = list(params_by_group(store.params, replica_groups))
         self.kind_of = {
-            id(o.master): (replica_groups.of(param), in_parts(param))
+            id(o.master): (replica_groups.of(param), is_partial(param))
             for o in store.fragments
             for param in (store.params[o.param_index],)
         }
@@ -239,7 +239,7 @@ def local_squares(
             for part in (
                 [owned.gradient()]
                 if replica_group.divided
-                else counted(store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset)
+                else own_views(store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset)
             )
         ]
         total += sum_of_squares(grads) / holders_of(replica_group, sharded=sharded).size

@@ -134,7 +134,7 @@ class WholeMatrices:
                 slot.copy_(result[part.start : part.stop])
 
 
-class OwnMatrices:
+class LocalMatrices:
     """Counterpart of ``WholeMatrices`` where every rank holds its tensors whole."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:

@@ -63,13 +63,13 @@ def make_grad_buckets(
                 pool,
                 first.device,
                 rank=bucket.rank,
-                own=own_sum(layout, replica_group, pool, plan),
+                own=local_sum(layout, replica_group, pool, plan),
                 factors=plan.gradients.factors(replica_group.divisor),
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_shard=partial(kept_by.new_gradients, device=first.device),
-                host=host if off_host(first.device) and tier.takes(layout) else None,
+                host=host if off_host(first.device) and tier.offloads(layout) else None,
             )
         )
         if kept_by.on_file and not off_host(first.device):
@@ -86,7 +86,7 @@ def gradient_sum(
 ) -> GradientSum:
     """Return the wire format of one bucket. ``rows_of``: shape of the embedding that is alone in it, if only its
     touched rows travel."""
-    result = _sum_of_one_copy(layout, replica_group, pool, plan)
+    result = _group_sum(layout, replica_group, pool, plan)
     for wrap in plan.gradients.formats:
         result = wrap(result)
     if rows_of is not None:
@@ -96,7 +96,7 @@ def gradient_sum(
     return result
 
 
-def own_sum(
+def local_sum(
     layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
 ) -> GradientSum | None:
     """Return the format of one bucket for steps without a sum over all ranks; None: each of its shards has a single
@@ -105,10 +105,10 @@ def own_sum(
         return LocalSum(replica_group.all_ranks.size)
     if plan.zero.shard_params or not (plan.zero.in_groups or replica_group.shard.size == 1):
         return None
-    return GroupSum(_sum_of_one_copy(layout, replica_group, pool, plan), replica_group.replicas.size)
+    return GroupSum(_group_sum(layout, replica_group, pool, plan), replica_group.replicas.size)
 
 
-def _sum_of_one_copy(
+def _group_sum(
     layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
 ) -> GradientSum:
     """Return the format of the sum over the ranks that share one copy of the states."""

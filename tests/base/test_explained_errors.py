@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.base.exceptions import ExplainedError, NoOptimizerError
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.config.problems import DeepSpeedConfigError
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ANCHORS = re.findall(r'<a id="(\w+)"></a>`(\w+)`', (ROOT / "docs" / "troubleshooting.md").read_text())
 
 CAUGHT = set(
-    "AioFailure BatchError BudgetTooSmall CannotCount InUse NoSuchFunction NotFiniteError NotInChunks NotPerToken "
+    "AioFailure BatchError BudgetTooSmall CannotCount InUse NoSuchFunction NotFiniteError NotChunkable NotPerToken "
     "PackedWeightsError TraceError".split()
 )
 """Classes between two of our own functions: the caller makes an answer or another error of each."""
@@ -92,7 +92,7 @@ def test_a_traceback_ends_with_the_place(kind: type[ExplainedError]) -> None:
 
 
 def test_a_tool_prints_message_and_place(capsys: pytest.CaptureFixture[str]) -> None:
-    @ends_quietly("ds thing", OSError)
+    @exit_quietly("ds thing", OSError)
     def main(error: Exception) -> int:
         raise error
 

@@ -193,7 +193,7 @@ def _gradient_wire(bucket: Any, names: tuple[str, ...]) -> Wire:
             bucket.layout,
             names,
             bits=kind.codec.bits,
-            feedback=kind.keeper is not None,
+            feedback=kind.feedback is not None,
             groups=groups,
         )
     return _wire("bf16" if bucket.layout.wire_dtype is torch.bfloat16 else "plain", bucket.layout, names)

@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.parallel.tensor.applying import apply_plan
-from deepspeed.parallel.tensor.logits import LogitsInParts
+from deepspeed.parallel.tensor.apply import apply_plan
+from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from deepspeed.parallel.tensor.planning.plan import ParameterPlan, TensorParallelPlan
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.trial import try_split
@@ -231,7 +231,7 @@ def loss_of(outputs: Any) -> Tensor:
 def never_whole(outputs: Any) -> bool:
     """Whether a rank has a part of the logits, and had no more than that."""
     logits = getattr(outputs, "logits", None)
-    return isinstance(logits, LogitsInParts) and logits.state.whole is None
+    return isinstance(logits, VocabParallelLogits) and logits.state.whole is None
 
 
 def own_part(whole: Tensor, param: Tensor) -> Tensor:

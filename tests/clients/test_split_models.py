@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.base.sharded import full_shape
 from deepspeed.checkpoint.foreign.splits import Described
 from deepspeed.checkpoint.placement import Placement, placement_of
-from deepspeed.parallel.tensor.described import universal_checkpoint_info
+from deepspeed.parallel.tensor.metadata import universal_checkpoint_info
 from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config, lora
 from tests.pool import distributed
 

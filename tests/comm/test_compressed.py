@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.comm import compressed
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import EndToEnd
+from deepspeed.comm.compressed import Concatenated
 from deepspeed.ops.formats.codecs import codec_named
 from tests.comm.transports import same_bits, two_hosts, using, values
 from tests.pool import distributed
@@ -24,7 +24,7 @@ def after_two_means(
     found = []
     for round in range(2):
         mine = values(comm.size * PART, torch.float32, comm.rank + 10 * round)
-        lain, owed = (None if flat is None else EndToEnd([flat]) for flat in (mine, worker))
+        lain, owed = (None if flat is None else Concatenated([flat]) for flat in (mine, worker))
         assert lain is not None
         compressed.compressed_mean(lain, owed, server, PART, comm, codec_named(name))
         found.append(mine)
@@ -46,7 +46,7 @@ def test_pieces(transport, name, errors, monkeypatch):
 
 def test_end_to_end():
     tensors = [torch.arange(4.0), torch.arange(10.0, 16.0).view(2, 3)]
-    lain = EndToEnd(tensors, [5, 9])  # nothing before 5
+    lain = Concatenated(tensors, [5, 9])  # nothing before 5
     assert lain.read(0, 17).tolist() == [0] * 5 + [0, 1, 2, 3, 10, 11, 12, 13, 14, 15] + [0] * 2
     assert lain.read(6, 8).data_ptr() == tensors[0][1:].data_ptr()  # its own memory
     across = lain.read(7, 11)
@@ -54,7 +54,7 @@ def test_end_to_end():
     lain.write(7, 11, across.neg_())
     assert tensors[0].tolist() == [0, 1, -2, -3]
     assert tensors[1].flatten().tolist() == [-10, -11, 12, 13, 14, 15]
-    room = lain.room(13, 20)
+    room = lain.buffer(13, 20)
     lain.write(13, 20, room.fill_(7.0))
     assert tensors[1].flatten().tolist() == [-10, -11, 12, 13, 7, 7]
     assert lain.read(15, 20).tolist() == [0] * 5

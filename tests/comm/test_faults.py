@@ -287,9 +287,9 @@ def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
 
 # Where in the rendezvous of the ranks one of them ends: it is killed as soon as it comes to this function.
 MOMENTS = {
-    "before": (0, "hosts.meet"),
+    "before": (0, "hosts.connect_hosts"),
     "before making the segment": (0, "shared_memory.create_segment"),
-    "with the segment made": (0, "hosts._connect"),
+    "with the segment made": (0, "hosts._connect_host"),
     "before mapping it": (1, "shared_memory.attach"),
     "having mapped it": (1, "shared_memory.SharedMemoryChannel.start"),
 }

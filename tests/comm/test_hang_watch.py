@@ -27,7 +27,7 @@ from deepspeed.comm.hangs import thread_states as standing_of
 from deepspeed.comm.hangs import watch as hang_watch
 from deepspeed.comm.hangs.history import LENGTH, OperationHistory
 from deepspeed.comm.hangs.report import call_text, explain
-from deepspeed.comm.hangs.thread_states import Standing
+from deepspeed.comm.hangs.thread_states import RankReport
 from deepspeed.comm.transports import shared_memory
 from deepspeed.tools import stacks
 from tests import forked
@@ -392,32 +392,32 @@ def test_what_a_rank_does_is_told_by_the_file_that_runs(file: str, function: str
     )
 
 
-def standing(
+def rank_report(
     rank: int, *calls: Any, call: str = "", members: Any = (0, 1), name: str = "0", **facts: Any
-) -> Standing:
+) -> RankReport:
     group = {"name": name, "ranks": list(members), "count": len(calls), "calls": list(calls)}
     among = list(members) if call else []
-    return Standing(rank=rank, host="h", pid=100 + rank, call=call, members=among, groups=[group], **facts)
+    return RankReport(rank=rank, host="h", pid=100 + rank, call=call, members=among, groups=[group], **facts)
 
 
 SUM: list[Any] = ["all_reduce", 10, "float32", None, "backward"]
 COPY: list[Any] = ["broadcast", 8, "uint8", 0, ""]
 
 
-def explained(*standings: Standing, silent: Any = None) -> str:
-    return explain({each.rank: each for each in standings}, silent or {}, 30.0)
+def explained(*ranks: RankReport, silent: Any = None) -> str:
+    return explain({each.rank: each for each in ranks}, silent or {}, 30.0)
 
 
 def test_nothing_is_reported_of_ranks_that_work() -> None:
-    assert explained(standing(0, SUM), standing(1, SUM)) == ""
+    assert explained(rank_report(0, SUM), rank_report(1, SUM)) == ""
 
 
 def test_a_rank_that_waits_itself_is_not_the_cause() -> None:
     """Rank 0 waits for rank 1, rank 1 in another group for rank 2, which loads data."""
-    first = standing(0, SUM, SUM, call="all_reduce")
-    second = standing(1, SUM, call="broadcast", members=(1, 2), name="1")
+    first = rank_report(0, SUM, SUM, call="all_reduce")
+    second = rank_report(1, SUM, call="broadcast", members=(1, 2), name="1")
     second.groups.append({"name": "0", "ranks": [0, 1], "count": 1, "calls": [SUM]})
-    third = standing(2, members=(1, 2), name="1", doing="in its data loader")
+    third = rank_report(2, members=(1, 2), name="1", doing="in its data loader")
     text = explained(first, second, third)
     assert (
         "ranks 0, 1 waiting for rank 2" in text
@@ -428,27 +428,27 @@ def test_a_rank_that_waits_itself_is_not_the_cause() -> None:
 
 def test_ranks_that_wait_in_different_groups() -> None:
     text = explained(
-        standing(0, call="all_reduce", members=(0, 1), name="0"),
-        standing(1, call="all_reduce", members=(1, 2), name="1"),
-        standing(2, call="all_reduce", members=(0, 2), name="2"),
+        rank_report(0, call="all_reduce", members=(0, 1), name="0"),
+        rank_report(1, call="all_reduce", members=(1, 2), name="1"),
+        rank_report(2, call="all_reduce", members=(0, 2), name="2"),
     )
     assert "ranks 0-2 wait for each other in different calls" in text
 
 
 def test_when_no_rank_is_missing_the_network_is() -> None:
-    text = explained(*(standing(rank, SUM, call="all_reduce") for rank in (0, 1)))
+    text = explained(*(rank_report(rank, SUM, call="all_reduce") for rank in (0, 1)))
     assert "ranks 0, 1 wait, and no rank is missing" in text and "a network that is slow or blocked" in text
 
 
 def test_many_ranks_are_summed_up() -> None:
     ranks = tuple(range(1000))
-    waiting = [standing(rank, SUM, call="all_reduce", members=ranks) for rank in ranks[:900]]
-    text = explained(*waiting, *(standing(rank, members=ranks) for rank in ranks[900:]))
+    waiting = [rank_report(rank, SUM, call="all_reduce", members=ranks) for rank in ranks[:900]]
+    text = explained(*waiting, *(rank_report(rank, members=ranks) for rank in ranks[900:]))
     assert "ranks 0-899 waiting for ranks 900-999" in text and len(text.splitlines()) < 40
 
 
 def test_a_silent_rank_is_told_with_what_is_known() -> None:
-    text = explained(standing(0, SUM, call="all_reduce"), silent={1: "(h, process 7) has ended"})
+    text = explained(rank_report(0, SUM, call="all_reduce"), silent={1: "(h, process 7) has ended"})
     assert (
         "rank 1 does not answer" in text
         and "rank 1 (h, process 7) has ended" in text
@@ -467,7 +467,7 @@ def test_a_silent_rank_is_told_with_what_is_known() -> None:
 )
 def test_the_first_difference_is_named(second: list[Any], what: str) -> None:
     wait = {"call": "all_reduce"}
-    text = explained(standing(0, COPY, SUM, **wait), standing(1, COPY, second, **wait))
+    text = explained(rank_report(0, COPY, SUM, **wait), rank_report(1, COPY, second, **wait))
     assert f"{what} in collective #2 of ranks 0, 1" in text
     assert f"rank 0 issued {call_text(SUM)} in backward, rank 1 issued {call_text(second)}" in text
 
@@ -486,7 +486,7 @@ def test_only_the_last_collectives_are_kept() -> None:
 
 BUSY = """
 import gc, os, sys, threading, time
-from deepspeed.comm.hangs.thread_states import describe, main_frames, place, threads
+from deepspeed.comm.hangs.thread_states import describe, main_frames, code_position, threads
 class Noisy:
     def __init__(self):
         self.me = self
@@ -496,7 +496,7 @@ def look():
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         [Noisy() for _ in range(3)]
-        place(main_frames())
+        code_position(main_frames())
         describe(main_frames(), [])
         list(threads())
         assert gc.isenabled()

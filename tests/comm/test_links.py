@@ -13,7 +13,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.comm.links import Sent, far_share
+from deepspeed.comm.links import BytesSent, far_share
 from tests.comm.transports import two_hosts, using
 from tests.pool import distributed
 from tests.zero.test_placements import Unit
@@ -29,26 +29,26 @@ def test_collectives(transport: str) -> None:
     with two_hosts(), using(transport) as group:
         whole, before = torch.ones(4 * n), group.sent_by_link()
 
-        def sent() -> Sent:
+        def sent() -> BytesSent:
             nonlocal before
             now = group.sent_by_link()
             found, before = now - before, now
             return found
 
-        assert sent() == Sent()
+        assert sent() == BytesSent()
         mine = whole[group.rank * n : (group.rank + 1) * n]
         group.all_gather(whole, mine).wait()
-        assert sent() == Sent(4 * n * (3 - far), 4 * n * far)
+        assert sent() == BytesSent(4 * n * (3 - far), 4 * n * far)
         group.reduce_scatter(mine, whole).wait()
-        assert sent() == Sent(4 * n * (3 - far), 4 * n * far)
+        assert sent() == BytesSent(4 * n * (3 - far), 4 * n * far)
         group.all_reduce(whole).wait()
-        assert sent() == Sent(8 * n * (3 - far), 8 * n * far)
+        assert sent() == BytesSent(8 * n * (3 - far), 8 * n * far)
         other = torch.empty_like(whole)
         group.all_to_all(other, whole).wait()
-        assert sent() == Sent(4 * n, 8 * n)
+        assert sent() == BytesSent(4 * n, 8 * n)
         group.bytes_sent += 3000
         group.bytes_fetched += 3000
-        assert sent() == Sent(1000, 2000)
+        assert sent() == BytesSent(1000, 2000)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -62,7 +62,7 @@ def test_one_host(shared: bool) -> None:
         group.broadcast(tensor, 1).wait()
         group.reduce(tensor, 0).wait()
         now = group.sent_by_link()
-        assert now - before == Sent(group.bytes_sent - payload, 0)
+        assert now - before == BytesSent(group.bytes_sent - payload, 0)
 
 
 def test_shares(monkeypatch: pytest.MonkeyPatch) -> None:

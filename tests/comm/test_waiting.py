@@ -46,7 +46,7 @@ def test_nothing_is_said_when_all_have_come(tmp_path: Path, monkeypatch: pytest.
     said: list[str] = []
     monkeypatch.setattr(waiting, "WAIT_S", 0.2)
     monkeypatch.setattr(waiting.logger, "warning", said.append)
-    with waiting.all_ranks_come("a slow save"):
+    with waiting.awaiting_all_ranks("a slow save"):
         deepspeed.comm.barrier()
         time.sleep(0.6)
     assert said == []

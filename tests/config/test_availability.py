@@ -138,7 +138,7 @@ def test_each_row_is_asked_for_here() -> None:
 @pytest.mark.parametrize("row", MISSING, ids=lambda row: row.key)
 def test_rows_name_known_keys(row: Any) -> None:
     assert field_at(TrainingConfig, tuple(row.key.split("."))) is not None
-    assert not row.asked_for(TrainingConfig())
+    assert not row.requested(TrainingConfig())
 
 
 @pytest.mark.parametrize(("key", "keys"), ASKING, ids=lambda value: value if isinstance(value, str) else "")

@@ -192,7 +192,7 @@ def test_optimizer_states_are_away_between_updates(stage: int, tmp_path: Any) ->
         engine = start(stage, compile={"offload_opt_states": True})
         engine.compile(backend="eager")
         losses = steps(engine, 0, 2)
-        assert {kind.value for kind in engine.optimizer.mover.away} == {"optim_states", "hp_params"}
+        assert {kind.value for kind in engine.optimizer.mover.offloaded} == {"optim_states", "hp_params"}
         engine.save_checkpoint(tmp_path)
         losses += steps(engine, 2, 2)
         engine.destroy()

@@ -24,7 +24,7 @@ def test_follow(numel: int, threads: int, dtype: torch.dtype, isa: str) -> None:
     m, g = tensors(numel, 2)
     grad = g.to(dtype)
     expected = m * 0.9 + (grad.float() * 3.0) * (1.0 - 0.9)
-    assert momentum.follow(m, grad, 3.0, 0.9)
+    assert momentum.update(m, grad, 3.0, 0.9)
     assert same_bits(m, expected)
 
 
@@ -79,11 +79,11 @@ def test_same_bits_on_every_instruction_set() -> None:
 
 def test_what_the_library_leaves_to_torch() -> None:
     w, m, v = tensors(64, 3)
-    assert not momentum.follow(m.view(8, 8).t(), w.view(8, 8), 1.0, 0.9)
+    assert not momentum.update(m.view(8, 8).t(), w.view(8, 8), 1.0, 0.9)
     assert not momentum.frozen_step(w.bfloat16(), m, v, None, **SCALARS)
 
 
 @pytest.mark.usefixtures("without_library")
 def test_without_the_library() -> None:
     w, m, v = tensors(64, 3)
-    assert not momentum.follow(m, w, 1.0, 0.9) and not momentum.frozen_step(w, m, v, None, **SCALARS)
+    assert not momentum.update(m, w, 1.0, 0.9) and not momentum.frozen_step(w, m, v, None, **SCALARS)

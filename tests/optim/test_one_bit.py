@@ -662,7 +662,7 @@ def test_lines_that_were_loaded_share_the_masters_of_a_group_by_kind() -> None:
     exchange = SignExchange()
     for kind, sizes in ((1, [4, 4]), (0, [4, 2])):
         error = torch.full((sum(sizes),), float(kind + 1))
-        exchange.lines[0, kind] = ExchangeGroup((0,), sizes, server_error=error)
+        exchange.groups[0, kind] = ExchangeGroup((0,), sizes, server_error=error)
     debts = exchange.server_errors([[*copies, *parts]])
     found = {member: [(start, debt.tolist()) for start, debt in owed] for member, owed in debts.items()}
     wanted = [(copies, 1.0), (parts, 2.0)]

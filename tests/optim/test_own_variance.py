@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.optim.onebit.adam import OnebitAdam
-from deepspeed.optim.own_variance import OWN_VARIANCE, RootCodec, agree, random_sums, share_of_mean
+from deepspeed.optim.own_variance import (
+    OWN_VARIANCE,
+    RootCodec,
+    average_variances,
+    random_sums,
+    share_of_mean,
+)
 from tests.comm.transports import using
 from tests.optim.test_one_bit import BETAS, Ranks, assert_weights, config_of, start, train
 from tests.pool import distributed
@@ -68,7 +74,7 @@ def test_ranks_agree(world_size: int) -> None:
     found = [torch.empty(4000), torch.empty(1000)]
     with using("gloo") as ranks:
         before = ranks.bytes_sent
-        agree(pieces, found, ranks)
+        average_variances(pieces, found, ranks)
         sent = ranks.bytes_sent - before
     assert sent <= 2.04 * 5000 * (world_size - 1) / world_size + 64 * world_size
     torch.testing.assert_close(torch.cat(found), every.mean(0), rtol=0.27, atol=0)

@@ -92,9 +92,9 @@ class Context:
     def whole(self, *tensors: Tensor) -> Any:
         return torch.no_grad()
 
-    def became(self, *params: Any) -> None: ...
+    def replace_param(self, *params: Any) -> None: ...
 
-    original = say = drop = became
+    original = report = drop = replace_param
 
 
 @pytest.mark.parametrize("stage", [2, 3])

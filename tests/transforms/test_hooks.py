@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.compression.helper import convert_conv1d_to_linear, module_replacement
 from deepspeed.inference.kernels import quantize_linears
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.trial import try_split
 from deepspeed.transforms.weight_quantization.utils import recursive_setattr

@@ -273,8 +273,8 @@ def test_optimizers_that_cannot_follow() -> None:
         module.blocks[0].query = nn.Linear(8, 8)
 
     def merge(module: Model, context: TransformContext) -> None:
-        context.became(module.blocks[0].query.weight, module.norm.weight)
-        context.became(module.norm.bias, module.norm.weight)
+        context.replace_param(module.blocks[0].query.weight, module.norm.weight)
+        context.replace_param(module.norm.bias, module.norm.weight)
 
     for change, message in (
         (forgetful, r"holds blocks\.0\.query\.weight, which transform 'bad' took out of the module"),

@@ -123,12 +123,12 @@ class Adapters:
         for path, linear in found:
             adapted = Adapted(linear, self.rank, self.scale)
             module.set_submodule(path, adapted)
-            context.became(linear.weight, linear.weight, adapted.up, adapted.down)
+            context.replace_param(linear.weight, linear.weight, adapted.up, adapted.down)
             base, up, down = (Weight(f"{path}.{part}") for part in ("base.weight", "up", "down"))
             context.original(f"{path}.weight", LowRank(base, up, down, self.scale))
             if linear.bias is not None:
                 context.original(f"{path}.bias", Weight(f"{path}.base.bias"))
-        context.say(f"rank {self.rank}")
+        context.report(f"rank {self.rank}")
 
 
 class FusedAttention(nn.Module):
@@ -167,7 +167,7 @@ class Fusion:
                 context.original(f"{path}.query.{part}", Part(whole, 0, 0, WIDTH))
                 context.original(f"{path}.key.{part}", Part(whole, 0, WIDTH, len(weight)))
                 for linear in (query, key):
-                    context.became(getattr(linear, part), getattr(fused.both, part))
+                    context.replace_param(getattr(linear, part), getattr(fused.both, part))
 
 
 @dataclass(frozen=True)

@@ -342,9 +342,9 @@ def test_shards_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
         train(engine, step)
         evaluate()
     for action, gathers in ((lambda: train(engine, 3), 2 * BLOCKS - 1), (evaluate, BLOCKS)):
-        gatherer.foreseen = 0
+        gatherer.prefetched = 0
         action()
-        assert gatherer.foreseen >= gathers - 2
+        assert gatherer.prefetched >= gathers - 2
     engine.destroy()
 
 

@@ -17,7 +17,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.formats.codecs import BlockCodec, seed_of
 from deepspeed.zero.gathering import sharded_model
-from deepspeed.zero.gradients.sums import keeper_of
+from deepspeed.zero.gradients.sums import feedback_of
 from deepspeed.zero.step import clip_coefficient
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, engine_losses, make_zoo
@@ -384,9 +384,9 @@ def test_errors_of_gradients_are_resumed(stage: int, tmp_path: Path) -> None:
     plain = start_again()
     plain.load_checkpoint(tmp_path)
     for bucket in plain.core.reducer.buckets:
-        keeper = keeper_of(bucket.summed_over_ranks)
-        if keeper is not None:
-            keeper.error = None  # type: ignore[attr-defined]
+        feedback = feedback_of(bucket.summed_over_ranks)
+        if feedback is not None:
+            feedback.error = None  # type: ignore[attr-defined]
     assert train(plain, 3, 4) != expected
 
 

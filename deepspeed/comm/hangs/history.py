@@ -22,7 +22,7 @@ Call = tuple[str, int, torch.dtype | None, int | None, str]
 """Operation, elements, dtype, root within the group, and the phase of the step that issued it."""
 
 
-class WatchEnds:
+class WatchCallbacks:
     """Callbacks that end the hang watch. `watch.py`, which a single rank does not import, sets both."""
 
     leave: Callable[[Any], None] = staticmethod(lambda network: None)
@@ -31,7 +31,7 @@ class WatchEnds:
     """Called before the process groups are destroyed."""
 
 
-watch_ends = WatchEnds()
+watch_callbacks = WatchCallbacks()
 
 
 class OperationHistory:

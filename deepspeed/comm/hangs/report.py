@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.comm.hangs.history import UNEVEN
-from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, Standing
+from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, RankReport
 
 STACK_LINES = 24
 SHOWN = 8
@@ -35,49 +35,47 @@ _CAUSES = {
 }
 
 
-def explain(standings: Mapping[int, Standing], silent: Mapping[int, str], waited_s: float) -> str:
+def explain(reports: Mapping[int, RankReport], silent: Mapping[int, str], waited_s: float) -> str:
     """Return the report; empty if no rank waits for another. `silent`: the state, if known, of ranks that did not
     answer."""
-    waiting = {rank: each for rank, each in standings.items() if each.call}
-    parted = _parted(standings)
-    late = _late(standings)
+    waiting = {rank: each for rank, each in reports.items() if each.call}
+    diverged = _divergences(reports)
+    late = _late(reports)
     missing = {rank: text for rank, text in late.items() if rank not in waiting}
-    missing.update((rank, text) for rank, text in _absent(standings, waiting).items() if rank not in missing)
-    if not (waiting or silent) and not parted and not missing:
+    missing.update((rank, text) for rank, text in _absent(reports, waiting).items() if rank not in missing)
+    if not (waiting or silent) and not diverged and not missing:
         return ""
-    crossed = bool(waiting.keys() & late.keys()) and not (parted or missing or silent)
+    locked = bool(waiting.keys() & late.keys()) and not (diverged or missing or silent)
     lines = [
-        f"no progress in communication for {waited_s:.0f} s: {_headline(parted, missing, silent, waiting, crossed)}"
+        f"no progress in communication for {waited_s:.0f} s: {_headline(diverged, missing, silent, waiting, locked)}"
     ]
-    lines += [f"  {text}" for text in parted]
-    lines += [f"  missing: {_missing_rank(standings[rank], missing[rank])}" for rank in _few(missing)]
+    lines += [f"  {text}" for text in diverged]
+    lines += [f"  missing: {_missing_rank(reports[rank], missing[rank])}" for rank in _few(missing)]
     lines += [f"  missing: rank {rank} {silent[rank]}" for rank in _few(silent)]
     lines += _waiting_lines(waiting, late)
     to_show = [*missing, *silent] or list(waiting)
-    for rank in _few([rank for rank in to_show if rank in standings]):
-        lines += _stack(standings[rank])
-    lines.append(
-        f"  usual causes: {'; '.join(_causes(parted, missing, silent, standings, waiting, crossed))}"
-    )
+    for rank in _few([rank for rank in to_show if rank in reports]):
+        lines += _stack(reports[rank])
+    lines.append(f"  usual causes: {'; '.join(_causes(diverged, missing, silent, reports, waiting, locked))}")
     return "\n".join(lines)
 
 
 def _headline(
-    parted: Sequence[str],
+    diverged: Sequence[str],
     missing: Mapping[int, str],
     silent: Mapping[int, str],
-    waiting: Mapping[int, Standing],
-    crossed: bool,
+    waiting: Mapping[int, RankReport],
+    locked: bool,
 ) -> str:
-    """Return the first line. ``crossed``: ranks wait for calls that others would issue only after the calls they wait
-    in."""
+    """Return the first line. ``locked``: ranks wait for calls that others would issue only after the calls they
+    wait in."""
     if silent:
         return f"{_ranks(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
-    if parted:
+    if diverged:
         return "the ranks are in different collectives"
     if missing:
         return f"{_ranks(sorted(waiting)) or 'nobody'} waiting for {_ranks(sorted(missing))}"
-    if crossed or len({(each.call, *each.members) for each in waiting.values()}) > 1:
+    if locked or len({(each.call, *each.members) for each in waiting.values()}) > 1:
         return f"{_ranks(sorted(waiting))} wait for each other in different calls"
     return f"{_ranks(sorted(waiting))} wait, and no rank is missing"
 
@@ -86,11 +84,11 @@ def _headline(
 
 
 def _histories(
-    standings: Mapping[int, Standing],
+    reports: Mapping[int, RankReport],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]]:
     """Return the calls that the members of each group issued."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
-    for rank, each in standings.items():
+    for rank, each in reports.items():
         for group in each.groups:
             found.setdefault((group["name"], tuple(group["ranks"])), {})[rank] = group
     return found
@@ -102,10 +100,10 @@ def _numbered(group: Mapping[str, Any]) -> dict[int, list[Any]]:
     return dict(enumerate(group["calls"], first))
 
 
-def _parted(standings: Mapping[int, Standing]) -> list[str]:
+def _divergences(reports: Mapping[int, RankReport]) -> list[str]:
     """Return a line for each group whose members issued different collectives, with the first difference."""
     lines = []
-    for (_, ranks), members in _histories(standings).items():
+    for (_, ranks), members in _histories(reports).items():
         calls = {rank: _numbered(group) for rank, group in members.items()}
         shared = set.intersection(*map(set, calls.values())) if len(calls) > 1 else set()
         for number in sorted(shared):
@@ -141,17 +139,17 @@ def _phase(call: Sequence[Any]) -> str:
     return f" in {call[4]}" if call[4] else ""
 
 
-def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
+def _late(reports: Mapping[int, RankReport]) -> dict[int, str]:
     """Return the ranks that have issued fewer collectives of a group than another member, and the one they lack."""
     late: dict[int, str] = {}
-    histories = _histories(standings)
+    histories = _histories(reports)
     alike = Counter(ranks for _, ranks in histories)
     for (name, ranks), members in histories.items():
         ahead = max(members.values(), key=lambda group: group["count"])
         for rank in ranks:
             own = members.get(rank)
             count = own["count"] if own else 0
-            if count >= ahead["count"] or rank not in standings:
+            if count >= ahead["count"] or rank not in reports:
                 continue
             expected = _numbered(ahead).get(count + 1)
             text = f"{call_text(expected)} " if expected else ""
@@ -164,12 +162,12 @@ def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
     return late
 
 
-def _absent(standings: Mapping[int, Standing], waiting: Mapping[int, Standing]) -> dict[int, str]:
+def _absent(reports: Mapping[int, RankReport], waiting: Mapping[int, RankReport]) -> dict[int, str]:
     """Return ranks that do not communicate although a member of theirs waits, for calls without a history."""
     absent: dict[int, str] = {}
     for each in waiting.values():
         for rank in each.members:
-            if rank in standings and rank not in waiting:
+            if rank in reports and rank not in waiting:
                 absent.setdefault(rank, f"is not in {each.call}")
     return absent
 
@@ -184,18 +182,18 @@ def call_text(call: Sequence[Any]) -> str:
     return f"{operation}{size}" + (f" with root {root}" if root is not None else "")
 
 
-def _who(each: Standing) -> str:
+def _who(each: RankReport) -> str:
     return f"rank {each.rank} ({each.host}, process {each.pid})"
 
 
-def _missing_rank(each: Standing, lacks: str) -> str:
+def _missing_rank(each: RankReport, lacks: str) -> str:
     where = f", at {each.at}" if each.at else ""
     module = f", in module {each.module}" if each.module else ""
     position = f"; {each.position}" if each.position else ""
     return f"{_who(each)} {lacks}; it is {each.doing}{module}{where}{position}"
 
 
-def _waiting_lines(waiting: Mapping[int, Standing], late: Mapping[int, str]) -> list[str]:
+def _waiting_lines(waiting: Mapping[int, RankReport], late: Mapping[int, str]) -> list[str]:
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(waiting):
         each = waiting[rank]
@@ -213,28 +211,28 @@ def _waiting_lines(waiting: Mapping[int, Standing], late: Mapping[int, str]) -> 
     return [f"  waiting: {_ranks(ranks)} {'; '.join(facts)}" for facts, ranks in alike.items()]
 
 
-def _stack(each: Standing) -> list[str]:
+def _stack(each: RankReport) -> list[str]:
     shown = each.stack[-STACK_LINES:]
     return [f"  stack of {_who(each)}, innermost last:", *(f"  {line}" for line in shown)]
 
 
 def _causes(
-    parted: Sequence[str],
+    diverged: Sequence[str],
     missing: Mapping[int, str],
     silent: Mapping[int, str],
-    standings: Mapping[int, Standing],
-    waiting: Mapping[int, Standing],
-    crossed: bool,
+    reports: Mapping[int, RankReport],
+    waiting: Mapping[int, RankReport],
+    locked: bool,
 ) -> list[str]:
-    doing = [standings[rank].doing for rank in missing] + [each.doing for each in waiting.values()]
+    doing = [reports[rank].doing for rank in missing] + [each.doing for each in waiting.values()]
     found = [
         text for key, text in _CAUSES.items() if key in doing or any(key in fact for fact in silent.values())
     ]
-    if crossed:
+    if locked:
         found.append(
             "process groups that ranks use in another order; each rank has to use them in the same one"
         )
-    if parted or (not found and (missing or len({each.call for each in waiting.values()}) > 1)):
+    if diverged or (not found and (missing or len({each.call for each in waiting.values()}) > 1)):
         found.append(_BRANCH)
     return found or ["a network that is slow or blocked between the hosts, or a device that still computes"]
 

@@ -30,7 +30,7 @@ _visits: tuple[Any, Counter[str]] = (
 
 
 @contextlib.contextmanager
-def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
+def awaiting_all_ranks(call: str, detail: str = "") -> Iterator[None]:
     """Watch a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names the ranks that
     have not made it. CommunicationError: a rank was lost that had not made this call."""
     store = store_of_default_group()
@@ -46,14 +46,14 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
 
     def look() -> None:
         missing = _missing(clone(store), key, size)
-        if missing and rank == _first_but(missing, size):
+        if missing and rank == _first_present(missing, size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {named(missing)}, which did not "
+                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {listed(missing)}, which did not "
                 "call it. It is collective: call it on every rank, not only on rank 0 (each writes or reads its part)."
             )
 
     try:
-        with _after_a_while(look):
+        with _after_delay(look):
             yield
     except RuntimeError as error:
         if not isinstance(error, CommunicationError) and not is_peer_failure(error):
@@ -64,19 +64,19 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
         if not missing:
             raise
         raise CommunicationError(
-            f"{call}({detail}) is collective, and {named(missing)} did not call it: {error}"
+            f"{call}({detail}) is collective, and {listed(missing)} did not call it: {error}"
         ) from error
 
 
 @contextlib.contextmanager
-def start_of_all(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
+def awaiting_start(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
     """Watch the creation of the default group through a store at ``address``: name the ranks that have not been
     started."""
     if world_size <= 1 or not address or not port or not port.isdecimal():
         yield
         return
     key = f"deepspeed/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    said_by = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+    reports_here = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
 
     def client() -> dist.Store:
         short = timedelta(seconds=WAIT_S)
@@ -94,20 +94,20 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         try:
             missing = [other for other in _missing(client(), key, world_size) if other != rank]
         except RuntimeError:  # no one listens
-            if said_by and rank != 0 and seen != [0]:
+            if reports_here and rank != 0 and seen != [0]:
                 logger.warning(
                     f"rank {rank} has waited {WAIT_S:g} s for rank 0, which is not listening {where}."
                 )
             seen[:] = [0]
             return
-        if missing and missing != seen and rank == _first_but(missing, world_size):
+        if missing and missing != seen and rank == _first_present(missing, world_size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s for {named(missing)} of {world_size}: not started yet, or not "
+                f"rank {rank} has waited {WAIT_S:g} s for {listed(missing)} of {world_size}: not started yet, or not "
                 f"able to reach rank 0 {where}."
             )
         seen[:] = missing
 
-    with _after_a_while(post, wait_s=POST_S), _after_a_while(look, again=True):
+    with _after_delay(post, wait_s=POST_S), _after_delay(look, repeat=True):
         yield
     if rank != 0:  # rank 0 may still wait for others, over the existing connection
         quietly(lambda: store_of_default_group()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
@@ -146,13 +146,13 @@ def _missing(store: Any, key: str, size: int) -> list[int]:
     return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
 
 
-def named(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     few = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {few}{more}"
 
 
-def _first_but(missing: Sequence[int], size: int) -> int:
+def _first_present(missing: Sequence[int], size: int) -> int:
     return min(set(range(size)) - set(missing), default=-1)
 
 
@@ -163,16 +163,16 @@ def quietly(action: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _after_a_while(
-    action: Callable[[], None], *, wait_s: float | None = None, again: bool = False
+def _after_delay(
+    action: Callable[[], None], *, wait_s: float | None = None, repeat: bool = False
 ) -> Iterator[None]:
     """Run ``action`` in a thread if the block lasts longer than ``wait_s`` (default ``WAIT_S``), once or repeatedly."""
-    over = threading.Event()
+    ended = threading.Event()
 
     def run() -> None:
-        while not over.wait(WAIT_S if wait_s is None else wait_s):
+        while not ended.wait(WAIT_S if wait_s is None else wait_s):
             quietly(action)
-            if not again:
+            if not repeat:
                 return
 
     thread = threading.Thread(target=run, name="waiting", daemon=True)
@@ -180,5 +180,5 @@ def _after_a_while(
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join(JOIN_S)  # the interpreter must not exit while a thread is inside the store

@@ -61,7 +61,7 @@ class Names(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RankReport:
     """State of one rank, as sent to the others."""
 
     rank: int
@@ -78,7 +78,7 @@ class Standing:
     parameters: list[str] = field(default_factory=list)
     position: str = ""
     """Step and phase of the step."""
-    still_s: float = 0.0
+    stalled_s: float = 0.0
     groups: list[dict[str, Any]] = field(default_factory=list)
     """`OperationHistory.as_record` of each group."""
     stack: list[str] = field(default_factory=list)
@@ -115,13 +115,13 @@ def is_communicating(frames: list[FrameType]) -> bool:
     return False
 
 
-def place(frames: list[FrameType]) -> tuple[tuple[Any, int], ...]:
+def code_position(frames: list[FrameType]) -> tuple[tuple[Any, int], ...]:
     """Return a value that changes as the code advances."""
     return tuple((frame.f_code, frame.f_lasti) for frame in frames)
 
 
 def describe(frames: list[FrameType], names: Iterable[Names]) -> dict[str, Any]:
-    """Return the fields of a `Standing` that are read from frames."""
+    """Return the fields of a `RankReport` that are read from frames."""
     known = list(names)
     call, members = _call(frames) if is_communicating(frames) else ("", [])
     return {

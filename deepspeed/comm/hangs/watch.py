@@ -29,16 +29,16 @@ import torch.distributed as dist
 from deepspeed.base.constants import RANK_SOCKET
 from deepspeed.base.logging import logger
 from deepspeed.comm.groups import default_timeout
-from deepspeed.comm.hangs.history import OperationHistory, watch_ends
+from deepspeed.comm.hangs.history import OperationHistory, watch_callbacks
 from deepspeed.comm.hangs.report import ABSENT, GONE, STOPPED, explain
 from deepspeed.comm.hangs.stragglers import clone, quietly, store_of_default_group
 from deepspeed.comm.hangs.thread_states import (
     Names,
-    Standing,
+    RankReport,
+    code_position,
     describe,
     is_communicating,
     main_frames,
-    place,
     runs_users_code,
     stack_of,
     threads,
@@ -59,8 +59,8 @@ _ANSWER_S = 2.0
 class StackServer:
     """Server of `ds stacks`: `serve` waits for requests in the calling thread. Linux only; elsewhere there are none."""
 
-    def __init__(self, standing: Callable[[], Standing]) -> None:
-        self._standing = standing
+    def __init__(self, own_report: Callable[[], RankReport]) -> None:
+        self._own_report = own_report
         self._wake, self._woken = socket.socketpair()
         self._listener: socket.socket | None = None
 
@@ -114,14 +114,14 @@ class StackServer:
             {"name": name, "stack": stack_of(frames), "of_user": number == 0 or runs_users_code(frames)}
             for number, (name, frames) in enumerate(threads())  # the first is the main one
         ]
-        return {**asdict(self._standing()), "threads": stacks}
+        return {**asdict(self._own_report()), "threads": stacks}
 
 
-LOOKS = 6  # per interval
+CHECKS = 6  # per interval
 MAX_PAUSE_S = 5.0
-FIRST_S = 0.5  # shorter jobs are not watched
-EARLY_S = 10.0  # during which it looks every FIRST_S for rank 0's address, whose store may stop answering
-AGAIN = 4  # a hang is reported again after this many times as long
+START_DELAY_S = 0.5  # shorter jobs are not watched
+EARLY_S = 10.0  # during which it looks every START_DELAY_S for rank 0's address; its store may stop answering
+REPEAT_FACTOR = 4  # a hang is reported again after this many times as long
 JOIN_S = 2.0
 FAILURES = 3  # consecutive failures that end the watch
 KEY = "deepspeed/hang"
@@ -153,23 +153,23 @@ class Watch:
         self.networks: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._histories = histories
         self._limit_s = default_timeout().total_seconds() / 2  # so that a report precedes the timeout
-        self._of_group = store_of_default_group()  # keeps the store's server alive as long as this object
+        self._group_store = store_of_default_group()  # keeps the store's server alive as long as this object
         self._store: Any = None
-        self._asked: threading.Thread | None = None
+        self._query_thread: threading.Thread | None = None
         self._round = 0
-        self._open: tuple[int, float] | None = None  # number and start of the round whose report is awaited
-        self._last: Any = None
-        self._since = self._began = time.monotonic()
+        self._open_round: tuple[int, float] | None = None  # number and start of the round to be reported
+        self._last_progress: Any = None
+        self._progress_at = self._began = time.monotonic()
         self._reported_s = 0.0
         self._addresses: dict[int, Address] = {}
         self._end = threading.Event()
-        self._server = StackServer(self._standing)
+        self._server = StackServer(self._own_report)
         self._thread = threading.Thread(target=self._run, name="deepspeed hang watch", daemon=True)
 
     def start(self) -> None:
         """Publish this rank's address before it can be stopped or killed in its first step, and start the thread."""
         with contextlib.suppress(Exception):  # the thread tries again, and logs the error
-            self._ask(self._arrive)
+            self._query(self._announce)
         self._thread.start()
 
     def stop(self) -> None:
@@ -194,11 +194,11 @@ class Watch:
 
     @property
     def pause_s(self) -> float:
-        pause_s = min(MAX_PAUSE_S, max(0.05, self.seconds / LOOKS))
-        if self._open is not None:
+        pause_s = min(MAX_PAUSE_S, max(0.05, self.seconds / CHECKS))
+        if self._open_round is not None:
             return min(pause_s, 0.25)
         if not self._addresses and time.monotonic() - self._began < EARLY_S:
-            return min(pause_s, FIRST_S)
+            return min(pause_s, START_DELAY_S)
         return pause_s
 
     # ---- the thread
@@ -206,12 +206,12 @@ class Watch:
     def _run(self) -> None:
         failures = 0
         with self._server:
-            self._server.serve(min(FIRST_S, self.pause_s / 2))
+            self._server.serve(min(START_DELAY_S, self.pause_s / 2))
             while not self._end.is_set():
                 if self._end.is_set() or not self.networks or self.group is not dist.group.WORLD:
                     break
                 try:
-                    self._look()
+                    self._check()
                     failures = 0
                 except Exception as error:  # the store's process is gone, or the group was destroyed
                     logger.debug(f"the watch for hangs: {error!r}")
@@ -222,13 +222,13 @@ class Watch:
             self._end.set()
             if self._store is not None:
                 with contextlib.suppress(Exception):  # the store may be gone
-                    self._ask(lambda: _publish_address(self._store, self.rank, watched=False))
+                    self._query(lambda: _publish_address(self._store, self.rank, watched=False))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         waited_s = self._waited_s()
         if waited_s < self.pause_s:
             self._reported_s, explanation.text = 0.0, ""
-        answered = self._ask(self._exchange, waited_s)
+        answered = self._query(self._exchange, waited_s)
         if not answered and waited_s > self.seconds and self._reported_s == 0.0:
             self._report_alone(waited_s)
 
@@ -236,9 +236,9 @@ class Watch:
         """Return the seconds that this rank has been communicating without progress."""
         state = self._progress()
         now = time.monotonic()
-        if state is None or state != self._last:  # not communicating, or progress
-            self._last, self._since = state, now
-        return now - self._since
+        if state is None or state != self._last_progress:  # not communicating, or progress
+            self._last_progress, self._progress_at = state, now
+        return now - self._progress_at
 
     def _progress(self) -> Any:
         """Return a value that changes with communication progress; None while this rank does something else."""
@@ -246,7 +246,7 @@ class Watch:
         counts = [(each.name, each.count) for each in self._histories()]
         # the host runs ahead of a device, and may wait for it anywhere
         if is_communicating(frames) or (counts and _uses_devices()):
-            return counts, _torch_counts(), place(frames), self._positions()
+            return counts, _torch_counts(), code_position(frames), self._positions()
         return None
 
     def _positions(self) -> list[str]:
@@ -254,41 +254,41 @@ class Watch:
         records."""
         return [each.names.position() for each in list(self.networks) if each.names is not None]
 
-    def _standing(self) -> Standing:
+    def _own_report(self) -> RankReport:
         frames = main_frames()
-        return Standing(
+        return RankReport(
             rank=self.rank,
             host=self.host,
             pid=self.pid,
-            still_s=time.monotonic() - self._since,
+            stalled_s=time.monotonic() - self._progress_at,
             groups=[each.as_record() for each in self._histories()],
             **describe(frames, [each.names for each in list(self.networks) if each.names is not None]),
         )
 
     # ---- through the store
 
-    def _arrive(self) -> None:
+    def _announce(self) -> None:
         self._store = self._join()
 
-    def _ask(self, question: Callable[..., None], *arguments: Any) -> bool:
-        """Run ``question`` in another thread, as a store whose process is stopped does not answer. Return whether it
+    def _query(self, query: Callable[..., None], *arguments: Any) -> bool:
+        """Run ``query`` in another thread, as a store whose process is stopped does not answer. Return whether it
         answered."""
-        if self._asked is not None and self._asked.is_alive():
+        if self._query_thread is not None and self._query_thread.is_alive():
             return False
         failed: list[Exception] = []
 
         def run() -> None:
             try:
-                question(*arguments)
+                query(*arguments)
             except Exception as error:
                 failed.append(error)
 
-        self._asked = threading.Thread(target=run, name="deepspeed hang watch, store", daemon=True)
-        self._asked.start()
-        self._asked.join(max(1.0, 2 * self.pause_s))
+        self._query_thread = threading.Thread(target=run, name="deepspeed hang watch, store", daemon=True)
+        self._query_thread.start()
+        self._query_thread.join(max(1.0, 2 * self.pause_s))
         if failed:
             raise failed[0]
-        return not self._asked.is_alive()
+        return not self._query_thread.is_alive()
 
     def _exchange(self, waited_s: float) -> None:
         if self._store is None:
@@ -296,34 +296,34 @@ class Watch:
         if not self._addresses:
             self._addresses.update(self._read_addresses([0]))
         round_ = int(self._store.add(f"{KEY}/round", 0))
-        due_s = max(self.seconds, AGAIN * self._reported_s)
-        if round_ == self._round and self._open is None and waited_s >= due_s:
+        due_s = max(self.seconds, REPEAT_FACTOR * self._reported_s)
+        if round_ == self._round and self._open_round is None and waited_s >= due_s:
             self._store.compare_set(f"{KEY}/round", str(round_), str(round_ + 1))
             round_ = int(self._store.add(f"{KEY}/round", 0))
         if round_ > self._round:
-            self._round, self._open = round_, (round_, time.monotonic())
-            standing = json.dumps(asdict(self._standing()))
-            self._store.set(f"{KEY}/{round_}/{self.rank}", standing)
-            self._reported_s = max(waited_s, self.seconds / AGAIN)
-        if self._open is not None:
-            self._follow(*self._open)
+            self._round, self._open_round = round_, (round_, time.monotonic())
+            own_report = json.dumps(asdict(self._own_report()))
+            self._store.set(f"{KEY}/{round_}/{self.rank}", own_report)
+            self._reported_s = max(waited_s, self.seconds / REPEAT_FACTOR)
+        if self._open_round is not None:
+            self._follow_round(*self._open_round)
 
     def _join(self) -> Any:
         """Publish this rank's address; return the store."""
-        store = clone(self._of_group)
+        store = clone(self._group_store)
         _publish_address(store, self.rank, watched=True)
         self._round = int(store.add(f"{KEY}/round", 0))
         if self._round and not store.check([f"{KEY}/{self._round}/text"]):
             self._round -= 1  # take part in the round in progress
         return store
 
-    def _follow(self, round_: int, since: float) -> None:
+    def _follow_round(self, round_: int, since: float) -> None:
         """Report, or wait for the report of rank 0, or of the first answering rank if rank 0 does not answer."""
         lasted_s = time.monotonic() - since
-        patience_s = 2 * min(MAX_PAUSE_S, self.seconds / LOOKS) + 1.0
+        patience_s = 2 * min(MAX_PAUSE_S, self.seconds / CHECKS) + 1.0
         if self._store.check([f"{KEY}/{round_}/text"]):
             explanation.text = self._store.get(f"{KEY}/{round_}/text").decode()
-            self._open = None
+            self._open_round = None
             quietly(lambda: self._store.delete_key(f"{KEY}/{round_}/{self.rank}"))
             return
         keys = [f"{KEY}/{round_}/{rank}" for rank in range(self.size)]
@@ -334,18 +334,18 @@ class Watch:
         mine = self.rank == 0 or (self.rank == present[0] and lasted_s > patience_s)
         if not mine or int(self._store.add(f"{KEY}/{round_}/said", 1)) > 1:
             return
-        standings = {rank: Standing(**json.loads(self._store.get(keys[rank]))) for rank in present}
+        reports = {rank: RankReport(**json.loads(self._store.get(keys[rank]))) for rank in present}
         self._addresses.update(self._read_addresses(set(range(self.size)) - set(present)))
-        silent = {rank: self._silence(rank) for rank in range(self.size) if rank not in present}
-        text = self._text(standings, silent)
+        silent = {rank: self._describe_silent(rank) for rank in range(self.size) if rank not in present}
+        text = self._text(reports, silent)
         self._store.set(f"{KEY}/{round_}/text", text)
         explanation.text = text
 
     def _read_addresses(self, ranks: Any) -> dict[int, Address]:
         known = {}
         for rank in ranks:
-            if self._store.check([f"{KEY}/who/{rank}"]) and (said := self._store.get(f"{KEY}/who/{rank}")):
-                known[rank] = Address(*json.loads(said))
+            if self._store.check([f"{KEY}/who/{rank}"]) and (address := self._store.get(f"{KEY}/who/{rank}")):
+                known[rank] = Address(*json.loads(address))
         return known
 
     # ---- the report
@@ -357,18 +357,18 @@ class Watch:
         if self.rank != 1 and not in_launcher:
             return
         unknown = "does not answer, and had not said yet where it runs"
-        silent = {} if in_launcher else {0: self._silence(0) if 0 in self._addresses else unknown}
-        explanation.text = self._text({self.rank: self._standing()}, silent, "its store does not answer; ")
+        silent = {} if in_launcher else {0: self._describe_silent(0) if 0 in self._addresses else unknown}
+        explanation.text = self._text({self.rank: self._own_report()}, silent, "its store does not answer; ")
 
-    def _text(self, standings: dict[int, Standing], silent: dict[int, str], note: str = "") -> str:
-        waited_s = max((each.still_s for each in standings.values() if each.call), default=self.seconds)
-        text = explain(standings, silent, waited_s)
+    def _text(self, reports: dict[int, RankReport], silent: dict[int, str], note: str = "") -> str:
+        waited_s = max((each.stalled_s for each in reports.values() if each.call), default=self.seconds)
+        text = explain(reports, silent, waited_s)
         if text and (silent or waited_s >= self.seconds / 2):  # otherwise it has resumed meanwhile
             logger.warning(note + text)
             return text
         return ""
 
-    def _silence(self, rank: int) -> str:
+    def _describe_silent(self, rank: int) -> str:
         """Describe the known state of a rank that does not answer."""
         absent = f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
         if rank not in self._addresses:
@@ -417,7 +417,7 @@ def _uses_devices() -> bool:
 # ---- one per process
 
 
-def arrive() -> None:
+def announce() -> None:
     """Publish this rank's address, as it may be stopped or end before it has an engine."""
     store = store_of_default_group()
     if store is not None:
@@ -467,4 +467,4 @@ def end() -> None:
         ending.stop()
 
 
-watch_ends.leave, watch_ends.end = leave, end
+watch_callbacks.leave, watch_callbacks.end = leave, end

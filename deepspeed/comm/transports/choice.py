@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.hangs.history import OperationHistory
-from deepspeed.comm.links import Sent, far_share
+from deepspeed.comm.links import BytesSent, far_share
 from deepspeed.comm.pending import Pending
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class Transport(Protocol):
 
 
 class User(Protocol):
-    """User of a transport that `Wires.transport` returned."""
+    """User of a transport that `GroupTransports.transport` returned."""
 
-    def choose_again(self) -> None: ...
+    def forget_transports(self) -> None: ...
 
 
-class Wires:
+class GroupTransports:
     """The transports of one process group, shared by all engines that use it: a group's messages are numbered
     together, and ranks attach to a shared-memory segment once."""
 
@@ -62,7 +62,7 @@ class Wires:
         ] = {}  # by device type and permission to share memory
         self._gloo: gloo.GlooChannel | None = None
         self._shared: shared_memory.SharedMemoryChannel | None = None
-        self._before = Sent()  # bytes sent through closed channels
+        self._sent_before = BytesSent()  # bytes sent through closed channels
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -81,38 +81,38 @@ class Wires:
 
     def _make(self, device_type: str, may_share_memory: bool) -> Transport:
         if device_type == "cpu" and is_gloo(self.group):
-            return self._over_gloo(may_share_memory)
+            return self._make_gloo(may_share_memory)
         from deepspeed.comm.transports.process_group import ProcessGroupTransport, StagedTransport
 
         own = ProcessGroupTransport(self.group, self.ranks)
         staged = device_type == "cpu" and not _moves_host_tensors(self.group)
         return StagedTransport(own) if staged else own
 
-    def _over_gloo(self, may_share_memory: bool) -> Transport:
+    def _make_gloo(self, may_share_memory: bool) -> Transport:
         from deepspeed.comm.transports import gloo, hosts
 
         if self._gloo is None:
             self._gloo = gloo.GlooChannel(self.group, self.ranks)
-        met = hosts.meet(self._gloo, may_share_memory)
-        self._gloo.know_hosts(met.blocks)
-        self._shared = met.channel or self._shared
+        connected = hosts.connect_hosts(self._gloo, may_share_memory)
+        self._gloo.set_hosts(connected.blocks)
+        self._shared = connected.channel or self._shared
         over_gloo = gloo.GlooTransport(self._gloo)
-        if met.channel is None:
+        if connected.channel is None:
             return over_gloo
-        if len(met.blocks) == 1:
+        if len(connected.blocks) == 1:
             from deepspeed.comm.transports.shared_memory import SharedMemoryTransport
 
-            return SharedMemoryTransport(met.channel, over_gloo)
+            return SharedMemoryTransport(connected.channel, over_gloo)
         from deepspeed.comm.transports.hierarchical import HierarchicalTransport  # only for several hosts
 
-        return HierarchicalTransport(met.channel, over_gloo)
+        return HierarchicalTransport(connected.channel, over_gloo)
 
-    def sent(self) -> Sent:
+    def sent(self) -> BytesSent:
         """Return the bytes sent through gloo and shared memory, by all engines that use the group."""
-        found = self._before
+        found = self._sent_before
         if self._gloo is not None:
-            found += Sent(self._gloo.sent_near, self._gloo.sent_far)
-        return found if self._shared is None else found + Sent(self._shared.sent, 0)
+            found += BytesSent(self._gloo.sent_near, self._gloo.sent_far)
+        return found if self._shared is None else found + BytesSent(self._shared.sent, 0)
 
     def far_share(self) -> float:
         """Return the fraction of the other ranks that are on other hosts."""
@@ -133,10 +133,10 @@ class Wires:
             transport.close()
         self._transports.clear()
         if self._shared is not None:
-            self._before += Sent(self._shared.sent, 0)
+            self._sent_before += BytesSent(self._shared.sent, 0)
             self._shared = None
         for user in self.users:
-            user.choose_again()
+            user.forget_transports()
 
 
 def is_gloo(group: ProcessGroup) -> bool:

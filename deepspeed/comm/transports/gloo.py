@@ -55,7 +55,7 @@ class GlooChannel:
         self.sent_near = self.sent_far = 0  # bytes
         self._sequence = 0
 
-    def know_hosts(self, blocks: tuple[tuple[int, ...], ...]) -> None:
+    def set_hosts(self, blocks: tuple[tuple[int, ...], ...]) -> None:
         self.blocks = blocks
         self.far = frozenset(rank for block in blocks if self.rank not in block for rank in block)
 

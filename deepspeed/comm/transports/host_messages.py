@@ -38,7 +38,7 @@ _NONE = -1
 _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
 _GONE = "its process is gone"
-_GOING_MS = 100  # an ending process closes its pipes shortly before it is gone
+_EXIT_GRACE_MS = 100  # an ending process closes its pipes shortly before it is gone
 _MAX_POLL_MS = 2**31 - 1  # longest wait of a poll
 BLOCK_BYTES = 1 << 16  # block sizes are multiples of it, so that messages of varying size reuse blocks
 
@@ -69,15 +69,15 @@ class _Peer:
         if descriptor not in found:
             raise self.error(operation, _GONE if found else "it did not come within the timeout")
 
-    def left(self, operation: str) -> CommunicationError:
+    def closed_error(self, operation: str) -> CommunicationError:
         """Return the error for a closed peer end."""
-        return self.error(operation, _GONE if self.gone() else "it has closed its end of the connection")
+        return self.error(operation, _GONE if self.has_ended() else "it has closed its end of the connection")
 
-    def gone(self) -> bool:
-        """Return whether the peer's process has ended, or ends within ``_GOING_MS``."""
+    def has_ended(self) -> bool:
+        """Return whether the peer's process has ended, or ends within ``_EXIT_GRACE_MS``."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
-        return bool(poll.poll(_GOING_MS))
+        return bool(poll.poll(_EXIT_GRACE_MS))
 
     def error(self, operation: str, reason: str) -> CommunicationError:
         return CommunicationError.of(operation, self.ranks, RuntimeError(reason), silent=self.rank)
@@ -87,7 +87,7 @@ class _Peer:
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            if self.gone():
+            if self.has_ended():
                 raise self.error(_RECEIVING, _GONE) from error
             raise self.error(_RECEIVING, f"its shared memory cannot be opened: {error}") from error
         try:
@@ -126,12 +126,12 @@ class _End:
 
 @dataclass(slots=True)
 class _Block:
-    """A block of the sender's shared memory. ``told``: whether a message has named ``file`` to the receiver."""
+    """A block of the sender's shared memory. ``announced``: whether a message has named ``file`` to the receiver."""
 
     file: int
     nbytes: int
     memory: Tensor
-    told: bool = False
+    announced: bool = False
 
     @classmethod
     def of(cls, nbytes: int) -> _Block:
@@ -158,14 +158,14 @@ class NeighbourSender:
     def send(self, note: bytes, nbytes: int, fill: Callable[[Tensor], None]) -> None:
         """Send a note and ``nbytes`` of data, which ``fill(memory)`` writes into uint8 [nbytes]."""
         self._end.check(_SENDING)
-        self._take_back()
+        self._read_notices()
         number, file, size = _NONE, _NONE, 0
         if nbytes:
             number = self._block_for(nbytes)
             block = self._blocks[number]
             fill(block.memory[:nbytes])
-            if not block.told:
-                file, size, block.told = block.file, block.nbytes, True
+            if not block.announced:
+                file, size, block.announced = block.file, block.nbytes, True
                 self._unopened.add(number)
         self._write(_HEAD.pack(len(note), nbytes, number, file, size) + note)
 
@@ -184,7 +184,7 @@ class NeighbourSender:
         self._blocks[number] = _Block.of(nbytes)
         return number
 
-    def _take_back(self) -> bool:
+    def _read_notices(self) -> bool:
         """Read the receiver's reports on blocks: opened, or free again. Return False if the receiver is gone."""
         try:
             while data := os.read(self._end.freed, 512 * _FREED.size):
@@ -205,15 +205,15 @@ class NeighbourSender:
             except BlockingIOError:
                 end.peer.await_ready(end.notes, select.POLLOUT, _SENDING)
             except BrokenPipeError:
-                raise end.peer.left(_SENDING) from None
+                raise end.peer.closed_error(_SENDING) from None
 
     def flush(self) -> None:
         """Wait until everything sent can be received even if this process ends."""
         peer = self._end.peer
         while self._unopened and self._end.usable:
-            there = self._take_back()
+            there = self._read_notices()
             if self._unopened and not there:
-                raise peer.left(_SENDING)
+                raise peer.closed_error(_SENDING)
             if self._unopened:
                 peer.await_ready(self._end.freed, select.POLLIN, _SENDING)
 
@@ -255,7 +255,7 @@ class NeighbourReceiver:
                 end.peer.await_ready(end.notes, select.POLLIN, _RECEIVING)
                 continue
             if not part:
-                raise end.peer.left(_RECEIVING)
+                raise end.peer.closed_error(_RECEIVING)
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
@@ -290,26 +290,26 @@ def connect(
     """Connect the ``edges`` whose ranks share a host and may share memory; return this rank's ends by key. Collective
     over the group, whose ranks pass the same edges."""
     ranks, own = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
-    willing = may_share_memory and _is_possible()
+    willing = may_share_memory and _is_supported()
     pipes = _pipes([edge.key for edge in edges if edge.target == own]) if willing else {}
     offered = {key: (notes[1], freed[0]) for key, (notes, freed) in pipes.items()}
     record = _Record(host_identity() if willing else b"", os.getpid(), offered)
     opened: dict[Hashable, tuple[int, int]] = {}
     try:
         known = dict(zip(ranks, _exchanged(record, group), strict=True))
-        barred: set[Hashable] = set()
+        denied: set[Hashable] = set()
         for edge in edges:
             other = known[edge.target if edge.source == own else edge.source]
             if not willing or own not in (edge.source, edge.target) or other.host != record.host:
                 continue
             if edge.source == own and (found := _open(other, edge.key)):
                 opened[edge.key] = found
-            elif edge.source == own or not _may_look_into(other.pid):
-                barred.add(edge.key)
-        answers = _exchanged((set(opened), barred), group)
+            elif edge.source == own or not _may_open_files_of(other.pid):
+                denied.add(edge.key)
+        answers = _exchanged((set(opened), denied), group)
         done = {key for keys, _ in answers for key in keys} - {key for _, keys in answers for key in keys}
-        if barred:
-            _say_why_not()
+        if denied:
+            _warn_unshared()
         made: dict[Hashable, NeighbourSender | NeighbourReceiver] = {}
         for edge in edges:
             if edge.key not in done:
@@ -331,7 +331,7 @@ def connect(
             _close(*descriptors)
 
 
-def _is_possible() -> bool:
+def _is_supported() -> bool:
     """Return whether this system has the required calls."""
     if not sys.platform.startswith("linux"):
         return False
@@ -359,7 +359,7 @@ def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tu
     return made
 
 
-def _may_look_into(pid: int) -> bool:
+def _may_open_files_of(pid: int) -> bool:
     """Return whether another process's descriptors can be opened."""
     try:
         return bool(os.listdir(f"/proc/{pid}/fd"))
@@ -367,7 +367,7 @@ def _may_look_into(pid: int) -> bool:
         return False
 
 
-def _say_why_not() -> None:
+def _warn_unshared() -> None:
     warning_once(
         "Neighbouring ranks of one host cannot open each other's descriptors (another user, or hidden processes); they "
         "send through the process group, which is slower."

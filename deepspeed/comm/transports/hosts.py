@@ -29,7 +29,7 @@ class Hosts:
     channel: SharedMemoryChannel | None
 
 
-def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
+def connect_hosts(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
     """Determine the hosts of all ranks, and connect the ranks of each host if the whole group can and may share
     memory. Collective: all ranks get the same blocks, and either all get a channel or none does."""
     willing = may_share_memory and shared_memory.is_available()
@@ -38,12 +38,12 @@ def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
     if not all(one.ready for one in records) or not are_regular(blocks):
         return Hosts(blocks, None)
     block = next(block for block in blocks if gloo.rank in block)
-    channel, attached = _connect(gloo, block, records[block[0]].pid)
+    channel, attached = _connect_host(gloo, block, records[block[0]].pid)
     if channel is None or not all(one.ready for one in attached):
         if channel is not None:
             channel.close()
         if gloo.rank == 0:
-            _say_why_not(attached)
+            _warn_unshared(attached)
         return Hosts(blocks, None)
     cores = functools.reduce(lambda union, rank: union | records[rank].cores, block, 0).bit_count()
     channel.start(timeout_of(gloo.group), cores=cores)
@@ -67,7 +67,7 @@ def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
     return regular and length > 1
 
 
-def _connect(
+def _connect_host(
     gloo: GlooChannel, block: tuple[int, ...], pid: int
 ) -> tuple[SharedMemoryChannel | None, list[_HostRecord]]:
     """Create the segment on the first rank of the host (process `pid`), and map it on all ranks of the block. Return
@@ -86,7 +86,7 @@ def _connect(
             os.close(descriptor)  # by now every rank has opened it, or failed to
 
 
-def _say_why_not(attached: list[_HostRecord]) -> None:
+def _warn_unshared(attached: list[_HostRecord]) -> None:
     errors = [one.descriptor for one in attached if one.descriptor < 0]
     reason = (
         f"making a segment failed: {os.strerror(-errors[0])}" if errors else "a rank could not map another's"

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.sections.parallel import AUTOTP_MODE
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
-from deepspeed.parallel.tensor.described import universal_checkpoint_info
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.layers import TensorParallelLayer as TensorParallel_Layer
+from deepspeed.parallel.tensor.metadata import universal_checkpoint_info
 from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.zero import params as zero_params
 

@@ -85,7 +85,7 @@ class RandomLayerTokenDrop(nn.Module):
         scheduler = self.random_ltd_scheduler
         if scheduler is None or not self.training:
             if self.training and not self.claimed:
-                self._say_that_nothing_is_dropped()
+                self._log_no_drop()
             return self.random_ltd_layer(*args, **kwargs)
         name = self._names[0] if self._names else _HIDDEN
         hidden = args[0] if args else kwargs[name]
@@ -105,7 +105,7 @@ class RandomLayerTokenDrop(nn.Module):
             results = self.random_ltd_layer(**{name: part}, **others)
         return self._joined(hidden, results, kept.indices)
 
-    def _say_that_nothing_is_dropped(self) -> None:
+    def _log_no_drop(self) -> None:
         self.claimed = True
         warning_once(
             f"random-LTD: converted layers of class {type(self.random_ltd_layer).__name__} drop no token, because no "

@@ -64,7 +64,7 @@ def _opened(name: str, key: str, path: str) -> MMapIndexedDataset:
     return MMapIndexedDataset(path, skip_warmup=True)
 
 
-class Everything:
+class AllSamples:
     """All samples."""
 
     path = ""
@@ -93,7 +93,7 @@ class ClusterPart:
         return self._order[places + self._start].astype(np.int64)
 
 
-Samples = Everything | ClusterPart
+Samples = AllSamples | ClusterPart
 
 
 def newly_accepted(
@@ -111,7 +111,7 @@ def newly_accepted(
     writes and the others wait for; its name is a hash of its inputs. RuntimeError: timeout.
     """
     if not metrics:
-        return Everything(count if not before else 0)
+        return AllSamples(count if not before else 0)
     reached = {each.name: each.accepted(now[each.name]) for each in metrics}
     left = {each.name: each.accepted(before[each.name]) if before else 0 for each in metrics}
     if len(metrics) == 1:

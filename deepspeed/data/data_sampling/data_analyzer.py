@@ -53,7 +53,7 @@ from deepspeed.data.data_sampling.utils import (
 __all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer"]
 
 _CHUNK = 1 << 20
-_SAY_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 
 
 class DataAnalyzer:
@@ -468,7 +468,7 @@ def _in_processes(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], wh
         work(*calls[0])
         return
     fork = multiprocessing.get_context("fork")  # functions of a script need not be importable
-    processes = [fork.Process(target=_alone, args=(work, call)) for call in calls]
+    processes = [fork.Process(target=_run_worker, args=(work, call)) for call in calls]
     for process in processes:
         process.start()
     for process in processes:
@@ -478,7 +478,7 @@ def _in_processes(work: Callable[..., Any], calls: Sequence[tuple[Any, ...]], wh
         raise RuntimeError(f"{what} {failed[0]} failed; its traceback is above")
 
 
-def _alone(work: Callable[..., Any], call: tuple[Any, ...]) -> None:
+def _run_worker(work: Callable[..., Any], call: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # the threads of the parent do not exist here
     work(*call)
 
@@ -488,12 +488,12 @@ class _AnalysisProgress:
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total = what, total
-        self.start = self.said = time.monotonic()
+        self.start = self.logged_at = time.monotonic()
 
     def at(self, done: int) -> None:
         now = time.monotonic()
-        if done and now - self.said >= _SAY_EVERY_S:
-            self.said = now
+        if done and now - self.logged_at >= _LOG_EVERY_S:
+            self.logged_at = now
             rate = done / (now - self.start)
             left = (self.total - done) / rate
             logger.info(

@@ -223,7 +223,7 @@ class DeepSpeedDataSampler:
         samples = self._accepted(before, now)
         if not len(samples):
             if not self.data_clusters and not before:
-                self._refuse_empty(now)
+                self._check_not_empty(now)
             return
         self.data_clusters.append((before, now))
         self.data_cluster_current_position.append(0)
@@ -243,7 +243,7 @@ class DeepSpeedDataSampler:
             self.global_rank == 0,
         )
 
-    def _refuse_empty(self, now: Mapping[str, int]) -> None:
+    def _check_not_empty(self, now: Mapping[str, int]) -> None:
         limits = ", ".join(f"{name} <= {value}" for name, value in now.items())
         raise DeepSpeedConfigError(
             f"the curriculum accepts no sample at its start ({limits}): raise min_difficulty of its metrics"

@@ -67,11 +67,11 @@ def batch_by_seqlens(
         seed=seed or 0,
     )
     if verbose:
-        _say(packs)
+        _log_packs(packs)
     return list(packs), packs.batch_sizes, packs.longest
 
 
-def _say(packs: TokenBatches) -> None:
+def _log_packs(packs: TokenBatches) -> None:
     tokens = packs.units("tokens").reshape(-1, packs.per_batch)
     for number, (size, longest) in enumerate(zip(packs.batch_sizes, packs.longest, strict=True)):
         logger.info(
@@ -333,7 +333,7 @@ def _packs(lengths: Any, chosen: Sequence[int] | None, *, verbose: bool, **optio
             f"{options['max_tokens']} tokens: lower train_batch_size, max_tokens or min_batch_size"
         )
     if verbose:
-        _say(packs)
+        _log_packs(packs)
     return packs
 
 

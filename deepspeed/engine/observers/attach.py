@@ -94,7 +94,7 @@ def attach_observers(engine: Engine) -> None:
         release = weakref.finalize(engine, python_gc_manager.release, python_gc_manager.acquire())
         engine.events.on("on_destroy", lambda **_: release())
     if config.dump_state:
-        from deepspeed.config.hidden import without_secrets
+        from deepspeed.config.redaction import without_secrets
 
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     _attach_between_ranks(engine)

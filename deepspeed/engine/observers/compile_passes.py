@@ -64,7 +64,7 @@ class PassSchedule:
         sharded = self.engine.sharded
         if sharded is not None:
             ahead = self.engine._config.zero_config.prefetch_bucket_size
-            sharded.gather_ahead(int(ahead) if prefetch.NAME in period.settings else 0)
+            sharded.set_prefetch(int(ahead) if prefetch.NAME in period.settings else 0)
             if self.engine.plan.param_offload is None:  # else shards stay on the host
                 keep = selective_gather.NAME in period.settings
                 sharded.keep_gathered(self._room(sharded) if keep else 0)

@@ -62,7 +62,7 @@ def _find_pruners(
         return pruners
     # imports all compressed layers, needed for pruning only
     from deepspeed.compression.helper import make_pruner
-    from deepspeed.compression.stages import ChoiceOfStages
+    from deepspeed.compression.pipeline import GlobalTopK
 
     pruners = pruners or [make_pruner(shared, module)]
     if stages is None:
@@ -70,7 +70,7 @@ def _find_pruners(
     whole = module.whole_meta() if isinstance(module, Staged) else module
     order = [name for name, _ in whole.named_modules()]
     for pruner in pruners:
-        pruner.choose = ChoiceOfStages(stages, order, engine.device)
+        pruner.choose = GlobalTopK(stages, order, engine.device)
     return pruners
 
 

@@ -323,5 +323,5 @@ class StateMoves:
         if not self._guards:
             self._guards = True
             for event in ("before_forward", "before_step"):
-                self._engine.events.on(event, optimizer.mover.refuse_while_away)
+                self._engine.events.on(event, optimizer.mover.check_not_offloaded)
         return optimizer

@@ -13,7 +13,7 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.connections import Connections
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
-from deepspeed.parallel.pipeline.schedules.orders import stage_on_chain
+from deepspeed.parallel.pipeline.schedules.orders import stage_of_position
 from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 
@@ -34,7 +34,8 @@ class PipelineFacts(DeepSpeedEngine):
         self.stage_id = self.grid.get_stage_id()
         self.num_stages = self.grid.get_pipe_parallel_world_size()
         self.layout = ScheduleLayout(self.num_stages, module.chunks, module.zigzag)
-        self.loss_stage = stage_on_chain(self.num_stages * module.chunks - 1, self.num_stages, module.zigzag)
+        last = self.num_stages * module.chunks - 1
+        self.loss_stage = stage_of_position(last, self.num_stages, module.zigzag)
         """The stage of the last layer."""
         self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
         self.data_iterator: Iterator[Any] | None = None

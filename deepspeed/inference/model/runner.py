@@ -23,6 +23,40 @@ from deepspeed.ops.huge_pages import collapse, weights_of
 _ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
 _ON_DEVICE = (LaunchedLayout, PackedLayout, PaddedLayout)
 
+# A trial of a layout: two short sequences in pieces, compared with the plain model.
+#
+# The first sequence comes in two chunks, the second beside them, then each gets one token more, as in generation.
+# Blocks hold two tokens and do not lie in order. Where rotations depend on the length of a sequence, the first
+# one is tried on both sides of each such length, beside the second one, which stays short. Sliding windows are
+# tried with fewer tokens than the sequences have.
+
+BLOCK_SIZE = 2
+_BLOCKS = (5, 1, 6, 3), (0, 4, 2)
+_LENGTHS = 8, 5
+_STEPS = (((0, 0, 4),), ((1, 0, 4), (0, 4, 7)), ((0, 7, 8), (1, 4, 5)))
+"""(sequence, from, to) of the pieces of each forward."""
+WINDOW = 3
+"""Tokens of sliding windows while they are tried."""
+
+Forward = Callable[[Sequence[PagePiece], PagedCache], Tensor]
+"""Logits [wanted tokens of all pieces, vocabulary]."""
+
+
+class Layout(Protocol):
+    """Layout of the tokens of many sequences in one forward."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_fused_tokens(self) -> int:
+        """Return the tokens of the longest forward that is one call; 0: there are no such calls."""
+        ...
+
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]: ...
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
+    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
+    def release(self) -> None: ...
+
 
 class ModelRunner:
     """Runs ``module`` as it is. No list of models decides how, but trying: the first layout whose logits are those of
@@ -152,41 +186,7 @@ class ModelRunner:
         return shapes, max(errors)
 
 
-# Trying a layout: two short sequences in pieces, compared with the plain model.
-#
-# The first sequence comes in two chunks, the second beside them, then each gets one token more, as in generation.
-# Blocks hold two tokens and do not lie in order. Where rotations depend on the length of a sequence, the first
-# one is tried on both sides of each such length, beside the second one, which stays short. Sliding windows are
-# tried with fewer tokens than the sequences have.
-
-BLOCK_SIZE = 2
-_BLOCKS = (5, 1, 6, 3), (0, 4, 2)
-_LENGTHS = 8, 5
-_STEPS = (((0, 0, 4),), ((1, 0, 4), (0, 4, 7)), ((0, 7, 8), (1, 4, 5)))
-"""(sequence, from, to) of the pieces of each forward."""
-
-
-WINDOW = 3
-"""Tokens of sliding windows while they are tried."""
-
-Forward = Callable[[Sequence[PagePiece], PagedCache], Tensor]
-"""Logits [wanted tokens of all pieces, vocabulary]."""
-
-
-class Layout(Protocol):
-    """Layout of the tokens of many sequences in one forward."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def max_fused_tokens(self) -> int:
-        """Return the tokens of the longest forward that is one call; 0: there are no such calls."""
-        ...
-
-    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]: ...
-    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
-    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
-    def release(self) -> None: ...
+# Trying a layout --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

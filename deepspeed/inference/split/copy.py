@@ -50,10 +50,10 @@ class SplitCopy:
         self._pinned = pinned
         cut: dict[int, nn.Parameter] = {}
 
-        def became(old: nn.Parameter, new: nn.Parameter) -> None:
+        def on_swap(old: nn.Parameter, new: nn.Parameter) -> None:
             cut[id(old)] = new
 
-        split_over(self.module, group, became=became)
+        split_over(self.module, group, on_swap=on_swap)
         self._blocks = _blocks(module, layers_at_once)
         self._weights: dict[int, _Weight] = {}
         for copied, source in sources.items():

@@ -16,8 +16,8 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import AutoEPConfig, TPTrainingConfig
-from deepspeed.parallel.expert.spreading import ExpertParallelism
-from deepspeed.parallel.tensor.applying import Became, apply_plan
+from deepspeed.parallel.expert.transform import ExpertParallelism
+from deepspeed.parallel.tensor.apply import OnSwap, apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of
@@ -52,9 +52,9 @@ def split_over(
     grain: int = 1,
     *,
     summed: tuple[str, ...] = (),
-    became: Became = lambda *_: None,
+    on_swap: OnSwap = lambda *_: None,
 ) -> None:
-    """Split the layers over ``group`` by the model's graph. ``became`` is called with each replaced parameter and its
+    """Split the layers over ``group`` by the model's graph. ``on_swap`` is called with each replaced parameter and its
     replacement. Collective.
 
     Args:
@@ -72,7 +72,7 @@ def split_over(
             rules = rules_of(module, TPTrainingConfig(injection_policy_tuple=summed))
             plan = plan_module(module, group.size, rules=rules, grain=grain)
         tried = try_split(plan, group)
-        apply_plan(module, plan, group, became)
+        apply_plan(module, plan, group, on_swap)
     except PlanError as error:
         raise DeepSpeedConfigError(
             f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"
@@ -89,10 +89,10 @@ class _OnlyExperts:
     def whole(self, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+    def replace_param(self, old: nn.Parameter, *new: nn.Parameter) -> None:
         """No-op: there is no optimizer that refers to parameters."""
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         log_dist(f"inference: {text}", ranks=[0])
 
 

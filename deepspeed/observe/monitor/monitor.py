@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero
-from deepspeed.config.hidden import without_secrets
+from deepspeed.config.redaction import without_secrets
 from deepspeed.observe.monitor.base import Event, Monitor, MonitorBackend
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]

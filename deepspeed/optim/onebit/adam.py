@@ -20,12 +20,12 @@ from deepspeed.optim.one_bit import (
     OneBitOptimizer,
     by_holders,
     check_backend,
-    follow,
+    ema_update,
     pieces,
     round_into,
-    seen_by,
+    variance_steps,
 )
-from deepspeed.optim.own_variance import OWN_VARIANCE, agree, continue_variances, share_of_mean
+from deepspeed.optim.own_variance import OWN_VARIANCE, average_variances, continue_variances, share_of_mean
 from deepspeed.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
@@ -106,7 +106,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     def warms_up(self, update: int) -> bool:
         return update <= self.freeze_step
 
-    def warmed_up(self, context: UpdateContext) -> None:
+    def after_warmup_update(self, context: UpdateContext) -> None:
         """Freeze the variance once it is stable, for freeze_step "auto". At intervals of the variance's memory,
         compare its bias-corrected sum with the last one: uncorrected, the sum would grow for four intervals even with
         constant gradients."""
@@ -136,13 +136,13 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
-        follow(momenta, part.grads, grad_scale, group["betas"][0])
+        ema_update(momenta, part.grads, grad_scale, group["betas"][0])
         self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1
             step = float(state["step"])
-            second, rate = corrections(group, step, seen_by(state))
+            second, rate = corrections(group, step, variance_steps(state))
             scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
             if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
                 continue
@@ -180,10 +180,10 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         if since % self.variance_interval:
             return
         for _, ranks, positions in kinds:
-            agree([own[i] for i in positions], [variances[i] for i in positions], ranks)
+            average_variances([own[i] for i in positions], [variances[i] for i in positions], ranks)
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
-            used, now = (corrections(group, step, at)[0] for at in (seen_by(self.state[master]), step))
+            used, now = (corrections(group, step, at)[0] for at in (variance_steps(self.state[master]), step))
             variance.mul_(used / now)  # updates divide by ``used``, as for a frozen variance
 
     def own_state(self) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
     check_backend,
-    follow,
+    ema_update,
     mean_over_holders,
     numels_of,
     publish,
-    seen_by,
+    variance_steps,
     whole_sums,
 )
 from deepspeed.optim.sign_exchange import FEEDBACK
@@ -146,9 +146,9 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         fresh = torch.tensor([float(sum(not float(state[SCALE]) for state in states))], dtype=torch.float64)
         if float(fresh if context.copy_sum is None else context.copy_sum(fresh)):
             self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
-            self._begin(masters, states, context)
+            self._start_frozen(masters, states, context)
         before = [state["exp_avg"].clone() for state in states]
-        follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         if masters:
             self._exchange(number, masters, states, context)
         self._apply(masters, states, group, before, context)
@@ -165,7 +165,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         torch._foreach_div_(momenta, scales)
 
     @staticmethod
-    def _begin(masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext) -> None:
+    def _start_frozen(masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext) -> None:
         """Start the first update after warm-up: set the scales that bring momenta to their mean magnitude, and the
         fresh variance to the frozen one."""
         new = [i for i, state in enumerate(states) if not float(state[SCALE])]
@@ -196,7 +196,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         for state, old in zip(states, before, strict=True):
             state["step"] += 1
             gradient = old.mul_(-beta1).add_(state["exp_avg"]).div_(1.0 - beta1)  # reconstructed from momenta
-            largest.append(self._direct(state, group, gradient, out=old))
+            largest.append(self._direction(state, group, gradient, out=old))
         shares = [1.0] * len(masters)
         if decay:
             alone = _squares_of(before)
@@ -214,7 +214,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
             self._coefficients.append(ratio)
 
-    def _direct(self, state: dict[str, Any], group: Group, gradient: Tensor, *, out: Tensor) -> float:
+    def _direction(self, state: dict[str, Any], group: Group, gradient: Tensor, *, out: Tensor) -> float:
         """Set ``out`` to the momentum over the root of the frozen variance; return the largest ratio of frozen to
         fresh root. ``out`` may be ``gradient``."""
         beta1, beta2 = group["betas"]
@@ -223,7 +223,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         if group["bias_correction"]:
             step = float(state["step"])
             first, second = 1.0 - beta1**step, 1.0 - beta2**step
-            frozen = 1.0 - beta2 ** seen_by(state)
+            frozen = 1.0 - beta2 ** variance_steps(state)
         denominator = self._root(state["exp_avg_sq"] / frozen, group)
         torch.div(state["exp_avg"], first, out=out).div_(denominator)
         changes = denominator.div_(self._root(state[FRESH] / second, group))

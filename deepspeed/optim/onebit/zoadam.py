@@ -15,13 +15,13 @@ from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.optim.one_bit import (
     MASK,
-    SEEN,
+    VAR_STEPS,
     OneBitOptimizer,
     check_backend,
-    follow,
+    ema_update,
     pieces,
     round_into,
-    seen_by,
+    variance_steps,
 )
 from deepspeed.optim.onebit.adam import corrections, plain_step, root
 from deepspeed.optim.sign_exchange import FEEDBACK
@@ -158,7 +158,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         variance updates; so it runs without bias correction, which is folded into rate and eps."""
         lows = low_precision or [None] * len(params)
         states = [self.state_for(param, group) for param in params]
-        counts = [(float(state["step"]), float(state[SEEN])) for state in states]
+        counts = [(float(state["step"]), float(state[VAR_STEPS])) for state in states]
         for step, seen in sorted(set(counts)):
             chosen = [i for i, each in enumerate(counts) if each == (step, seen)]
             super().multi_tensor_step(
@@ -169,7 +169,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 context=context,
             )
 
-    def warmed_up(self, context: UpdateContext) -> None:
+    def after_warmup_update(self, context: UpdateContext) -> None:
         self.variance_updates += 1
 
     def exchanges_at(self, update: int) -> bool:
@@ -185,17 +185,17 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
         self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
-        follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        ema_update([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
         if self.updates <= self.var_freeze_step:
-            self._follow_momentum(number, group, part, states, context.holders)
+            self._update_compressed(number, group, part, states, context.holders)
         else:
-            self._follow_own_momentum(number, group, part, states, context.holders)
+            self._update_local(number, group, part, states, context.holders)
         if number == 0:
             self.exchanges += self.exchanges_at(self.updates)
 
-    def _follow_momentum(
+    def _update_compressed(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Run an update of 1-bit Adam, before the variance is frozen. Rate times momentum travels, as later, so that
@@ -213,7 +213,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 torch.div(mean, rate or 1.0, out=m)
                 plain_step(w, m, v, rounded, **scalars)
 
-    def _follow_own_momentum(
+    def _update_local(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Run a local update after the variance is frozen, and every few updates the exchange of their sum."""
@@ -244,9 +244,9 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                     _write(w, rounded, synced - local)
         self.rate_sums[number] = since + rate
         if exchanges:
-            self._agree(number, group, part, states, holders)
+            self._exchange_steps(number, group, part, states, holders)
 
-    def _agree(
+    def _exchange_steps(
         self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Exchange the ranks' steps as sums of rate times momentum, whose mean gives the momentum."""
@@ -269,7 +269,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
 
     @staticmethod
     def _corrections(state: dict[str, Any], group: Group) -> tuple[float, float]:
-        return corrections(group, float(state["step"]), seen_by(state))
+        return corrections(group, float(state["step"]), variance_steps(state))
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class _Combine(torch.autograd.Function):
         to_outputs = to_weights = None
         if ctx.needs_input_grad[1]:
             flat = weights.new_zeros(weights.numel())
-            flat[order.slots] = _products(rows, outputs).to(weights.dtype)
+            flat[order.slots] = _dot_products(rows, outputs).to(weights.dtype)
             to_weights = flat.view_as(weights)
         if ctx.needs_input_grad[0]:
             factors = weights.reshape(-1).index_select(0, order.slots)[:, None]
@@ -134,7 +134,7 @@ def _rows(values: Tensor, place: Tensor, complete: bool) -> Tensor:
     return rows
 
 
-def _products(first: Tensor, second: Tensor) -> Tensor:
+def _dot_products(first: Tensor, second: Tensor) -> Tensor:
     """Return the dot product of each row [n, h] of the first with that of the second: [n], fp32 at least."""
     wide = torch.promote_types(first.dtype, torch.float32)
     result = first.new_empty(len(first), dtype=wide)
@@ -199,7 +199,7 @@ class TokenExchange:
     def _begin(self, rows: Tensor, *, outward: bool) -> Arrival:
         if self.group.size == 1:
             return lambda: rows
-        flight = _Flight(self)
+        flight = _InFlight(self)
         sent = _Depart.apply(rows, flight, outward)
         return lambda: _Arrive.apply(sent, flight, outward)
 
@@ -234,33 +234,33 @@ Arrival: TypeAlias = Callable[[], Tensor]
 """Waits for the rows in flight and returns them; to be called once."""
 
 
-class _Flight:
+class _InFlight:
     """An in-flight exchange, in forward and again in backward: its handle, and the buffers that must stay alive until
     it completes."""
 
     def __init__(self, exchange: TokenExchange) -> None:
         self.exchange = exchange
-        self._under_way: tuple[Tensor, Pending, Tensor] | None = None
+        self._pending: tuple[Tensor, Pending, Tensor] | None = None
 
     def depart(self, rows: Tensor, outward: bool) -> Tensor:
         """Send ``rows`` and return the receive buffer, in rank order."""
         rows = (rows if outward else self.exchange._by_rank(rows)).contiguous()
         got, pending = self.exchange.start(rows, outward)
-        self._under_way = got, pending, rows
+        self._pending = got, pending, rows
         return got
 
     def arrive(self, outward: bool) -> Tensor:
-        assert self._under_way is not None
-        got, pending, _ = self._under_way
+        assert self._pending is not None
+        got, pending, _ = self._pending
         with _timed(self.exchange.watch):
             pending.wait()
-        self._under_way = None
+        self._pending = None
         return self.exchange._by_expert(got) if outward else got
 
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _Flight, outward: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, flight: _InFlight, outward: bool) -> Tensor:
         ctx.flight, ctx.outward = flight, outward
         return flight.depart(rows, outward)
 
@@ -272,7 +272,7 @@ class _Depart(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, got: Tensor, flight: _Flight, outward: bool) -> Tensor:
+    def forward(ctx: Any, got: Tensor, flight: _InFlight, outward: bool) -> Tensor:
         ctx.flight, ctx.outward, ctx.shape = flight, outward, got.shape
         arrived = flight.arrive(outward)
         return arrived.view_as(arrived)
@@ -285,7 +285,7 @@ class _Arrive(torch.autograd.Function):
         return grad.new_zeros(()).expand(ctx.shape), None, None
 
 
-def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
+def halve(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
     """Split the tokens into two halves, to overlap exchange and computation, where the exchange runs in the background
     of a device; into one part on a CPU, which would do both. All ranks get the same number of parts, whatever their
     token counts."""
@@ -294,15 +294,15 @@ def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[sli
     return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
 
 
-def through(
+def run_experts(
     rows: Sequence[Tensor], exchanges: Sequence[TokenExchange], compute: Callable[[Tensor, list[int]], Tensor]
 ) -> list[Tensor]:
     """Dispatch each part to the experts, apply ``compute(rows, rows per expert)`` and send the results back. Part i is
     computed while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective."""
-    coming = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
+    arriving = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
     returning = [
         exchange.from_experts(compute(arrival(), exchange.per_expert))
-        for exchange, arrival in zip(exchanges, coming, strict=True)
+        for exchange, arrival in zip(exchanges, arriving, strict=True)
     ]
     return [arrival() for arrival in returning]
 

@@ -124,7 +124,7 @@ class MoE(nn.Module):
         """
         ranks, layer = mesh.sharing_experts(self.ep_size), self.deepspeed_moe
         layer.spread_over(mesh.among(ranks))
-        layer.experts.take_place(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
+        layer.experts.set_rank(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
         if self.enable_expert_tensor_parallelism:
             mesh.splits_experts = True
         else:
@@ -172,7 +172,7 @@ class Experts(nn.Module):
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
-    def take_place(self, number: int, count: int) -> None:
+    def set_rank(self, number: int, count: int) -> None:
         """These are the experts of rank ``number`` of the ``count`` that share the layer's."""
         each = self.num_local_experts
         self.deepspeed_experts.renumber(number * each, count * each)

@@ -28,11 +28,11 @@ class RouteWatch:
 
     def routed(self, chosen: Tensor, kept: Tensor, training: bool = True) -> None:
         """Count a forward. ``chosen`` [E]; ``kept`` [tokens, k], boolean; ``training``: the mode of the layer."""
-        again = torch._C._current_graph_task_id() != -1
+        recomputing = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled():
-            self.unseen += training and not again  # an evaluation in training mode is forgotten at ``reset``
+            self.unseen += training and not recomputing  # ``reset`` forgets evaluations in training mode
             return
-        if again:
+        if recomputing:
             if not self.unseen:
                 return
             self.unseen -= 1

@@ -1,5 +1,5 @@
 """Finds a module's mixture-of-experts layers and stacked experts ([experts, ..] in one weight, as in Transformers;
-``spreading.py`` spreads them over ranks), assigns the ranks that share their experts, and writes the documented file of
+``transform.py`` spreads them over ranks), assigns the ranks that share their experts, and writes the documented file of
 each expert."""
 
 from __future__ import annotations

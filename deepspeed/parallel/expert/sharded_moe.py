@@ -19,7 +19,7 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, halve, permute, run_experts
 from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import (
     Routes,
@@ -353,23 +353,23 @@ class MOELayer(nn.Module):
             self.watch.routed(routes.exp_counts, routes.kept, self.training)
         ranks = self._numbers.group
         if ranks.size == 1:
-            return self._through_experts(flat, routes).view(tokens.shape)
-        output = self._through_experts(split_sequence(flat, ranks), _own_part(routes, ranks))
+            return self._run_experts(flat, routes).view(tokens.shape)
+        output = self._run_experts(split_sequence(flat, ranks), _own_part(routes, ranks))
         return join_sequence(output, ranks, 0, len(flat)).view(tokens.shape)
 
     @untraced
-    def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
+    def _run_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
         if self._ranks is None:
             raise RuntimeError(
                 f"the {self.ep_size} ranks that share the layer's experts are not known: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() of the layer"
             )
-        parts = parts_of(len(tokens), self._ranks, tokens.device)
+        parts = halve(len(tokens), self._ranks, tokens.device)
         orders = [TokenOrder.of(routes, part) for part in parts]
         exchanges = TokenExchange.agree([order.counts for order in orders], self._ranks, self.watch)
         rows = [permute(tokens[part], order) for part, order in zip(parts, orders, strict=True)]
         with self._numbers.different():
-            outputs = through(rows, exchanges, self.experts)
+            outputs = run_experts(rows, exchanges, self.experts)
         made = [
             combine(each, routes.weights[part], order)
             for each, part, order in zip(outputs, parts, orders, strict=True)

@@ -53,7 +53,7 @@ def upcycle(
             experts: Any = mixture.deepspeed_moe.experts
             for number, expert in enumerate(experts.deepspeed_experts):
                 _fill(expert, weights, source, f"expert {number} of {path}")
-                _disturb(expert, noise)
+                _add_noise(expert, noise)
             if mixture.use_residual:
                 _fill(mixture.mlp, weights, source, f"the residual layer of {path}")
         inside = {id(p) for each in mixtures.values() for p in each.parameters()}
@@ -89,7 +89,7 @@ def _copy(into: Tensor, weights: Mapping[str, Any], name: str, what: str) -> Non
     into.copy_(weights[name])
 
 
-def _disturb(expert: nn.Module, noise: float) -> None:
+def _add_noise(expert: nn.Module, noise: float) -> None:
     if noise:
         for param in expert.parameters():
             spread = param.float().std(correction=0)

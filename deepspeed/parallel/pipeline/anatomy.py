@@ -75,7 +75,7 @@ class _Watch:
         self.kept: list[Tensor] = []
         self.called: dict[str, set[bool]] = {}
 
-    def refuse(self, why: str) -> PipelineError:
+    def error(self, why: str) -> PipelineError:
         return PipelineError(
             f"{type(self.anatomy.model).__name__} cannot be cut between its blocks ({self.anatomy.blocks}): {why}. "
             "Write it as the layers of a PipelineModule"
@@ -83,21 +83,21 @@ class _Watch:
 
     def before_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if number != self.passed:
-            raise self.refuse(f"block {number} is called after {self.passed} others")
+            raise self.error(f"block {number} is called after {self.passed} others")
         if not args and "hidden_states" not in kwargs:
-            raise self.refuse(f"block {number} gets no hidden_states")
+            raise self.error(f"block {number} gets no hidden_states")
         hidden = hidden_of(args, kwargs)
         if self.hidden is not None and hidden is not self.hidden:
-            raise self.refuse(f"block {number} does not get what the block before returned")
+            raise self.error(f"block {number} does not get what the block before returned")
         others = tensors_in([args[1:], {key: v for key, v in kwargs.items() if key != "hidden_states"}])
         if any(id(tensor) in self.others for tensor in others):
-            raise self.refuse(f"block {number} also gets something else from the blocks before")
+            raise self.error(f"block {number} also gets something else from the blocks before")
 
     def after_block(self, number: int, output: Any) -> None:
         self.anatomy.in_tuples = isinstance(output, tuple)
         first, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(first, Tensor):
-            raise self.refuse(f"block {number} returns {type(first).__name__} where its hidden states belong")
+            raise self.error(f"block {number} returns {type(first).__name__} where its hidden states belong")
         self.hidden, self.passed = first, number + 1
         self.kept += [first, *tensors_in(rest)]
         self.others |= {id(tensor) for tensor in tensors_in(rest)} | {id(first)}
@@ -105,11 +105,11 @@ class _Watch:
     def after_module(self, name: str, output: Any) -> None:
         begun, over = self.passed > 0, self.passed == len(self.anatomy.block_list())
         if begun and not over:
-            raise self.refuse(f"{name} is called between two of them")
+            raise self.error(f"{name} is called between two of them")
         self.called.setdefault(name, set()).add(over)
         if not begun:
             if not isinstance(output, Tensor):
-                raise self.refuse(f"{name} returns {type(output).__name__}, not a tensor")
+                raise self.error(f"{name} returns {type(output).__name__}, not a tensor")
             lead = [None if size in (BATCH, 1) else size for size in output.shape[:1]]
             lead += [None if size == LENGTH else size for size in output.shape[1:2]]
             self.anatomy.shapes[name] = (*lead, *output.shape[2:])
@@ -117,12 +117,12 @@ class _Watch:
     def finish(self) -> None:
         anatomy = self.anatomy
         if self.passed != len(anatomy.block_list()):
-            raise self.refuse(f"only {self.passed} are called")
+            raise self.error(f"only {self.passed} are called")
         for name, module in _others(anatomy):
             places = self.called.get(name, set())
             if len(places) != 1:
                 where = "before and after them" if places else "never, though it has weights"
-                raise self.refuse(f"{name} ({type(module).__name__}) is called {where}")
+                raise self.error(f"{name} ({type(module).__name__}) is called {where}")
             (anatomy.after if places.pop() else anatomy.before).append(name)
 
 

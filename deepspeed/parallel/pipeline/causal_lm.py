@@ -108,7 +108,7 @@ class _BoundaryStates:
         return self.incoming
 
 
-class _OtherBlock(nn.Module):
+class _IdentityBlock(nn.Module):
     """Identity stand-in for a block of another piece. Keeps the block's plain attributes, which the model's loop over
     blocks may read."""
 
@@ -126,7 +126,7 @@ class _OtherBlock(nn.Module):
         return hidden
 
 
-class _BlockBefore(_OtherBlock):
+class _BlockBefore(_IdentityBlock):
     """Stand-in for the last block before a piece: returns the received hidden states."""
 
     boundary: _BoundaryStates
@@ -135,7 +135,7 @@ class _BlockBefore(_OtherBlock):
         return self.boundary.hidden
 
 
-class _BlockAfter(_OtherBlock):
+class _BlockAfter(_IdentityBlock):
     """Stand-in for the first block after a piece: captures the piece's output."""
 
     boundary: _BoundaryStates
@@ -214,7 +214,7 @@ class CutModel(PipelineModule):
         own = self._anatomy.block_list()
         for number in range(len(blocks)):
             if number not in self._layer_indices:
-                own[number] = _OtherBlock(blocks[number], self._anatomy.in_tuples)
+                own[number] = _IdentityBlock(blocks[number], self._anatomy.in_tuples)
         self._views = [self._view(chunk) for chunk in range(self.chunks)]
         del self._blocks
         del self._modules["tied_modules"]
@@ -257,7 +257,7 @@ class CutModel(PipelineModule):
         """Return the list of blocks for a chunk, with stand-ins for blocks of other pieces."""
         run, view = self._layers_of(chunk), nn.ModuleList()
         for number, block in enumerate(self._blocks):
-            kind = {run.start - 1: _BlockBefore, run.stop: _BlockAfter}.get(number, _OtherBlock)
+            kind = {run.start - 1: _BlockBefore, run.stop: _BlockAfter}.get(number, _IdentityBlock)
             if number in run:
                 view.append(block)
                 continue
@@ -328,7 +328,7 @@ class CutModel(PipelineModule):
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
         """Run a chunk. ``forward_input``: the model's inputs for the first piece, else (hidden states, model inputs).
         Returns such a pair, or from the last piece the logits [batch, length, vocabulary]."""
-        piece, boundary = self.position_on_chain(chunk), self._boundary
+        piece, boundary = self.chunk_position(chunk), self._boundary
         boundary.incoming, inputs = (None, forward_input) if piece == 0 else forward_input
         inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
         with self._as_piece(chunk):
@@ -339,7 +339,7 @@ class CutModel(PipelineModule):
     @contextmanager
     def _as_piece(self, chunk: int) -> Iterator[None]:
         """Install this chunk's list of blocks, and stand-ins for the modules of other pieces, in the model."""
-        anatomy, piece = self._anatomy, self.position_on_chain(chunk)
+        anatomy, piece = self._anatomy, self.chunk_position(chunk)
         elsewhere: list[str] = []
         if piece > 0:
             elsewhere += anatomy.before

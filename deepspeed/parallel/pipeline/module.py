@@ -32,7 +32,7 @@ from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.partitioned import Partitioned, check_bounds, stage_of
-from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
+from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_of_position
 from deepspeed.parallel.pipeline.simulated import MetaModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.transforms.recompute import checkpointing
@@ -134,12 +134,12 @@ class PipelineModule(Partitioned, nn.Module):
 
     # Building -------------------------------------------------------------------------------------------------
 
-    def position_on_chain(self, chunk: int) -> int:
+    def chunk_position(self, chunk: int) -> int:
         """Return the position of a chunk of this stage in a micro-batch's forward order."""
-        return place_on_chain(chunk, self.stage_id, self.num_stages, self.zigzag)
+        return chunk_position(chunk, self.stage_id, self.num_stages, self.zigzag)
 
     def _layers_of(self, chunk: int) -> range:
-        position = self.position_on_chain(chunk)
+        position = self.chunk_position(chunk)
         return range(self.parts[position], self.parts[position + 1])
 
     def _build(self) -> None:
@@ -183,7 +183,7 @@ class PipelineModule(Partitioned, nn.Module):
             if len(members) < 2 or self.stage_id not in members:
                 continue
             for name, param in self._tied_parameters(key):
-                _refuse_shared_experts(key, name, param, members)
+                _check_shared_experts(key, name, param, members)
                 ranks = (self._ranks_of(members), self._ranks_of(members, data=self._grid.replica_id))
                 setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
                 setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
@@ -197,7 +197,7 @@ class PipelineModule(Partitioned, nn.Module):
         ]
         module = self.tied_modules[key]
         names = dict.fromkeys(name for spec in specs for name in spec.tied_weight_attr)
-        named = [(name, _weight_called(name, key, module)) for name in names]
+        named = [(name, _named_weight(name, key, module)) for name in names]
         if len({spec.typename for spec in specs}) == 1:
             return list(module.named_parameters())
         return named
@@ -338,7 +338,7 @@ class PipelineModule(Partitioned, nn.Module):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage of a layer. IndexError: there is no such layer."""
-        return stage_on_chain(stage_of(self.parts, layer_idx), self.num_stages, self.zigzag)
+        return stage_of_position(stage_of(self.parts, layer_idx), self.num_stages, self.zigzag)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """Return the weights of this stage that other stages share, each with the process group of the sharing ranks.
@@ -380,7 +380,7 @@ class PipelineModule(Partitioned, nn.Module):
         layer = self._layer_indices[local_layer_idx]
         return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{layer:02d}-*model_states.pt"))
 
-    def _stored(self) -> dict[int, nn.Module]:
+    def _saved_modules(self) -> dict[int, nn.Module]:
         """Map layer indices to the modules that this stage saves. A tie is saved by the first stage that has it."""
         found = {}
         for index, name in self._registered_as.items():
@@ -397,7 +397,7 @@ class PipelineModule(Partitioned, nn.Module):
         replica = self._grid.replica_id
         replicas = len(self._grid.dp_group) if self.checkpoint_parallel_write_pipeline else 1
         failed: Exception | None = None
-        for turn, (number, layer) in enumerate(self._stored().items()):
+        for turn, (number, layer) in enumerate(self._saved_modules().items()):
             frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
             excluded = frozen if exclude_frozen_params else set()
             with GatheredParameters(list(layer.parameters())):
@@ -458,7 +458,7 @@ class PipelineModule(Partitioned, nn.Module):
         )
 
 
-def _weight_called(name: str, key: str, module: nn.Module) -> nn.Parameter:
+def _named_weight(name: str, key: str, module: nn.Module) -> nn.Parameter:
     """Look up a tied weight by the name in a spec: a parameter, or a property that returns one."""
     found: Any = module
     for part in name.split("."):
@@ -468,7 +468,7 @@ def _weight_called(name: str, key: str, module: nn.Module) -> nn.Parameter:
     return found
 
 
-def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:
+def _check_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:
     if not getattr(param, "allreduce", True) and getattr(param, "group_name", "") != "ep_size_1":
         raise PipelineError(
             f"the tie {key!r} has experts ({name}) that ranks share, on the stages {list(stages)}: a weight cannot "

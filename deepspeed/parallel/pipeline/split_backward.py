@@ -41,11 +41,11 @@ class SplitLayer(Protocol):
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
-    def of_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor | None:
+    def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor | None:
         """The gradient of ``inputs``, from that of the output."""
         ...
 
-    def of_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
+    def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
         """The gradient of the weight, and then that of the bias."""
         ...
 
@@ -82,10 +82,10 @@ class _Linear:
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(inputs, weight, bias)
 
-    def of_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         return grad @ weight
 
-    def of_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
+    def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
         rows, columns = _rows(grad), _rows(inputs)
         yield torch.mm(rows.t(), columns, out=memory((rows.shape[1], columns.shape[1]), rows))
         yield rows.sum(0)
@@ -103,10 +103,10 @@ class _TransposedLinear:
         assert bias is not None
         return torch.addmm(bias, _rows(inputs), weight).view(*inputs.shape[:-1], weight.shape[1])
 
-    def of_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         return torch.mm(_rows(grad), weight.t()).view(inputs.shape)
 
-    def of_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
+    def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
         rows, columns = _rows(grad), _rows(inputs)
         yield torch.mm(columns.t(), rows, out=memory((columns.shape[1], rows.shape[1]), rows))
         yield rows.sum(0)
@@ -128,10 +128,10 @@ class _Embedding:
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.embedding(weight, inputs, self.padding, self.by_frequency, False)
 
-    def of_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> None:
+    def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> None:
         return None
 
-    def of_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
+    def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
         yield torch.ops.aten.embedding_dense_backward(
             grad, inputs, self.rows, self.padding, self.by_frequency
         )
@@ -161,10 +161,10 @@ class _Convolution:
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(inputs, weight, bias, *self.settings)
 
-    def of_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
         return self._backward(inputs, weight, grad, [True, False, False])[0]
 
-    def of_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
+    def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
         weight = grad.new_empty(1).expand(self.shape)  # of which only the shape is looked at
         _, *found = self._backward(inputs, weight, grad, [False, True, self.biases is not None])
         yield from (each for each in found if each is not None)
@@ -196,16 +196,16 @@ class WeightQueue:
         """Micro-batch and chunk whose backward is running."""
         # Backward also reaches layers whose input wants no gradient.
         self.anchor = torch.zeros((), requires_grad=True)
-        self._waiting: dict[tuple[int, int], list[tuple[_PutOff, Tensor, Tensor]]] = {}
+        self._waiting: dict[tuple[int, int], list[tuple[_DeferredLayer, Tensor, Tensor]]] = {}
         self._scratch: Tensor | None = None
 
-    def put(self, layer: _PutOff, inputs: Tensor, grad: Tensor) -> None:
+    def put(self, layer: _DeferredLayer, inputs: Tensor, grad: Tensor) -> None:
         self._waiting.setdefault(self.part, []).append((layer, inputs, grad))
 
     def compute(self, part: tuple[int, int]) -> None:
         """The gradients that wait for a micro-batch of a chunk, in the order in which its backward reached them."""
         for layer, inputs, grad in self._waiting.pop(part, ()):
-            gradients = layer.form.of_weights(inputs, grad, self._memory)
+            gradients = layer.form.grad_weights(inputs, grad, self._memory)
             for number, gradient in zip(layer.numbers, gradients, strict=False):
                 self.add(number, gradient.to(layer.dtype))
 
@@ -223,16 +223,16 @@ class WeightQueue:
         self._scratch = None
 
 
-class _PutOff:
+class _DeferredLayer:
     """A layer that is split: ``numbers`` of its weight, and of its bias if it has one."""
 
     def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
         self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PutOff:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _DeferredLayer:
         """Return a handle for a copied module, such as an average of the weights: it does all of its backward at
         once."""
-        return _PutOff(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_nowhere))
+        return _DeferredLayer(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_discard))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -250,22 +250,22 @@ class _PutOff:
         tensors = [inputs, weight.detach(), bias.detach() if bias is not None else None]
         kind = inputs.device.type
         if not torch.is_autocast_enabled(kind):
-            return _InTwoParts.apply(queue.anchor, *tensors, self)
+            return _SplitBackward.apply(queue.anchor, *tensors, self)
         if self.form.narrows:  # what autocast does for such an operation
             dtype = torch.get_autocast_dtype(kind)
             tensors = [
                 each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
             ]
         with torch.autocast(kind, enabled=False):
-            return _InTwoParts.apply(queue.anchor, *tensors, self)
+            return _SplitBackward.apply(queue.anchor, *tensors, self)
 
 
-class _InTwoParts(torch.autograd.Function):
+class _SplitBackward(torch.autograd.Function):
     """``weight`` and ``bias`` are detached: their gradients do not come from autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _PutOff
+        ctx: Any, anchor: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _DeferredLayer
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.layer = layer
@@ -280,7 +280,7 @@ class _InTwoParts(torch.autograd.Function):
         layer = ctx.layer
         layer.queue.put(layer, inputs.detach(), grad)
         wanted = ctx.needs_input_grad[1]
-        return None, (layer.form.of_inputs(inputs, weight, grad) if wanted else None), None, None, None
+        return None, (layer.form.grad_inputs(inputs, weight, grad) if wanted else None), None, None, None
 
 
 def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQueue) -> list[nn.Module]:
@@ -302,12 +302,12 @@ def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQue
         params = [own._parameters[name] for name in names]
         plain = all(id(p) in numbers and uses[id(p)] == 1 and not hasattr(p, SHARED_BY) for p in params)
         if plain and len(params) == sum(p is not None for p in own._parameters.values()):
-            vars(own)["forward"] = _PutOff(own, form, [numbers[id(p)] for p in params], queue).forward
+            vars(own)["forward"] = _DeferredLayer(own, form, [numbers[id(p)] for p in params], queue).forward
             found.append(own)
     return found
 
 
-def _nowhere(number: int, grad: Tensor) -> None:
+def _discard(number: int, grad: Tensor) -> None:
     """Ignore a gradient: the sink of a queue that is never active."""
 
 

@@ -48,7 +48,7 @@ class WholeModel:
         everyone: list[Any] = [None] * len(ranks)
         dist.all_gather_object(everyone, (described, own.aliases), group=group)
         stage = list(ranks).index(dist.get_rank())
-        self._to_come: deque[tuple[int, _Description]] = deque()
+        self._to_receive: deque[tuple[int, _Description]] = deque()
         self._to_send: list[tuple[bool, LazyTensor]] = []
         self.aliases: dict[str, str] = {}
         seen = {name for name, *_ in everyone[0][0]}
@@ -62,27 +62,27 @@ class WholeModel:
                 if number == stage:
                     self._to_send.append((new, lazy[each[0]]))
                 elif new:
-                    self._to_come.append((rank, each))
+                    self._to_receive.append((rank, each))
         if ranks[0] != 0:
             self._to_send = []  # another replica or tensor-parallel part: rank 0 receives from its own pipeline only
         if dist.get_rank() != 0:
-            self._to_come.clear()
+            self._to_receive.clear()
         self._lazy = lazy
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the tensors by name; they must be accessed in this order."""
         others = {
             each[0]: LazyTensor(each[1], each[2], partial(self._received, each[0]))
-            for _, each in self._to_come
+            for _, each in self._to_receive
         }
         return {**self._lazy, **others}
 
     def _received(self, name: str) -> Iterator[Tensor]:
-        assert self._to_come[0][1][0] == name, "tensors are asked for in order"
+        assert self._to_receive[0][1][0] == name, "tensors are asked for in order"
         yield self._receive()
 
     def _receive(self) -> Tensor:
-        rank, (_, shape, dtype) = self._to_come.popleft()
+        rank, (_, shape, dtype) = self._to_receive.popleft()
         data = torch.empty(shape, dtype=dtype, device=self._device)
         if data.numel():
             dist.recv(data, rank, group=self._group)
@@ -101,5 +101,5 @@ class WholeModel:
                         dist.send(part.detach().to(self._device).contiguous(), 0, group=self._group)
         finally:
             self._own.__exit__(*exc)
-        while self._to_come:
+        while self._to_receive:
             self._receive()

@@ -8,9 +8,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class HeadAssignment:
-    """Division of ``ranks`` into ``circles`` circles of ``width`` consecutive ranks. The ranks of a circle split the
-    heads and see the circle's part of the sequence; circles pass keys and values on in a ring. With at least as many
-    heads as ranks there is one circle, and each rank sees the whole sequence.
+    """Division of ``ranks`` into ``head_groups`` groups of ``width`` consecutive ranks. The ranks of a group split the
+    heads and see the group's part of the sequence; groups pass keys and values on in a ring. With at least as many
+    heads as ranks there is one group, and each rank sees the whole sequence.
     """
 
     heads: int
@@ -26,14 +26,14 @@ class HeadAssignment:
 
     @cached_property
     def width(self) -> int:
-        """Size of a circle: the largest divisor of ``ranks`` that is at most ``heads``."""
+        """Size of a group: the largest divisor of ``ranks`` that is at most ``heads``."""
         return max(n for n in range(1, min(self.heads, self.ranks) + 1) if self.ranks % n == 0)
 
     @property
-    def circles(self) -> int:
+    def head_groups(self) -> int:
         return self.ranks // self.width
 
-    def circle(self, rank: int) -> int:
+    def head_group(self, rank: int) -> int:
         return rank // self.width
 
     def queries_of(self, rank: int) -> tuple[int, ...]:
@@ -47,18 +47,18 @@ class HeadAssignment:
         return tuple(sorted({head // group for head in self.queries_of(rank)}))
 
     def queries(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the query heads that ``rank`` sends to each rank: none outside its circle."""
-        return tuple(self.queries_of(to) if self._together(rank, to) else () for to in range(self.ranks))
+        """Return the query heads that ``rank`` sends to each rank: none outside its group."""
+        return tuple(self.queries_of(to) if self._in_one_group(rank, to) else () for to in range(self.ranks))
 
     def keys(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.keys_of(to) if self._together(rank, to) else () for to in range(self.ranks))
+        return tuple(self.keys_of(to) if self._in_one_group(rank, to) else () for to in range(self.ranks))
 
     def lengths(self, rank: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shard lengths of the ranks in this rank's circle; 0 for others."""
-        return tuple(n if self._together(rank, other) else 0 for other, n in enumerate(lengths))
+        """Return the shard lengths of the ranks in this rank's group; 0 for others."""
+        return tuple(n if self._in_one_group(rank, other) else 0 for other, n in enumerate(lengths))
 
     def parts(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the length of each circle's part of the sequence."""
+        """Return the length of each group's part of the sequence."""
         width = self.width
         return tuple(sum(lengths[at : at + width]) for at in range(0, self.ranks, width))
 
@@ -74,8 +74,8 @@ class HeadAssignment:
         regular = tuple(at for at in range(count) for _ in range(size))
         return size if positions == regular else None
 
-    def _together(self, one: int, other: int) -> bool:
-        return self.circle(one) == self.circle(other)
+    def _in_one_group(self, one: int, other: int) -> bool:
+        return self.head_group(one) == self.head_group(other)
 
 
 def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:

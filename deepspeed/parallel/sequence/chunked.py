@@ -30,7 +30,7 @@ from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.attention_blocks import CAUSAL, JoinedBlocks, kernel_for
 from deepspeed.parallel.sequence.assignment import HeadAssignment
-from deepspeed.parallel.sequence.chunks import FetchedAhead, SequenceChunk
+from deepspeed.parallel.sequence.chunks import Prefetcher, SequenceChunk
 from deepspeed.parallel.sequence.exchange import Exchange
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
 from deepspeed.transforms.recompute.side_stream import SideStream
@@ -160,7 +160,7 @@ class _ChunkedAttention(torch.autograd.Function):
         earlier: list[tuple[SequenceChunk, SequenceChunk]] = []
         parts = zip(x.split(call.local), result.split(call.local), strict=True)
         for at, (part, target) in enumerate(parts):
-            ahead = FetchedAhead(earlier)
+            ahead = Prefetcher(earlier)
             q, k, v = _heads(call, at, part, qkv_weight, qkv_bias)
             out, lse = _attend(call, q, k, v, ahead)
             context = call.exchange(at).collect((out,), (call.heads_of_all()[0],))[0]
@@ -212,7 +212,7 @@ class _ChunkBackward:
         call, here = self.call, self.kept[at]
         groups = [self._group(earlier) for earlier in range(at)]
         added = at + 1 < len(self.kept)  # later chunks have already created the sums
-        ahead = FetchedAhead(groups, (2, 3) if added else ())
+        ahead = Prefetcher(groups, (2, 3) if added else ())
         q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here.of_queries)
         grad = self._context_gradient(at, out)
         dq, dk, dv = self._attention(at, ahead, grad, (q, k, v, out, lse))
@@ -222,7 +222,7 @@ class _ChunkBackward:
         tables = call.tables(at, q)
         if tables is not None:
             dq, dk = (apply_rotary_pos_emb_backward(each, *tables) for each in (dq, dk))
-        dk, dv = (_unshared(call, each) for each in (dk, dv))
+        dk, dv = (_reduce_keys(call, each) for each in (dk, dv))
         given = [each.to(x.dtype) for each in (dq, dk, dv)]
         local = call.exchange(at).collect(given, call.heads_of_all())
         self._projection(at, x, torch.cat([_rows(each) for each in local], dim=1))
@@ -250,7 +250,7 @@ class _ChunkBackward:
         return call.exchange(at).spread((grad_context.permute(1, 2, 0, 3),), (own,))[0]
 
     def _attention(
-        self, at: int, ahead: FetchedAhead, grad: Tensor, kept: tuple[Tensor, ...]
+        self, at: int, ahead: Prefetcher, grad: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of one chunk's queries, keys and values, and accumulate those of earlier keys and
         values."""
@@ -297,10 +297,10 @@ def _heads(
     tables = call.tables(at, q)
     if tables is not None:
         q, k = (apply_rotary_pos_emb(each, *tables) for each in (q, k))
-    return q, _shared(call, k), _shared(call, v)
+    return q, _expand_keys(call, k), _expand_keys(call, v)
 
 
-def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead) -> tuple[Tensor, Tensor]:
+def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: Prefetcher) -> tuple[Tensor, Tensor]:
     """Compute the attention of one chunk to itself and all earlier ones, with its log-sum-exp."""
     joined = JoinedBlocks(q, v)
     joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))
@@ -314,7 +314,7 @@ def _rows(heads: Tensor) -> Tensor:
     return heads.permute(2, 0, 1, 3).reshape(-1, heads.shape[1] * heads.shape[3])
 
 
-def _shared(call: ChunkedCall, keys: Tensor) -> Tensor:
+def _expand_keys(call: ChunkedCall, keys: Tensor) -> Tensor:
     """Expand to one key head per query head if this rank's query heads share them non-uniformly."""
     rank = call.comm.rank
     if call.plan.group_of(rank) is not None:
@@ -322,7 +322,7 @@ def _shared(call: ChunkedCall, keys: Tensor) -> Tensor:
     return keys.index_select(1, torch.tensor(call.plan.key_of_query(rank), device=keys.device))
 
 
-def _unshared(call: ChunkedCall, grad: Tensor) -> Tensor:
+def _reduce_keys(call: ChunkedCall, grad: Tensor) -> Tensor:
     rank = call.comm.rank
     if call.plan.group_of(rank) is not None:
         return grad

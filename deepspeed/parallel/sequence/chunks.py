@@ -83,7 +83,7 @@ class SequenceChunk:
             self._stream.copy(chunk, self.cpu_chunk)
 
 
-class FetchedAhead:
+class Prefetcher:
     """Iterates over groups of chunks, yielding their tensors on the device while the next group is being fetched.
 
     ``written``: positions in a group that the consumer modifies, to be copied back. A group is evicted from the device
@@ -100,18 +100,18 @@ class FetchedAhead:
         for at, group in enumerate(self._groups):
             # Waits for the copies requested so far: this group, but not yet the write-back of the previous one.
             tensors = [chunk.get_gpu_chunk() for chunk in group]
-            self._leave(before)
+            self._release(before)
             self._load(at + 1)
             yield tensors
             del tensors
             before = group
-        self._leave(before)
+        self._release(before)
 
     def _load(self, at: int) -> None:
         for chunk in self._groups[at] if at < len(self._groups) else ():
             chunk.load_to_gpu()
 
-    def _leave(self, group: Sequence[SequenceChunk]) -> None:
+    def _release(self, group: Sequence[SequenceChunk]) -> None:
         for at in self._written if group else ():
             group[at].overwrite_to_cpu()
         for chunk in group:

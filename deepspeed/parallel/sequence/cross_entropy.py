@@ -1,7 +1,7 @@
 """Cross-entropy with vocabulary parallelism, sequence parallelism, or both.
 
 Ranks of a tensor-parallel group split the words of the same tokens; ranks of a sequence-parallel group split the
-tokens. The vocabulary-parallel losses are in `deepspeed.parallel.split_vocabulary`; this module adds the sequence and
+tokens. The vocabulary-parallel losses are in `deepspeed.parallel.vocab_parallel`; this module adds the sequence and
 the documented interface.
 """
 
@@ -17,8 +17,8 @@ from deepspeed.base.logging import warning_once
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
-from deepspeed.parallel.split_vocabulary import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
+from deepspeed.parallel.vocab_parallel import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 
 
 @untraced

@@ -101,7 +101,7 @@ class DistributedAttention(Module):
         return self._back(context, exchange, plan)
 
     def _check(self, plan: HeadAssignment) -> None:
-        if plan.circles > 1:
+        if plan.head_groups > 1:
             raise ValueError(
                 f"DistributedAttention: {plan.heads} heads for {plan.ranks} ranks that share a sequence. The local "
                 "attention sees whole sequences, so that each rank needs a head of its own: use at most "

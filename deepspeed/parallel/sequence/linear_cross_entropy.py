@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.cross_entropy import check_reduction, reduced
-from deepspeed.parallel.split_vocabulary import VocabularyPart, row_runs, vocabulary_part
+from deepspeed.parallel.vocab_parallel import VocabularyPart, row_runs, vocabulary_part
 
 
 @untraced

@@ -43,7 +43,7 @@ class Ring:
         """Return the part that this rank holds in a step."""
         return (self.own - step) % len(self.parts)
 
-    def pass_on(self, tensors: list[Tensor], tokens: int) -> Callable[[], list[Tensor]]:
+    def send_next(self, tensors: list[Tensor], tokens: int) -> Callable[[], list[Tensor]]:
         """Send these tensors [batch, heads, tokens, size] to the next rank and receive those of the previous one, with
         ``tokens`` tokens. Returns a function that waits for and returns them. Collective over the group."""
         comm = self.comm
@@ -86,12 +86,12 @@ class _RingAttention(torch.autograd.Function):
         rows, held = ring.tokens(ring.own), [key, value]
         for step in range(len(ring.parts)):
             columns = ring.tokens(ring.source(step))
-            coming = _pass_on(ring, step, held)
+            arriving = _send_next(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.block(rows, columns, query.device)
                 kernel = kernel_for(query, value, mask)
                 joined.add(*kernel.forward(query, held[0], held[1], mask, scale))
-            held = coming() if coming else held
+            held = arriving() if arriving else held
         out, lse = joined.out.to(query.dtype), joined.lse
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.visibility, ctx.scale, ctx.ring = visibility, scale, ring
@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
         steps = len(ring.parts)
         for step in range(steps):
             columns = ring.tokens(ring.source(step))
-            coming = _pass_on(ring, step, held)
+            arriving = _send_next(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.block(rows, columns, query.device)
                 kernel = kernel_for(query, value, mask)
@@ -118,13 +118,13 @@ class _RingAttention(torch.autograd.Function):
                 sums[0] += dk
                 sums[1] += dv
             if steps > 1:  # after the last step this returns the sums to their owner ranks
-                sums = ring.pass_on(sums, ring.parts[ring.source(step + 1)])()
-            held = coming() if coming else held
+                sums = ring.send_next(sums, ring.parts[ring.source(step + 1)])()
+            held = arriving() if arriving else held
         return dquery.to(query.dtype), sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
 
 
-def _pass_on(ring: Ring, step: int, held: list[Tensor]) -> Callable[[], list[Tensor]] | None:
+def _send_next(ring: Ring, step: int, held: list[Tensor]) -> Callable[[], list[Tensor]] | None:
     """Start sending the current keys and values to the next rank; None in the last step."""
     if step + 1 == len(ring.parts):
         return None
-    return ring.pass_on(held, ring.parts[ring.source(step + 1)])
+    return ring.send_next(held, ring.parts[ring.source(step + 1)])

@@ -48,19 +48,19 @@ class ShardedSequences:
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         _check_groups(module, context.mesh)
         if isinstance(module, Staged):
-            context.say(module.shard_sequences(context.mesh) or "the model's own matter")
+            context.report(module.shard_sequences(context.mesh) or "the model's own matter")
             return
         if context.mesh.size("sp") == 1 or not _takes_attention(module):
-            context.say("the model's own matter")
+            context.report("the model's own matter")
             return
         group = context.mesh.group("sp")
         core = shard_attention(module, group, disable_in_eval=True)
-        context.transform_inputs(ShardOfInputs(module, context.mesh))
-        module.register_forward_hook(_loss_of_all(group), with_kwargs=True)
+        context.transform_inputs(InputSharding(module, context.mesh))
+        module.register_forward_hook(_global_loss(group), with_kwargs=True)
         base: Any = getattr(module, "base_model", module)
         if base is not module:
-            base.register_forward_hook(_routers_of_all(group))
-        context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
+            base.register_forward_hook(_gather_router_logits(group))
+        context.report(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
 
 
 def _check_groups(module: nn.Module, mesh: ProcessMesh) -> None:
@@ -87,7 +87,7 @@ def _takes_attention(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardOfInputs:
+class InputSharding:
     """Replaces whole sequences by this rank's shard, with matching position ids and labels."""
 
     module: nn.Module
@@ -115,7 +115,7 @@ class ShardOfInputs:
             batch = self._with_labels(batch)
         shard = shard_of(batch, tokens, self.mesh)
         if _balances(self.module, batch) and shard.get("attention_mask") is not None:
-            shard["attention_mask"] = _no_padding(batch["attention_mask"])
+            shard["attention_mask"] = _drop_full_mask(batch["attention_mask"])
         if "shift_labels" in shard:
             shard["labels"] = shard["shift_labels"]  # without labels the model computes no loss
         return (), shard
@@ -128,7 +128,7 @@ class ShardOfInputs:
 
     def _with_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         kind = getattr(self.module, "loss_type", None)
-        if kind in _SHIFTED or kind is None and _falls_back(self.module):
+        if kind in _SHIFTED or kind is None and _uses_loss_function(self.module):
             return with_shifted_labels(batch)
         if kind in _ALIGNED:
             return batch
@@ -138,7 +138,7 @@ class ShardOfInputs:
         )
 
 
-def _falls_back(module: nn.Module) -> bool:
+def _uses_loss_function(module: nn.Module) -> bool:
     """Return whether forward uses ``loss_function``, which Transformers sets to the causal loss for classes whose name
     implies no loss type (GPT-2)."""
     forward: Any = inspect.unwrap(type(module).forward)
@@ -173,7 +173,7 @@ def _balances(module: Any, batch: Mapping[str, Any]) -> bool:
     return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
-def _no_padding(mask: Tensor) -> None:
+def _drop_full_mask(mask: Tensor) -> None:
     """Replace a mask [batch, tokens] of ones by None. ValueError: there is padding."""
     if not bool((mask == 1).all()):
         raise ValueError(
@@ -182,7 +182,7 @@ def _no_padding(mask: Tensor) -> None:
         )
 
 
-def _routers_of_all(group: Any) -> Callable[..., Any]:
+def _gather_router_logits(group: Any) -> Callable[..., Any]:
     """Return a forward hook of the base model that gathers router logits [tokens, experts] of all shards, so that
     load-balancing losses cover whole sequences. Backward sums their gradients over ranks."""
 
@@ -197,7 +197,7 @@ def _routers_of_all(group: Any) -> Callable[..., Any]:
     return hook
 
 
-def _loss_of_all(group: Any) -> Callable[..., Any]:
+def _global_loss(group: Any) -> Callable[..., Any]:
     """Return a forward hook that replaces the loss in the output by that of all shards. It is a function, so that
     copies of the module share it."""
 

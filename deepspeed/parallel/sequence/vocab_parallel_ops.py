@@ -1,7 +1,7 @@
 """Per-token log-probabilities, entropy and KL divergence of vocabulary-parallel logits.
 
 For policy gradients and distillation with a vocabulary-parallel head: no rank ever has whole logits
-(`deepspeed.parallel.split_vocabulary` has the arithmetic).
+(`deepspeed.parallel.vocab_parallel` has the arithmetic).
 
 A row whose logits are all -inf has no distribution: its results are NaN and its gradients zero, so masking the results
 is enough.
@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.base.tracing import untraced
-from deepspeed.parallel.split_vocabulary import divergence, entropy, log_probabilities, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
+from deepspeed.parallel.vocab_parallel import divergence, entropy, log_probabilities, vocabulary_part
 
 
 @untraced

@@ -23,9 +23,9 @@ from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import Cut, replicated
-from deepspeed.parallel.tensor.described import describe
-from deepspeed.parallel.tensor.logits import LogitsInParts
+from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from deepspeed.parallel.tensor.mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from deepspeed.parallel.tensor.metadata import describe
 from deepspeed.parallel.tensor.overlapped import column_product
 from deepspeed.parallel.tensor.probing import transposed_by_trial
 from deepspeed.parallel.tensor.ranks import communicator_of
@@ -126,7 +126,7 @@ class TensorParallelLayer(nn.Module):
     def config_tp_params(self, weight: Tensor | None) -> None:
         """Attach this layer's ``gather_params`` and ``_tp_partition`` to the parameter."""
         if weight is not None:
-            vars(weight).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
+            vars(weight).update({name: LayerFn(self, name) for name in ("gather_params", "_tp_partition")})
 
     def _adopt(self, module: nn.Module) -> None:
         """Take over everything of the module except parameters: class, attributes, buffers and hooks. (Not a
@@ -190,7 +190,7 @@ _PART = "_ds_tp_part"
 """Attribute of a temporarily gathered parameter: its local part."""
 
 
-class OfLayer:
+class LayerFn:
     """A layer's method as an attribute of its parameters, holding only a weak reference to the layer."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -207,9 +207,9 @@ class OfLayer:
         return (_of_no_layer, (self.name,))
 
 
-def _of_no_layer(name: str) -> OfLayer:
+def _of_no_layer(name: str) -> LayerFn:
     """Return a stand-in for the method in an unpickled parameter, whose layer is unknown."""
-    return OfLayer(nn.Module(), name)
+    return LayerFn(nn.Module(), name)
 
 
 class _ParallelLinear(TensorParallelLayer):
@@ -315,7 +315,7 @@ class LinearLayer(_ParallelLinear):
         gather_in_evaluation: gather only in evaluation mode or without gradients, for a head with a vocabulary-parallel
             loss.
         stand_in: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
-            (``LogitsInParts``), for the model's own loss.
+            (``VocabParallelLogits``), for the model's own loss.
         cut: of the outputs (``dim`` is ignored). By default as even as possible. Gradients of elements held by several
             ranks are summed.
         weight: this rank's existing parameter, shared with another layer (tied embeddings).
@@ -396,14 +396,14 @@ class LinearLayer(_ParallelLinear):
             output = column_product(input, weight, bias, self.group, self.sequence)
         else:
             output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
-        if self._gives_whole():
+        if self._gathers_output():
             return gather_from(output, self.group, self.cut.along(-1))
         if self.stand_in and self.group.size > 1:
-            return LogitsInParts.of(output, self.group, self.cut)
+            return VocabParallelLogits.of(output, self.group, self.cut)
         return output
 
-    def _gives_whole(self) -> bool:
-        """Return whether to gather the output. Compiled code does not support ``LogitsInParts``."""
+    def _gathers_output(self) -> bool:
+        """Return whether to gather the output. Compiled code does not support ``VocabParallelLogits``."""
         if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
             return True
         return (self.gather_in_evaluation or self.stand_in) and not self._is_training()

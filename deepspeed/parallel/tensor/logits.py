@@ -2,7 +2,7 @@
 
 The head of an unmodified model returns them in training. To the model's code they have the shape of the whole logits:
 casts, scaling, capping, views and slices of positions work on the local part, and cross-entropy reduces over ranks
-(`deepspeed.parallel.split_vocabulary`). Any other operation gathers the whole logits, which is a collective: all ranks
+(`deepspeed.parallel.vocab_parallel`). Any other operation gathers the whole logits, which is a collective: all ranks
 must do the same with them.
 """
 
@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, is_plain, picks_positions
+from deepspeed.parallel.sequence.tiled.lazy_logits import METADATA, POINTWISE, is_plain, picks_positions
 from deepspeed.parallel.sequence.tiled.token_losses import loss_arguments
-from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import gather_from
+from deepspeed.parallel.vocab_parallel import VocabularyPart, cross_entropy
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _State:
         return self.whole is not None and self.whole._version != self.version
 
 
-class LogitsInParts(torch.Tensor):
+class VocabParallelLogits(torch.Tensor):
     """Wraps ``local`` [.., this rank's vocabulary], cut by ``cut`` along the last dim; has the shape of the whole.
 
     It is connected to ``local`` in autograd too, so that code that bypasses ``__torch_function__`` (a client's autograd
@@ -53,12 +53,12 @@ class LogitsInParts(torch.Tensor):
     state: _State
 
     @staticmethod
-    def of(local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
-        return _StandIn.apply(local, group, cut.along(-1))
+    def of(local: Tensor, group: Communicator, cut: Cut) -> VocabParallelLogits:
+        return _GlobalView.apply(local, group, cut.along(-1))
 
-    def like(self, local: Tensor) -> LogitsInParts:
+    def like(self, local: Tensor) -> VocabParallelLogits:
         """Wrap another local part with the same cut."""
-        return LogitsInParts.of(local, self.group, self.cut)
+        return VocabParallelLogits.of(local, self.group, self.cut)
 
     def whole(self) -> Tensor:
         """Gather the logits, and cache them if they have the graph that later readers may need. Collective."""
@@ -76,7 +76,7 @@ class LogitsInParts(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # not collective: one rank may print
         with torch._C.DisableTorchFunctionSubclass():
-            return f"LogitsInParts(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+            return f"VocabParallelLogits(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().__reduce_ex__(protocol)
@@ -85,13 +85,13 @@ class LogitsInParts(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, LogitsInParts):
+        if isinstance(first, VocabParallelLogits):
             with torch._C.DisableTorchFunctionSubclass():
-                if func in FACTS:
+                if func in METADATA:
                     return func(*args, **kwargs)
                 if func in _OF_THE_PART:
                     return func(first.local, *args[1:], **kwargs)
-            found = _in_parts(first, func, args[1:], kwargs) if not first.state.whole_written else None
+            found = _locally(first, func, args[1:], kwargs) if not first.state.whole_written else None
             if found is not None:
                 return found
         # A reentrant checkpoint calls backward of its recomputed outputs with grad mode off.
@@ -105,13 +105,13 @@ class LogitsInParts(torch.Tensor):
         return func(*args, **kwargs)
 
 
-class _StandIn(torch.autograd.Function):
+class _GlobalView(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
+    def forward(ctx: Any, local: Tensor, group: Communicator, cut: Cut) -> VocabParallelLogits:
         ctx.rank, ctx.cut = group.rank, cut
         shape = (*local.shape[:-1], cut.size)
         made: Any = torch.Tensor._make_wrapper_subclass(
-            LogitsInParts, shape, dtype=local.dtype, device=local.device
+            VocabParallelLogits, shape, dtype=local.dtype, device=local.device
         )
         made.local, made.group, made.cut = local, group, cut
         made.state = ctx.state = _State()
@@ -145,14 +145,14 @@ _ELEMENTWISE = POINTWISE | _IN_PLACE | {torch.Tensor.detach, torch.Tensor.clone,
 
 
 def _whole(each: Any) -> Any:
-    return each.whole() if isinstance(each, LogitsInParts) else each
+    return each.whole() if isinstance(each, VocabParallelLogits) else each
 
 
 def _values(each: Any) -> Any:
-    return each.values() if isinstance(each, LogitsInParts) else each
+    return each.values() if isinstance(each, VocabParallelLogits) else each
 
 
-def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _locally(logits: VocabParallelLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of ``func`` on the local parts, or None if it needs the whole logits."""
     if func in _ELEMENTWISE:
         if not all(_is_plain(value) for value in (*rest, *kwargs.values())):
@@ -174,7 +174,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
 def _is_plain(value: Any) -> bool:
     """Return whether ``value`` is a scalar-like operand, including 0-dim tensors."""
     if isinstance(value, Tensor):
-        return value.ndim == 0 and not isinstance(value, LogitsInParts)
+        return value.ndim == 0 and not isinstance(value, VocabParallelLogits)
     return is_plain(value)
 
 
@@ -183,7 +183,7 @@ _SHAPES: frozenset[Callable[..., Tensor]] = frozenset(
 )
 
 
-def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _viewed(logits: VocabParallelLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Reshape, if the last dim remains the vocabulary; else None."""
     if rest and isinstance(rest[0], torch.dtype):
         return None
@@ -196,7 +196,7 @@ def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dic
     return logits.like(logits.local.reshape(*after[:-1], logits.local.shape[-1]))
 
 
-def _cross_entropy(logits: LogitsInParts, given: dict[str, Any] | None) -> Tensor | None:
+def _cross_entropy(logits: VocabParallelLogits, given: dict[str, Any] | None) -> Tensor | None:
     """Compute cross-entropy of ``logits`` [tokens, vocabulary]; None if the call is not supported."""
     if given is None or given["weight"] is not None or logits.local.ndim != 2 or given["target"].ndim != 1:
         return None

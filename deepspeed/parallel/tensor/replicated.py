@@ -29,7 +29,7 @@ def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
         return module
     if not any(True for _ in module.parameters(recurse=False)):
         raise ValueError(f"{type(module).__name__} has no parameters of its own")
-    tell_replicated(module, group)
+    mark_replicated(module, group)
     if not isinstance(module, _Summing):
         module.__class__ = _summing_class(type(module))
     summing: Any = module
@@ -37,7 +37,7 @@ def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
     return module
 
 
-def tell_replicated(module: nn.Module, group: Communicator) -> None:
+def mark_replicated(module: nn.Module, group: Communicator) -> None:
     """Mark the module's direct parameters as replicated over ``group``: they start from the first rank's values."""
     for param in module.parameters(recurse=False):
         place(param, replicated(full_shape(param), group.rank))

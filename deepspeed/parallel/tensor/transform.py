@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed.base.staged import Staged
 from deepspeed.config.sections.parallel import TPTrainingConfig
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module
 from deepspeed.parallel.tensor.planning.rules import rules_of
@@ -37,7 +37,7 @@ class TensorParallelism:
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         mesh = context.mesh
         if mesh.size("tp") == 1:
-            context.say("one rank: nothing to split")
+            context.report("one rank: nothing to split")
             return
         # For a pipeline stage, plan the whole model: stages share things (a vocabulary, a tied weight).
         staged = isinstance(module, Staged)
@@ -53,9 +53,9 @@ class TensorParallelism:
         tried = try_split(plan, mesh.communicator("tp"))
         if whole is not module:
             plan = plan.within(module)
-        apply_plan(module, plan, mesh.communicator("tp"), context.became)
+        apply_plan(module, plan, mesh.communicator("tp"), context.replace_param)
         idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
-        context.say(f"{plan.describe()}; {tried}{idle}")
+        context.report(f"{plan.describe()}; {tried}{idle}")
 
 
 def _hint(module: nn.Module) -> str:

@@ -23,7 +23,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.module_utils import without_hooks
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import DONE, Pending
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import Example, PlanError, TensorParallelPlan
 
@@ -32,7 +32,7 @@ _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _TF32 = 2e-2
 _OUTPUT = "the output of "
 
-See = Callable[[str, Tensor], Tensor]
+Observe = Callable[[str, Tensor], Tensor]
 """(name of the tensor, its value in this run) -> its value in the whole run."""
 
 
@@ -53,13 +53,13 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
         failed = _run(module, inputs, own, group.rank, whole.keep)
         if _largest(failed is not None, group, device):
             return f"not compared with the whole model: its stand-in does not run ({failed})"
-        apply_plan(module, own, _Alone(group), lambda *_: None)
+        apply_plan(module, own, _SilentCommunicator(group), lambda *_: None)
         split = _TrialSplit(whole)
         failed = _run(module, inputs, own, group.rank, split.compare)
-    return _judge(split, failed, _rounding(module, device), group, device)
+    return _outcome(split, failed, _rounding(module, device), group, device)
 
 
-class _Alone(Communicator):
+class _SilentCommunicator(Communicator):
     """A communicator that pretends to be a rank of ``group``, but communicates nothing: outputs are left unchanged."""
 
     def __init__(self, group: Communicator) -> None:
@@ -115,16 +115,16 @@ def _difference(value: Tensor, whole: Tensor) -> float:
 
 
 def _run(
-    module: nn.Module, inputs: Mapping[str, Tensor], plan: TensorParallelPlan, rank: int, see: See
+    module: nn.Module, inputs: Mapping[str, Tensor], plan: TensorParallelPlan, rank: int, observe: Observe
 ) -> str | None:
-    """Run one forward in which ``see`` gets the inputs of row-parallel layers and the results. Returns the error, or
-    None."""
-    hooks = list(_watch(module, plan, rank, see))
+    """Run one forward in which ``observe`` gets the inputs of row-parallel layers and the results. Return the error,
+    or None."""
+    hooks = list(_watch(module, plan, rank, observe))
     try:
         result = module(**inputs)
         for number, leaf in enumerate(tree_leaves(dict(result) if isinstance(result, Mapping) else result)):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                see(f"result {number} of the model", leaf)
+                observe(f"result {number} of the model", leaf)
     except Exception as error:  # reported by the caller
         return f"{type(error).__name__}: {error}"
     finally:
@@ -133,7 +133,7 @@ def _run(
     return None
 
 
-def _watch(module: nn.Module, plan: TensorParallelPlan, rank: int, see: See) -> Iterator[Any]:
+def _watch(module: nn.Module, plan: TensorParallelPlan, rank: int, observe: Observe) -> Iterator[Any]:
     """Hook the inputs of row-parallel layers, and all outputs that involve communication; yield the handles."""
     rows = {name.rpartition(".")[0]: each.cut for name, each in plan.parameters.items() if each.kind == "row"}
     for path, cut in rows.items():
@@ -141,7 +141,7 @@ def _watch(module: nn.Module, plan: TensorParallelPlan, rank: int, see: See) -> 
         def got(_: Any, args: tuple[Tensor, ...], path: str = path, cut: Cut = cut) -> None:
             value = args[0]
             is_whole = value.shape[-1] == cut.size
-            see(f"the input of {path}", cut.along(-1).take(value, rank) if is_whole else value)
+            observe(f"the input of {path}", cut.along(-1).take(value, rank) if is_whole else value)
 
         yield module.get_submodule(path).register_forward_pre_hook(got)
     gathered = {name.rpartition(".")[0] for name, each in plan.parameters.items() if each.gather}
@@ -149,7 +149,7 @@ def _watch(module: nn.Module, plan: TensorParallelPlan, rank: int, see: See) -> 
     for path in dict.fromkeys((*rows, *sorted(gathered), *spread)):
 
         def gave(_: Any, args: Any, output: Tensor, place: str = f"{_OUTPUT}{path}") -> Tensor:
-            return see(place, output)
+            return observe(place, output)
 
         yield module.get_submodule(path).register_forward_hook(gave)
 
@@ -160,7 +160,7 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
     return max(of_weights, _TF32) if reduced else of_weights
 
 
-def _judge(
+def _outcome(
     split: _TrialSplit, failed: str | None, limit: float, group: Communicator, device: torch.device
 ) -> str:
     """Return the outcome as text. PlanError, on all ranks, for the first difference that any of them has seen."""

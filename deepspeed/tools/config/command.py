@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.config import optimizers
 from deepspeed.config.analysis import Analysis, analyse
 from deepspeed.config.arguments import SCHEDULES
@@ -46,7 +46,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
     return report
 
 
-@ends_quietly("ds_check --fix")
+@exit_quietly("ds_check --fix")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parsers.check()
     args = parser.parse_args(argv)
@@ -121,7 +121,7 @@ def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin:
 def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
     if origin == NO_LAUNCHER:
         ranks = max(ranks, least_ranks(source.data))
-    analysis = analyse(source, axes_of(source.data, ranks, origin), auto_is_open=True)
+    analysis = analyse(source, axes_of(source.data, ranks, origin), allow_auto=True)
     errors = analysis.errors + list(_argument_problems(analysis, source))
     if source.not_json:
         analysis.warnings.insert(0, _only_hjson(source))

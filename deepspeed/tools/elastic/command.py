@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.config.elastic_batch import ELASTICITY, compute_elastic_config
 from deepspeed.config.reader import load_source
 from deepspeed.tools import parsers
@@ -14,7 +14,7 @@ from deepspeed.version import __version__
 RULE = "-" * 42
 
 
-@ends_quietly("ds_elastic")
+@exit_quietly("ds_elastic")
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsers.elastic().parse_args(argv)
     config = load_source(args.config).data

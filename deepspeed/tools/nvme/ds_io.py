@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.tools import parsers
 from deepspeed.tools.nvme.measure import (
     HANDLES,
@@ -65,7 +65,7 @@ def _devices(text: str) -> list[tuple[str, int]]:
     return [(folder, int(part)) for part in devices.split(",")]
 
 
-@ends_quietly("ds_io", OSError, ValueError, NotImplementedError)
+@exit_quietly("ds_io", OSError, ValueError, NotImplementedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsers.io().parse_args(arguments)
     check_devices(args.gpu)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.tools import parsers
 from deepspeed.tools.nvme.measure import FLAGS, MeasurePlan, Transfer, aio_section, check_devices, speeds
 
@@ -106,7 +106,7 @@ def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
 
 
-@ends_quietly("ds_nvme_tune", OSError, ValueError, NotImplementedError)
+@exit_quietly("ds_nvme_tune", OSError, ValueError, NotImplementedError)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parsers.nvme_tune().parse_args(arguments)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.base.exceptions import ExplainedError
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 from deepspeed.planning.step_time.shapes import is_shape
 from deepspeed.tools.starter import arguments, choices, files, serving
 
@@ -17,7 +17,7 @@ class RefusedInit(ExplainedError, ValueError):
     """The arguments contradict each other, or a file exists."""
 
 
-@ends_quietly("ds init")
+@exit_quietly("ds init")
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = arguments.parse(argv)

@@ -40,18 +40,18 @@ class Init:
 
     def __enter__(self) -> Init:
         before = nn.Linear
-        torch.nn.Linear = _in_place_of(before, self._lora_config, self._quant_config)  # type: ignore[misc]
+        torch.nn.Linear = _replacement(before, self._lora_config, self._quant_config)  # type: ignore[misc]
         self._undo.append(lambda: setattr(torch.nn, "Linear", before))
         if self._lora_config is not None:
-            self._undo.append(register_module_module_registration_hook(_note_name).remove)
-            self._complete_models_of_transformers()
+            self._undo.append(register_module_module_registration_hook(_mark_target).remove)
+            self._patch_transformers()
         return self
 
     def __exit__(self, *args: Any, **kwargs: Any) -> None:
         while self._undo:
             self._undo.pop()()
 
-    def _complete_models_of_transformers(self) -> None:
+    def _patch_transformers(self) -> None:
         if importlib.util.find_spec("transformers") is None:
             return
         from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -60,10 +60,10 @@ class Init:
         for cls in (AutoModelForCausalLM, PreTrainedModel):
             for name in _MAKERS:
                 if hasattr(cls, name):
-                    self._undo.append(_complete_what_is_made(cls, name, calls))
+                    self._undo.append(_init_after(cls, name, calls))
 
 
-def _complete_what_is_made(cls: type, name: str, calls: list[str]) -> Callable[[], None]:
+def _init_after(cls: type, name: str, calls: list[str]) -> Callable[[], None]:
     """Call `init_lora` after every outermost ``cls.name``; returns a function that undoes the patch."""
     own = cls.__dict__.get(name)
     made_by: Any = getattr(cls, name).__func__
@@ -107,21 +107,21 @@ def _is_target(path: str, module: LoRAOptimizedLinear) -> bool:
     return any(part in module.lora_config.target_mods for part in path.split("."))
 
 
-def _note_name(parent: nn.Module, name: str, layer: nn.Module | None) -> None:
+def _mark_target(parent: nn.Module, name: str, layer: nn.Module | None) -> None:
     """Let a layer registered under a target's name quantize its weight on loading."""
     if isinstance(layer, LoRAOptimizedLinear) and _is_target(name, layer):
         layer.quantizes_loaded = layer.quantization_config is not None
 
 
-def _in_place_of(
+def _replacement(
     original: type[nn.Module], lora: LoRAConfig | None, quantization: QuantizationConfig | None
 ) -> type[nn.Module]:
-    class OfLinear(type(original)):
+    class LinearMeta(type(original)):
         def __instancecheck__(cls, instance: Any) -> bool:
             """Accept optimized layers too: models use ``isinstance`` to initialize their linear layers."""
             return isinstance(instance, (original, LoRAOptimizedLinear))
 
-    class Linear(original, metaclass=OfLinear):  # type: ignore[misc, valid-type]
+    class Linear(original, metaclass=LinearMeta):  # type: ignore[misc, valid-type]
         """Temporary replacement of ``torch.nn.Linear``, which creates instances of other classes."""
 
         def __new__(

@@ -1,9 +1,9 @@
 """``activation_checkpointing.memory_budget``: limits the activations that an unmodified model keeps until backward.
 
 The repeated blocks of a model (``zero/partitioning.py``) are called through ``BudgetedCall``. In the first forward with
-gradients, one block of each kind runs normally and is measured (``recorded.py``), the others keep only their inputs.
-At its end, the ranks agree on the measurements, and ``choosing.py`` decides what each block keeps from then on. What is
-measured is what actually runs, including parallel layers, adapters and autocast.
+gradients, one block of each kind runs normally and is measured (``block_record.py``), the others keep only their
+inputs. At its end, the ranks agree on the measurements, and ``choice.py`` decides what each block keeps from then on.
+What is measured is what actually runs, including parallel layers, adapters and autocast.
 
 A block that does not keep everything runs under torch's non-reentrant checkpoint, with the chosen results kept (below):
 same operations and random numbers, so bit-identical results.
@@ -31,9 +31,9 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute.block_record import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.transforms.recompute.checkpointing import SWITCH
-from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
+from deepspeed.transforms.recompute.choice import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
 from deepspeed.zero.partitioning import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"
@@ -45,7 +45,7 @@ class Budget:
     bytes.
     """
 
-    def __init__(self, limit: float, ranks: AgreeingRanks | None) -> None:
+    def __init__(self, limit: float, ranks: LayerRanks | None) -> None:
         self.limit = limit
         self.ranks = ranks
         self.choice: RecomputeChoice | None = None
@@ -64,7 +64,7 @@ class Budget:
         """Choose what to keep, from the counts of all ranks. DeepSpeedConfigError: the budget is too small."""
         counted = count.result()
         if self.ranks is not None:
-            counted = agree(counted, self.ranks)
+            counted = max_over_ranks(counted, self.ranks)
         budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
         try:
             # When counting on the meta device, such a mode is active, in which tensors have no values.
@@ -105,16 +105,16 @@ class Count:
     def end(self) -> None:
         self._context.__exit__(None, None, None)
 
-    def call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
-        """Run and measure ``run()`` if it is the first call of its kind; else call ``again()``, which keeps only
+    def call(self, block: nn.Module, run: Callable[[], Any], rerun: Callable[[], Any], inputs: Any) -> Any:
+        """Run and measure ``run()`` if it is the first call of its kind; else call ``rerun()``, which keeps only
         inputs."""
         self._outside.paused = True  # do not count what blocks save as outside
         try:
-            return self._call(block, run, again, inputs)
+            return self._call(block, run, rerun, inputs)
         finally:
             self._outside.paused = False
 
-    def _call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
+    def _call(self, block: nn.Module, run: Callable[[], Any], rerun: Callable[[], Any], inputs: Any) -> Any:
         kind = _kind(block, inputs)
         number = self._kinds.get(kind)
         if number is None:
@@ -122,7 +122,7 @@ class Count:
             outputs, record = record_block(block, run, [inputs])
             self._records.append(record)
         else:
-            outputs = again()
+            outputs = rerun()
         self._calls.append((block, number))
         self._before = self._outside.total
         return outputs
@@ -221,11 +221,11 @@ class MemoryBudget:
                 f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
                 "give PipelineModule activation_checkpoint_interval, and leave the key out"
             )
-        budget = budget_blocks(module, self.limit, AgreeingRanks(context.mesh, module))
-        context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
+        budget = budget_blocks(module, self.limit, LayerRanks(context.mesh, module))
+        context.report(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
 
 
-def budget_blocks(module: nn.Module, limit: float, ranks: AgreeingRanks | None) -> Budget:
+def budget_blocks(module: nn.Module, limit: float, ranks: LayerRanks | None) -> Budget:
     """Run the blocks of ``module`` within a budget, allocated after its first forward with gradients."""
     blocks = blocks_of(module)
     if not blocks:
@@ -295,7 +295,7 @@ def report(choice: RecomputeChoice) -> str:
     ]
     for first, last, way, block in _runs(choice):
         which = f"block {first}" if first == last else f"blocks {first} to {last}"
-        lines.append(f"  {which}: {_what_runs_again(counted.kinds[block.kind], way.chosen)}")
+        lines.append(f"  {which}: {_rerun_text(counted.kinds[block.kind], way.chosen)}")
     return "\n".join(lines)
 
 
@@ -310,7 +310,7 @@ def _runs(choice: RecomputeChoice) -> Sequence[tuple[int, int, Any, Block]]:
     return found
 
 
-def _what_runs_again(record: BlockRecord, chosen: Collection[Key] | None) -> str:
+def _rerun_text(record: BlockRecord, chosen: Collection[Key] | None) -> str:
     if chosen is None:
         return "keeps everything"
     needed = [op for op in record.ops[: record.needed] if op.out]
@@ -338,14 +338,14 @@ def _limit(limit: float) -> str:
 # Ranks that run one model decide equally: each measures its own batch, and the maximum over ranks is used.
 
 
-class AgreeingRanks:
+class LayerRanks:
     """The ranks that run the same layers: replicas, and ranks that share each layer or sequence."""
 
     def __init__(self, mesh: ProcessMesh, module: nn.Module) -> None:
         self._mesh = mesh
         self._module = module
 
-    def __deepcopy__(self, memo: object) -> AgreeingRanks:
+    def __deepcopy__(self, memo: object) -> LayerRanks:
         return self
 
     @property
@@ -363,13 +363,13 @@ class AgreeingRanks:
             group.all_reduce_max(values).wait()
         return values.tolist()
 
-    def alike(self, number: int) -> bool:
+    def is_same(self, number: int) -> bool:
         """Return whether ``number`` is the same on all ranks. Collective."""
         high, low = self.largest([number, -number])
         return high == -low
 
 
-def agree(counted: Footprint, ranks: AgreeingRanks) -> Footprint:
+def max_over_ranks(counted: Footprint, ranks: LayerRanks) -> Footprint:
     """Take the maximum bytes and FLOPs over all ranks, which may have batches of different sizes. If the ranks' blocks
     run different operations (experts without tokens), only whole blocks can be recomputed.
 
@@ -378,13 +378,13 @@ def agree(counted: Footprint, ranks: AgreeingRanks) -> Footprint:
     """
     if not ranks.groups:
         return counted
-    if not ranks.alike(_digest(counted.blocks)):
+    if not ranks.is_same(_digest(counted.blocks)):
         raise RuntimeError(
             "activation_checkpointing.memory_budget: the ranks run the blocks of the model in different orders, or of "
             "different kinds, in the first forward; it needs the same ones on every rank"
         )
     kinds = list(counted.kinds)
-    if not ranks.alike(_digest([[str(op.key) for op in record.ops] for record in kinds])):
+    if not ranks.is_same(_digest([[str(op.key) for op in record.ops] for record in kinds])):
         kinds = [_without_choices(record) for record in kinds]
     outside, before = ranks.largest([counted.outside, counted.before])
     return replace(counted, kinds=[_largest(each, ranks) for each in kinds], outside=outside, before=before)
@@ -403,7 +403,7 @@ def _without_choices(record: BlockRecord) -> BlockRecord:
     return replace(record, ops=(replace(ops[0], flops=flops, cost=cost, keepable=False),), needed=1)
 
 
-def _largest(record: BlockRecord, ranks: AgreeingRanks) -> BlockRecord:
+def _largest(record: BlockRecord, ranks: LayerRanks) -> BlockRecord:
     numbers = [record.needed, record.inputs, record.saved]
     for op in record.ops:
         numbers += [op.flops, op.cost, op.out, not op.keepable, op.saved]

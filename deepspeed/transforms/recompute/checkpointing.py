@@ -78,7 +78,7 @@ class Settings:
         self.layers = []
         _state.engines.remove(self)
 
-    def keeper(self) -> KeptInputs:
+    def kept_inputs(self) -> KeptInputs:
         section = self.section
         regions = section.number_checkpoints if section.partition_activations else None
         in_arena = section.contiguous_memory_optimization and bool(regions)
@@ -193,7 +193,7 @@ def settings_for(
 
 
 @contextlib.contextmanager
-def in_force(settings: Settings) -> Iterator[None]:
+def applied(settings: Settings) -> Iterator[None]:
     """Apply an engine's ``settings`` inside the block."""
     before = begin_forward(settings)
     try:
@@ -276,7 +276,7 @@ class _Region:
             self._rng_states = tracker.get_states()
             outputs = self._function(*args, **kwargs)
         else:
-            with in_force(self.settings), tracker.replay(self._rng_states):
+            with applied(self.settings), tracker.replay(self._rng_states):
                 outputs = self._function(*args, **kwargs)
         flat, self._output_spec = tree_flatten(outputs)
         return tuple(flat)
@@ -367,8 +367,8 @@ def _keeping_inputs(settings: Settings) -> Iterator[None]:
     if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
         yield
         return
-    keeper = settings.keeper()
-    with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+    kept = settings.kept_inputs()
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
         yield
 
 

@@ -107,7 +107,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
 
     def _forget_order(self) -> None:
         self._newest: deque[_Input] = deque()
-        self._leaving: deque[_Input] = deque()
+        self._offloading: deque[_Input] = deque()
         self._last: weakref.ref[_Input] | None = None
 
     def mark(self, tensor: Tensor) -> None:
@@ -182,9 +182,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._copy(source, saved.host)
         self.stats.offloaded_tensors += 1
         self.stats.offloaded_bytes += source.nbytes
-        self._leaving.append(saved)
-        while len(self._leaving) > self.max_fwd_stash_count:
-            self._leaving.popleft().tensor = None
+        self._offloading.append(saved)
+        while len(self._offloading) > self.max_fwd_stash_count:
+            self._offloading.popleft().tensor = None
 
     def _unpack(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Input):

@@ -20,14 +20,14 @@ class RecomputeSettings(Protocol):
         """Unregister the settings of a destroyed engine: ``checkpointing``'s functions then act on the previous one."""
 
 
-class _OfProcess:
+class _ProcessSettings:
     """Placeholder for the process-wide settings, resolved at use."""
 
     def keep_layers(self, module: Any) -> None: ...
     def leave(self) -> None: ...
 
 
-PROCESS: RecomputeSettings = _OfProcess()
+PROCESS: RecomputeSettings = _ProcessSettings()
 
 running: ContextVar[Any] = ContextVar("deepspeed_checkpointing", default=None)
 """Settings of the engine whose forward or recomputation runs; None outside."""

@@ -58,7 +58,7 @@ def get_quantized_weight_wrapper(
 _BECAME = "_ds_quantized"
 
 
-class _Stored(nn.Module):
+class _QuantizedBase(nn.Module):
     """Common part of both kinds of layers: the weight's bytes, and its values."""
 
     weight: nn.Parameter
@@ -84,7 +84,7 @@ class _Stored(nn.Module):
         return GroupwiseDequantizer(self.config, dtype or self.like.dtype).dequantize(*parts)
 
 
-class GroupwiseLinear(_Stored, nn.Linear):
+class GroupwiseLinear(_QuantizedBase, nn.Linear):
     """In the place of ``pre_quant_layer``; its bias is the same. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Linear) -> None:
@@ -101,7 +101,7 @@ class GroupwiseLinear(_Stored, nn.Linear):
         return self.values(like.dtype)
 
 
-class GroupwiseEmbedding(_Stored, nn.Embedding):
+class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
     """In the place of ``pre_quant_layer``. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Embedding) -> None:
@@ -151,16 +151,16 @@ class WeightQuantization:
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         """DeepSpeedConfigError: settings are wrong, or fit no layer of the model."""
-        told = quantize_layers(module, self.config, context)
-        if told is None and any(isinstance(each, _KINDS) for each in module.modules()):
-            told = "the model's weights are quantized already"
-        if told is None:
+        summary = quantize_layers(module, self.config, context)
+        if summary is None and any(isinstance(each, _KINDS) for each in module.modules()):
+            summary = "the model's weights are quantized already"
+        if summary is None:
             raise DeepSpeedConfigError(f"{SECTION}: no layer of {type(module).__name__} has a name that fits")
         dtype = context.plan.precision.param
         for layer in module.modules():
             if isinstance(layer, _KINDS) and dtype is not None:
                 layer.like = layer.like.to(dtype)
-        context.say(told)
+        context.report(summary)
 
 
 def quantize_layers(
@@ -188,7 +188,7 @@ def quantize_layers(
         after += made.weight.nbytes
         recursive_setattr(module, path, made)
         if context is not None:
-            context.became(weight, made.weight)
+            context.replace_param(weight, made.weight)
         count += 1
     if not count:
         return None

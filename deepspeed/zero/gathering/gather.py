@@ -58,7 +58,7 @@ class LocalGather:
     def changed(self) -> None:
         """Note that every rank has written its shards."""
 
-    def plan_anew(self, prefetch_numel: int) -> None:
+    def set_prefetch(self, prefetch_numel: int) -> None:
         """Set the prefetch window in elements and forget the order of the last step. Called on all ranks between two
         steps; no effect without prefetching."""
 
@@ -82,7 +82,7 @@ class Walk:
         if index in self.order[self.cursor :]:
             self.cursor = self.order.index(index, self.cursor) + 1
 
-    def again(self) -> None:
+    def restart(self) -> None:
         self.order, self.observed, self.cursor = self.observed, [], 0
 
 
@@ -90,7 +90,7 @@ class ReadingGather(LocalGather):
     """Gatherer of a single rank whose shards are in a file; reads ahead the next buckets in the order of the last
     step.
 
-    ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``ahead`` buckets of
+    ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``max_ahead`` buckets of
     at most ``max_numel`` elements are in flight. A step with its backwards is one ``Walk``, each module's evaluation
     another.
     """
@@ -100,18 +100,18 @@ class ReadingGather(LocalGather):
         buckets: Sequence[ShardedBucket],
         read: Callable[[int, Tensor], Callable[[], None]],
         *,
-        ahead: int,
+        max_ahead: int,
         max_numel: int,
     ) -> None:
         super().__init__(buckets)
         self.read = read
-        self.ahead = ahead
+        self.max_ahead = max_ahead
         self.max_numel = max_numel
         self.training = Walk()
         self.evaluations: dict[Hashable, Walk] = {}
         self._evaluation: Walk | None = None
         self.in_flight: dict[int, Callable[[], None]] = {}
-        self.foreseen = 0  # gathers already in flight when needed
+        self.prefetched = 0  # gathers already in flight when needed
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
         if phase is Phase.EVALUATION:
@@ -119,7 +119,7 @@ class ReadingGather(LocalGather):
 
     def end_pass(self, phase: Phase) -> None:
         if phase is Phase.EVALUATION and self._evaluation is not None:
-            self._evaluation.again()
+            self._evaluation.restart()
             self._evaluation = None
             self._finish_all()
 
@@ -128,7 +128,7 @@ class ReadingGather(LocalGather):
         if walk is not None:
             walk.use(index)
         if index in self.in_flight:
-            self.foreseen += 1
+            self.prefetched += 1
         else:
             self._start(index)
         self._finish(index)
@@ -149,9 +149,9 @@ class ReadingGather(LocalGather):
             self._finish(index)
 
     def _read_ahead(self, walk: Walk) -> None:
-        for index in walk.order[walk.cursor : walk.cursor + self.ahead]:
+        for index in walk.order[walk.cursor : walk.cursor + self.max_ahead]:
             bucket = self.buckets[index]
-            if len(self.in_flight) >= self.ahead or bucket.layout.padded_numel > self.max_numel:
+            if len(self.in_flight) >= self.max_ahead or bucket.layout.padded_numel > self.max_numel:
                 return
             if bucket.status is Status.SHARDED and index not in self.in_flight:
                 self._start(index)
@@ -161,7 +161,7 @@ class ReadingGather(LocalGather):
             for index in list(self.in_flight):  # read ahead but not used: the weights are about to change
                 self._finish(index)
                 self.transitions.evict(index)
-            self.training.again()
+            self.training.restart()
 
     def abandon(self) -> None:
         self._finish_all()

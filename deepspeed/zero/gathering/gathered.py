@@ -111,7 +111,7 @@ class GatheredParameters:
         """Publish the modifier's values; if any rank left with an error, all ranks raise and keep nothing."""
         if isinstance(error, CommunicationError):
             return False  # the ranks have lost contact and cannot agree any more
-        misshapen = self._misshapen() if error is None else None
+        misshapen = self._wrong_shapes() if error is None else None
         first = self.params[0]
         failure = _agree_on_failure(first.ds_owner.all_ranks, first.device, error or misshapen)
         if failure is None:
@@ -129,7 +129,7 @@ class GatheredParameters:
             )
         return False
 
-    def _misshapen(self) -> Exception | None:
+    def _wrong_shapes(self) -> Exception | None:
         for param in self.params:
             if tuple(param.shape) != tuple(param.ds_shape):
                 return RuntimeError(

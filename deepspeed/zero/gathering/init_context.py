@@ -214,11 +214,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         assert self.device is not None
         dtype = self.dtype if is_cast(param) else param.dtype
         param.data = param.data.to(self.device, dtype)
-        self._cut(param)
+        self._shard_whole(param)
         if self.checks_writes:
             setattr(param, CHECKS_WRITES, True)
 
-    def _cut(self, param: nn.Parameter) -> None:
+    def _shard_whole(self, param: nn.Parameter) -> None:
         shard_alone(param, self.communicator, swap=self.swap)
         if self.group_size > 1:
             near = self.neighbours

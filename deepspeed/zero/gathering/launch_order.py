@@ -70,11 +70,11 @@ class LaunchOrder:
     def entries(self) -> list[LaunchEntry]:
         return self.agreed[self.segment] if self.segment < len(self.agreed) else []
 
-    def coming(self) -> LaunchEntry | None:
+    def upcoming(self) -> LaunchEntry | None:
         entries = self.entries
         return entries[self.cursor] if self.cursor < len(entries) else None
 
-    def passed(self) -> LaunchEntry:
+    def advance(self) -> LaunchEntry:
         """Advance by one entry and return it."""
         entry = self.entries[self.cursor]
         self.cursor += 1
@@ -141,12 +141,12 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
             order.append(entry)
             continue
         while done and launched < len(needs):
-            coming = needs[launched]
-            bucket = record[coming].bucket
-            whole = any(i < r < coming and record[r].bucket == bucket for r in resharded)
+            upcoming = needs[launched]
+            bucket = record[upcoming].bucket
+            whole = any(i < r < upcoming and record[r].bucket == bucket for r in resharded)
             if whole or ahead + numels[bucket] > window:
                 break
-            order.append(record[coming])
+            order.append(record[upcoming])
             ahead += numels[bucket]
             launched += 1
     return order

@@ -52,7 +52,7 @@ class GatherPiece:
         own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
         return self.across.all_gather(self.data.view(-1), own)
 
-    def room(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """Return memory for the pieces of all ranks of the group."""
         return self.data.new_empty(self.near.size * self.data.numel())
 
@@ -78,7 +78,7 @@ class PieceChannel:
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         """Gather the whole bucket into ``output``. ``input``, this rank's shard, is ignored: its payload was made
         when it was written."""
-        pieces = self.piece.room()
+        pieces = self.piece.buffer()
         pending = self.ranks.all_gather(pieces, self.piece.data.view(-1))
 
         def finish() -> None:
@@ -104,11 +104,11 @@ class PayloadServers(ShardServers):
         super().__init__(buckets, replica_groups, timeout_s)
         self.pieces = pieces
         served: dict[str, list[Tensor]] = {}
-        self._number: dict[int, int] = {}  # a piece's index within its replica group
+        self._piece_index: dict[int, int] = {}  # a piece's index within its replica group
         near: dict[str, Communicator] = {}
         for index, piece in pieces.items():
             mine = served.setdefault(piece.replica_group.name, [])
-            self._number[index] = len(mine)
+            self._piece_index[index] = len(mine)
             mine.append(piece.data.view(-1))
             near[piece.replica_group.name] = piece.near
         self.refresh()
@@ -120,8 +120,8 @@ class PayloadServers(ShardServers):
         if piece is None or phase is Phase.MANUAL:
             super().fetch(index, full, phase)
             return
-        pieces = piece.room()
-        self.nearby[piece.replica_group.name].fetch(self._number[index], pieces)
+        pieces = piece.buffer()
+        self.nearby[piece.replica_group.name].fetch(self._piece_index[index], pieces)
         piece.place(pieces, full)
         piece.near.count_fetch(pieces)
 

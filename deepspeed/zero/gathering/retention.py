@@ -10,7 +10,7 @@ from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 
-class KeptWhole:
+class KeepGathered:
     """Context that, on entry and at each ``take``, takes hold of those of ``params`` that are whole, until its exit.
 
     It gathers nothing and is therefore not collective: the use of a parameter gathers it. Without stage 3 it does
@@ -32,7 +32,7 @@ class KeptWhole:
         self._held += whole
         self._waiting = [owner for owner in self._waiting if owner not in whole]
 
-    def __enter__(self) -> KeptWhole:
+    def __enter__(self) -> KeepGathered:
         self.take()
         return self
 

@@ -117,28 +117,28 @@ class ScheduledGather(FetchingGather):
     # Needs --------------------------------------------------------------------------------------------------
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
-        foreseen = index in self.in_flight
+        prefetched = index in self.in_flight
         launched = self.counts.collectives
         if phase.trains:
             self.order.record[-1].append(LaunchEntry(EntryKind.NEED, index))
-            if not foreseen:
+            if not prefetched:
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._need_in_evaluation(self._evaluation, index)
-        elif phase is Phase.MANUAL and not foreseen and self._rendezvous_by_hand(index):
+        elif phase is Phase.MANUAL and not prefetched and self._rendezvous_by_hand(index):
             self._launch_gather(index)
-        self._make_whole(index, phase, foreseen, launched)
+        self._make_whole(index, phase, prefetched, launched)
         if phase.trains:
             self._advance()
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._prefetch_evaluation(self._evaluation)
 
-    def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
+    def _make_whole(self, index: int, phase: Phase, prefetched: bool, launched: int) -> None:
         self.finish(index)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
             super().gather(index, phase)
-        elif foreseen:
+        elif prefetched:
             self.counts.hits += 1
         else:
             assert self.counts.collectives > launched
@@ -160,7 +160,7 @@ class ScheduledGather(FetchingGather):
         """Launch the next ``count`` entries, of which the last is needed; this rank skipped the others, and keeps
         only those that fit in the prefetch window."""
         for left in range(count, 0, -1):
-            entry = self.order.coming()
+            entry = self.order.upcoming()
             assert entry is not None
             fits = entry.kind is EntryKind.NEED and (
                 self._ahead + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
@@ -170,7 +170,7 @@ class ScheduledGather(FetchingGather):
     def _launch(self, count: int, *, keep: bool) -> None:
         """Launch the next ``count`` entries of the training order, whether this rank needs them or not."""
         for _ in range(count):
-            entry = self.order.passed()
+            entry = self.order.advance()
             if entry.kind is EntryKind.NEED:
                 self._launch_gather(entry.bucket, keep=keep)
             elif entry.kind is EntryKind.SUM:
@@ -192,7 +192,7 @@ class ScheduledGather(FetchingGather):
     def _advance(self) -> None:
         """Launch the next entries that are ready: gathers within the prefetch window, sums of full buckets."""
         ahead = self._ahead
-        while (entry := self.order.coming()) is not None:
+        while (entry := self.order.upcoming()) is not None:
             if entry.kind is EntryKind.NEED:
                 bucket = self.buckets[entry.bucket]
                 ahead += bucket.layout.padded_numel
@@ -264,9 +264,9 @@ class ScheduledGather(FetchingGather):
     def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
         ahead = self._ahead
         while evaluation.order and evaluation.cursor < len(evaluation.order):
-            coming = self.buckets[evaluation.order[evaluation.cursor]]
-            ahead += coming.layout.padded_numel
-            if ahead > self.prefetch_numel or coming.status is not Status.SHARDED:
+            upcoming = self.buckets[evaluation.order[evaluation.cursor]]
+            ahead += upcoming.layout.padded_numel
+            if ahead > self.prefetch_numel or upcoming.status is not Status.SHARDED:
                 return
             self._launch_in_evaluation(evaluation)
 
@@ -304,9 +304,9 @@ class ScheduledGather(FetchingGather):
 
     def end_of_step(self) -> None:
         with self.lock:
-            foreseen = list(self.in_flight)
+            prefetched = list(self.in_flight)
             self._launch_rest()
-            for index in foreseen:  # prefetched but not used: the weights are about to change
+            for index in prefetched:  # prefetched but not used: the weights are about to change
                 self.transitions.evict(index)
             self._agree()
 
@@ -319,7 +319,7 @@ class ScheduledGather(FetchingGather):
             self._evaluation = None
             self.order.restart()
 
-    def plan_anew(self, prefetch_numel: int) -> None:
+    def set_prefetch(self, prefetch_numel: int) -> None:
         with self.lock:
             self.prefetch_numel = prefetch_numel
             self._last_record, self._last_orders = [], {}

@@ -55,7 +55,7 @@ from deepspeed.zero.gathering.rendezvous import (
 DIRECT_RANKS = 64
 """Up to this many ranks tell each other directly, which also detects a rank that died without leaving."""
 
-ASK_S = 1.0  # per wait: the store serves one of several waiting threads at a time
+ASK_INTERVAL_S = 1.0  # per wait: the store serves one of several waiting threads at a time
 
 
 class TerminationBarrier:
@@ -78,7 +78,7 @@ class TerminationBarrier:
         before, quiet_since = served(), time.monotonic()
         while time.monotonic() - quiet_since < limit_s:
             try:
-                self._store.wait([self._all], timedelta(seconds=min(ASK_S, limit_s)))
+                self._store.wait([self._all], timedelta(seconds=min(ASK_INTERVAL_S, limit_s)))
                 return True
             except dist.DistStoreError:  # not yet
                 if served() != before:
@@ -140,7 +140,7 @@ class ShardServer:
         self.rendezvous = Rendezvous(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
         self._notifying = threading.Lock()
-        self._closed = self._leaving = False
+        self._closed = self._left = False
         self._peers: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
         self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -182,7 +182,7 @@ class ShardServer:
             try:
                 self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
             except OSError as error:
-                raise self._lost(rank, error) from error
+                raise self._lost_error(rank, error) from error
         for rank in others:
             self._receive(rank, full[rank * n : (rank + 1) * n])
         self.fetches += 1
@@ -198,7 +198,7 @@ class ShardServer:
                     raise ConnectionError("the connection was closed")
                 view = view[count:]
         except OSError as error:
-            raise self._lost(rank, error) from error
+            raise self._lost_error(rank, error) from error
         if host is not target:
             target.copy_(host)
 
@@ -216,9 +216,9 @@ class ShardServer:
             count = answer_length(head)
             return None if count < 0 else unpack_order(_read(connection, count * ANSWER_HEAD))
         except OSError as error:
-            raise self._lost(0, error, "say which gathers come next") from error
+            raise self._lost_error(0, error, "say which gathers come next") from error
 
-    def _lost(
+    def _lost_error(
         self, rank: int, error: OSError, what: str = "deliver its shard of the parameters"
     ) -> CommunicationError:
         """Make the error for an answer that did not come, because of a timeout or a rank that is gone."""
@@ -271,7 +271,7 @@ class ShardServer:
                     continue
                 with self._changed:
                     if bucket == _LEAVING:
-                        self._changed.wait_for(lambda: self._leaving or self._closed)
+                        self._changed.wait_for(lambda: self._left or self._closed)
                         return
                     self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
                     if self._closed:
@@ -285,10 +285,10 @@ class ShardServer:
         """Tell the other ranks that this one will send no more requests (Note: the end of a process). Return once
         they have been told, by this call or another."""
         with self._notifying:
-            if self._leaving:
+            if self._left:
                 return
             with self._changed:
-                self._leaving = True
+                self._left = True
                 self._changed.notify_all()
             if self._barrier is not None:
                 self._barrier.arrive()
@@ -304,7 +304,7 @@ class ShardServer:
     def retire(self) -> None:
         """Keep serving in the background until the other ranks leave too, then close. They may still be in the last
         gather; the shards live until then."""
-        if self.communicator.size == 1 or self._leaving:
+        if self.communicator.size == 1 or self._left:
             return
         self.leave()
         threading.Thread(target=self._retire, name="shard-server", daemon=True).start()
@@ -322,10 +322,10 @@ class ShardServer:
         for connection in list(self._peers.values()):
             with contextlib.suppress(OSError):
                 connection.settimeout(limit_s)
-                while self._is_asked(connection):
+                while self._has_request(connection):
                     pass
 
-    def _is_asked(self, connection: socket.socket) -> bool:
+    def _has_request(self, connection: socket.socket) -> bool:
         """Wait for the connection to close, at most its timeout. Return whether requests still arrived meanwhile;
         False once it is closed."""
         served = self.served

@@ -58,7 +58,7 @@ class ShardedModel:
         self.replica_groups = replica_groups
         for bucket in self.buckets:
             bucket.flatten()
-            self._note_neighbours(bucket)
+            self._record_neighbours(bucket)
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.gatherer = make_gatherer(
@@ -79,7 +79,7 @@ class ShardedModel:
         self._kept: set[int] = set()  # by ``keep_gathered``
         self.row_norms = RowNorms(module, replica_groups.all_ranks)
 
-    def _note_neighbours(self, bucket: ShardedBucket) -> None:
+    def _record_neighbours(self, bucket: ShardedBucket) -> None:
         if self.replica_groups.group_size <= 1:
             return
         replica_group = self.replica_groups[bucket.layout.replica_group]
@@ -95,26 +95,26 @@ class ShardedModel:
         self.gatherer.changed()
         self.coordinator.end_of_step()
 
-    def gather_ahead(self, numel: int) -> None:
+    def set_prefetch(self, numel: int) -> None:
         """Set the prefetch window to ``numel`` elements from the next step on. Called on all ranks
         between two steps."""
         if numel != self.prefetch_numel:
             self.prefetch_numel = numel
-            self.gatherer.plan_anew(numel)
+            self.gatherer.set_prefetch(numel)
 
-    def keep_gathered(self, room: int) -> None:
-        """Keep buckets whole that together take at most ``room`` bytes beyond their shards, the smallest first, in
-        addition to those that the config keeps. Called on all ranks between two steps, with the same ``room``.
+    def keep_gathered(self, spare_bytes: int) -> None:
+        """Keep buckets whole that together take at most ``spare_bytes`` beyond their shards, the smallest first, in
+        addition to those that the config keeps. Called on all ranks between two steps, with the same ``spare_bytes``.
 
         Buckets whose gathers round the weights are not kept, so that modules see the same weights as before.
         """
         chosen: set[int] = set()
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.padded_numel):
             size = bucket.nbytes
-            if bucket.layout.index in self._kept_by_config or bucket.lossy or size > room:
+            if bucket.layout.index in self._kept_by_config or bucket.lossy or size > spare_bytes:
                 continue
             chosen.add(bucket.layout.index)
-            room -= size
+            spare_bytes -= size
         changed = [b for b in self.buckets if b.layout.index in chosen ^ self._kept]
         if not changed:
             return
@@ -122,7 +122,7 @@ class ShardedModel:
         for bucket in changed:
             self.transitions.set_persistent(bucket.layout.index, bucket.layout.index in chosen)
         self.offload.rehook()
-        self.gatherer.plan_anew(self.prefetch_numel)
+        self.gatherer.set_prefetch(self.prefetch_numel)
 
     def abandon(self) -> None:
         """Release everything and restart the step, after an exception ended the batch."""
@@ -224,11 +224,11 @@ class GatherLinks:
         from deepspeed.zero.gathering.quantized_gather import PayloadServers, PieceChannel
 
         names = sorted({bucket.layout.replica_group for bucket in buckets})
-        plain = {name: _second_group(self.replica_groups[name].shard) for name in names}
+        plain = {name: _separate_group(self.replica_groups[name].shard) for name in names}
         result: list[GatherChannel] = [plain[bucket.layout.replica_group] for bucket in buckets]
         if isinstance(server, PayloadServers):
             near = {
-                name: _second_group(levels.near)
+                name: _separate_group(levels.near)
                 for name in names
                 if (levels := self.replica_groups[name].levels)
             }
@@ -251,7 +251,7 @@ def make_gatherer(
     alone = all(links.shards(name) == 1 for name in used)
     if alone and storage.on_file and not off_host(device):
         return ReadingGather(
-            buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
+            buckets, partial(storage.read, buckets), max_ahead=storage.buffers, max_numel=storage.buffer_numel
         )
     if alone or not buckets:
         return LocalGather(buckets)
@@ -269,10 +269,10 @@ def make_gatherer(
     return FetchingGather(buckets, server)
 
 
-def _second_group(ranks: Communicator) -> Communicator:
+def _separate_group(ranks: Communicator) -> Communicator:
     """Make a second group of the same ranks, so that gathers and sums can be in flight at the same time. They are
     still launched in one order (Note: one order in launch_order.py)."""
-    return ranks if ranks.size == 1 else ranks.beside(new_group(ranks.ranks, apart=True))
+    return ranks if ranks.size == 1 else ranks.for_group(new_group(ranks.ranks, separate=True))
 
 
 def prefers_collectives(device_type: str) -> bool:
@@ -309,7 +309,7 @@ class RowNorms:
         def looked_up(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             ids = args[0] if args else kwargs["input"]
             if self.all_ranks.size == 1:
-                self._take_over(table, ids)
+                self._write_clipped(table, ids)
             else:
                 self._remember(table, ids)
 
@@ -323,7 +323,7 @@ class RowNorms:
         seen[ids.detach().reshape(-1)] = 1
 
     @torch.no_grad()
-    def _take_over(self, table: Any, ids: Tensor) -> None:
+    def _write_clipped(self, table: Any, ids: Tensor) -> None:
         param, rows = table.weight, ids.detach().reshape(-1).unique()
         whole = param.data.clone()
         kept = param.ds_owner.local_part(param.ds_position).view(param.data.shape)

@@ -77,7 +77,7 @@ class SoloShard:
         self.shard = self._kept(self.local_part(0).to(dtype))
         zero_params.adopt(param, self, 0)
 
-    def shard_alike(self, param: nn.Parameter) -> None:
+    def shard_like_this(self, param: nn.Parameter) -> None:
         """Partition another parameter, still whole, over the same ranks."""
         shard_alone(param, self.communicator, self.all_ranks, self.swap)
 

@@ -157,9 +157,9 @@ class Transitions:
         self._gathered_outside_training: set[int] = set()  # since the last step
         self._passes = 0
         self._backwards = 0
-        self._apart: set[int] = set()  # other threads than the training one that are in a forward
-        self._publishers = 0  # threads that wait for ``_apart`` to be empty
-        self._quiet = threading.Condition(self.lock)
+        self._other_threads: set[int] = set()  # other threads than the training one that are in a forward
+        self._publishers = 0  # threads that wait for ``_other_threads`` to be empty
+        self._threads_changed = threading.Condition(self.lock)
         gatherer.connect(self)
 
     # Phases -------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class Transitions:
         """Begin an outermost call, of module ``root``, on this thread."""
         self._passes += 1
         if phase is Phase.OTHER_THREAD:
-            self._quiet.wait_for(lambda: not self._publishers)
-            self._apart.add(threading.get_ident())
+            self._threads_changed.wait_for(lambda: not self._publishers)
+            self._other_threads.add(threading.get_ident())
         elif phase is Phase.FORWARD:
             if self._gathered_outside_training:
                 self._release_outside_training()
@@ -190,8 +190,8 @@ class Transitions:
             raise TransitionError(f"{phase.name} ends, but no pass is open")
         self._passes -= 1
         if phase is Phase.OTHER_THREAD:
-            self._apart.discard(threading.get_ident())
-            self._quiet.notify_all()
+            self._other_threads.discard(threading.get_ident())
+            self._threads_changed.notify_all()
         elif phase is Phase.EVALUATION:
             self.evaluating = False
         self.gatherer.end_pass(phase)
@@ -201,7 +201,7 @@ class Transitions:
     def cancel_pass(self, phase: Phase) -> None:
         """Cancel a pass that an exception ended before ``end_pass``."""
         self._passes -= 1
-        self._apart.discard(threading.get_ident())
+        self._other_threads.discard(threading.get_ident())
         if phase is Phase.EVALUATION:
             self.evaluating = False
 
@@ -216,19 +216,19 @@ class Transitions:
             self._reshard_idle()
 
     @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def exclude_forwards(self) -> Iterator[None]:
         """Wait until no other thread is inside a forward, and let none begin, while weights change."""
         with self.lock:
             self._publishers += 1
             try:
-                while self._apart & {thread.ident for thread in threading.enumerate()}:
-                    self._quiet.wait(timeout=0.5)  # a thread may die inside a forward
+                while self._other_threads & {thread.ident for thread in threading.enumerate()}:
+                    self._threads_changed.wait(timeout=0.5)  # a thread may die inside a forward
             finally:
                 self._publishers -= 1
             try:
                 yield
             finally:
-                self._quiet.notify_all()
+                self._threads_changed.notify_all()
 
     # Holders ------------------------------------------------------------------------------------------------
 
@@ -318,8 +318,8 @@ class Transitions:
     def evict_stale(self, b: int) -> None:
         """Evict a bucket whose weights change, once no other thread is using it."""
         with self.lock:
-            if self._apart:
-                with self.quiet():
+            if self._other_threads:
+                with self.exclude_forwards():
                     self.evict(b)
             else:
                 self.evict(b)

@@ -89,13 +89,13 @@ def scaled_loss(loss: Tensor, scale: float) -> Tensor:
     """Return ``loss * scale``, whose backward publishes the scale to the other engines that it reaches."""
     scaled = loss * scale
 
-    def tell(_: Tensor) -> None:
+    def publish(_: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         another = _NewestScale.task == task and _NewestScale.scale != scale
         _NewestScale.task, _NewestScale.scale = task, math.nan if another else scale
 
     if scaled.requires_grad:
-        scaled.register_hook(tell)
+        scaled.register_hook(publish)
     return scaled
 
 
@@ -105,20 +105,20 @@ def loss_scale_correction(scale: float, *, active: bool) -> float:
     Another engine may have scaled that loss: a discriminator's loss trains the generator, too. ``active``: the engine
     requires a scale.
     """
-    told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
-    if told is None and active:
+    found_scale = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
+    if found_scale is None and active:
         raise RuntimeError(
             "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
             "engine.scale(loss).backward(), or, with the gradient of an output, "
             "engine.scale(output).backward(gradient)."
         )
-    if told is not None and math.isnan(told):
+    if found_scale is not None and math.isnan(found_scale):
         raise RuntimeError(
             "The losses of this backward were multiplied by different loss scales, so that no engine whose gradients "
             "come through the others can divide by them: set one fp16.loss_scale in their configs, or call backward "
             "on one loss at a time."
         )
-    return scale / (told or 1.0)
+    return scale / (found_scale or 1.0)
 
 
 def at_least_fp32(loss: Tensor) -> Tensor:

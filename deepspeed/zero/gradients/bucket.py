@@ -127,7 +127,7 @@ class GradBucket:
 
     # The sum over ranks -------------------------------------------------------------------------------------
 
-    def check_whole(self) -> None:
+    def check_unsharded(self) -> None:
         """Raise ValueError if this rank keeps only a shard of the sum, and so needs the sum over ranks."""
         if self._formats[False] is None:
             raise ValueError(
@@ -139,11 +139,11 @@ class GradBucket:
         """Return the format of sums over all ranks, in use or not."""
         return self._formats[1]
 
-    def sum_over_ranks(self, yes: bool) -> None:
+    def sum_over_ranks(self, enabled: bool) -> None:
         """Set whether later launches sum over ranks or keep this rank's own sum. Frees the scratch memory of the
         previous format."""
-        chosen = self._formats[yes]
-        assert chosen is not None, "checked by check_whole"
+        chosen = self._formats[enabled]
+        assert chosen is not None, "checked by check_unsharded"
         self.over_ranks = chosen
         self.pool.clear()
 
@@ -189,11 +189,11 @@ class GradBucket:
         pending.wait()
         if self.after_sum is not None and self.over_ranks is self.summed_over_ranks:
             self.after_sum(out)
-        leaving = None
+        copied = None
         if self.host is not None:
-            leaving = self._collect_on_host(self.host, out)
-            if leaving is not None and self.keep_local:
-                leaving.wait()  # the pool does not guard the owned buffer
+            copied = self._collect_on_host(self.host, out)
+            if copied is not None and self.keep_local:
+                copied.wait()  # the pool does not guard the owned buffer
         elif self.keep_local:
             self._collect_in_place(out)
         elif self.reduced is not None:
@@ -201,8 +201,8 @@ class GradBucket:
         else:
             self.reduced = self._kept_shard().copy_(out) if borrowed else out
         if wire is not self.local:
-            self.pool.give(wire, leaving)
-        self._close(leaving)
+            self.pool.give(wire, copied)
+        self._close(copied)
 
     def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
         """Return an event after which ``out`` may be overwritten, or None."""
@@ -223,9 +223,9 @@ class GradBucket:
             slot.add_(self.reduced)
         self.reduced = slot
 
-    def _close(self, leaving: Any = None) -> None:
+    def _close(self, copied: Any = None) -> None:
         if not self.keep_local and self.local is not None:
-            self.pool.give(self.local, leaving)
+            self.pool.give(self.local, copied)
             self.views = []
         self.local = None
         self.written = [False] * len(self.written)
@@ -363,14 +363,14 @@ class BucketOrder:
     Args:
         members: by bucket, the indices of its parameters.
         expected: arrivals of each parameter in one backward.
-        alone: whether there are no other ranks to agree with.
+        solo: whether there are no other ranks to agree with.
     """
 
-    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, alone: bool) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, solo: bool) -> None:
         self._members = members
         self._expected = list(expected)
         self._buckets = list(reversed(range(len(members))))
-        self._alone = self.agreed = alone
+        self._solo = self.agreed = solo
         self._count_arrivals()
         self.begin()
 
@@ -396,13 +396,13 @@ class BucketOrder:
         self._filled.append(b)
         return True
 
-    def take_turns(self, launch: Callable[[int], None]) -> None:
+    def launch_ready(self, launch: Callable[[int], None]) -> None:
         """Call ``launch`` on each bucket whose turn it is, up to the first that is not full."""
         while self._next < len(self._buckets) and not self._missing[self._buckets[self._next]]:
             self._next += 1
             launch(self._buckets[self._next - 1])
 
-    def take_rest(self, launch: Callable[[int], None]) -> None:
+    def launch_rest(self, launch: Callable[[int], None]) -> None:
         """Call ``launch`` on each bucket that has not had its turn in this backward."""
         while self._next < len(self._buckets):
             self._next += 1
@@ -424,8 +424,8 @@ class BucketOrder:
 
     def observe_again(self) -> None:
         """Agree again in the next backward that sums, as the graph has changed."""
-        self.agreed = self._alone
+        self.agreed = self._solo
 
     def extended(self, members: Sequence[Sequence[int]], more: int) -> BucketOrder:
         """Return an order, not yet agreed on, of buckets that hold ``more`` additional parameters."""
-        return BucketOrder(members, [*self._expected, *[1] * more], alone=self._alone)
+        return BucketOrder(members, [*self._expected, *[1] * more], solo=self._solo)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
@@ -81,7 +81,7 @@ class QuantizedSum:
         self.codec = codec
         self.levels = levels
         self.encode = encode or codec.encode
-        self.keeper = encode if isinstance(encode, ErrorFeedback) else None
+        self.feedback = encode if isinstance(encode, ErrorFeedback) else None
         self.mine = slice(*layout.shard_range(ranks.rank))
         self.numel = layout.shard_numel
 
@@ -137,7 +137,7 @@ class CompressedSum:
         self.ranks = ranks
         self.codec = codec
         self.keeps_errors = keeps_errors
-        self.keeper = self if keeps_errors else None
+        self.feedback = self if keeps_errors else None
         self.worker_error: Tensor | None = None
         self.server_error: Tensor | None = None
 
@@ -154,8 +154,8 @@ class CompressedSum:
                 wanted.mul_(before)
             if self.keeps_errors and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
-            owed = None if self.worker_error is None else EndToEnd([self.worker_error])
-            compressed_mean(EndToEnd([wanted]), owed, self.server_error, part, self.ranks, self.codec)
+            errors = None if self.worker_error is None else Concatenated([self.worker_error])
+            compressed_mean(Concatenated([wanted]), errors, self.server_error, part, self.ranks, self.codec)
             for error in (self.worker_error, self.server_error):
                 if error is not None:  # non-finite in a step that will be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)

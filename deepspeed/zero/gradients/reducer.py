@@ -133,7 +133,7 @@ class GradReducer:
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
         self._retired_by = ""  # name of a parameter that a later engine trains
-        self._order = BucketOrder((), (), alone=communicator.size == 1)
+        self._order = BucketOrder((), (), solo=communicator.size == 1)
         self._index_params(len(self.params))
 
     def _index_params(self, added: int) -> None:
@@ -252,7 +252,7 @@ class GradReducer:
         if not in_place:
             bucket.accept(position, grad, lasting=not sums)
         if filled and sums and not self._at_end and (self.overlap or not bucket.keep_local):
-            self._order.take_turns(self.launch if self.turns is None else self.turns.sum_ready)
+            self._order.launch_ready(self.launch if self.turns is None else self.turns.sum_ready)
 
     def _decide(self) -> bool:
         """Return whether this backward sums over ranks; decided at its first gradient, or at its end if there is
@@ -328,7 +328,7 @@ class GradReducer:
             self._order.agree(self.communicator, self.device)
 
     def _launch_rest(self) -> None:
-        self._order.take_rest(self.launch if self.turns is None else self.turns.sum_ready)
+        self._order.launch_rest(self.launch if self.turns is None else self.turns.sum_ready)
         if self.turns is not None:
             self.turns.end_segment()
             for b in self._order:
@@ -338,7 +338,7 @@ class GradReducer:
         """Raise ValueError if this reducer cannot change to ``cadence``."""
         if cadence is Cadence.NEVER:
             for bucket in self.buckets:
-                bucket.check_whole()
+                bucket.check_unsharded()
         if self.turns is not None and cadence is not self.cadence:
             raise ValueError("where sums take turns with the gathers of stage 3, their cadence is fixed")
 

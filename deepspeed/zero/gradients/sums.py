@@ -62,12 +62,12 @@ class ErrorFeedback(Protocol):
     def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
 
 
-def keeper_of(over_ranks: GradientSum) -> ErrorFeedback | None:
-    """Return the error feedback of a format or of one that it wraps; formats that may keep errors have ``keeper``."""
+def feedback_of(over_ranks: GradientSum) -> ErrorFeedback | None:
+    """Return the error feedback of a format or of one that it wraps; formats that may keep errors have ``feedback``."""
     found: Any = over_ranks
     while found is not None:
-        if hasattr(found, "keeper"):
-            return found.keeper
+        if hasattr(found, "feedback"):
+            return found.feedback
         found = getattr(found, "inner", None) or getattr(found, "dense", None)
     return None
 

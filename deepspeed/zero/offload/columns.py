@@ -42,11 +42,11 @@ class ColumnChoice:
         self.replica_groups = replica_groups
         self.ratio = ratio
 
-    def everything(self, owned: OwnedFragment) -> bool:
+    def always_chosen(self, owned: OwnedFragment) -> bool:
         """Return whether all elements of the fragment are always chosen."""
         return self.ratio >= 1.0 or columns_of(full_shape(self.store.params[owned.param_index])) == 0
 
-    def column_of_each(self, owned: OwnedFragment, device: torch.device) -> Tensor:
+    def column_indices(self, owned: OwnedFragment, device: torch.device) -> Tensor:
         """Return the column of each element of the fragment: [numel] int64."""
         columns = columns_of(full_shape(self.store.params[owned.param_index]))
         start = owned.fragment.param_offset
@@ -60,30 +60,30 @@ class ColumnChoice:
             torch.zeros(columns_of(full_shape(p)), dtype=torch.float64, device=device)
             for p in self.store.params
         ]
-        mine = [owned for owned in fragments if not self.everything(owned)]
+        mine = [owned for owned in fragments if not self.always_chosen(owned)]
         for owned in mine:
             squares = owned.gradient().to(device).double().square_()
-            sums[owned.param_index].index_add_(0, self.column_of_each(owned, device), squares)
+            sums[owned.param_index].index_add_(0, self.column_indices(owned, device), squares)
         for replica_group, indices in sorted(
             params_by_group(self.store.params, self.replica_groups).items(), key=lambda e: e[0].name
         ):
             self._add_up([sums[i] for i in indices], replica_group.shard)
         chosen: dict[int, Tensor] = {}
-        masks = {owned.param_index: self._best(sums[owned.param_index]) for owned in mine}
+        masks = {owned.param_index: self._top_columns(sums[owned.param_index]) for owned in mine}
         for owned in mine:
-            mask = masks[owned.param_index][self.column_of_each(owned, device)]
+            mask = masks[owned.param_index][self.column_indices(owned, device)]
             chosen[id(owned)] = mask.nonzero().view(-1)
         held = sum(float(sums[i][mask].sum()) for i, mask in masks.items())
         whole = sum(float(sums[i].sum()) for i in masks)
-        return chosen, self._share(held, whole)
+        return chosen, self._chosen_share(held, whole)
 
-    def _best(self, sums: Tensor) -> Tensor:
+    def _top_columns(self, sums: Tensor) -> Tensor:
         mask = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         if self.ratio > 0:
             mask[sums.topk(number_chosen(len(sums), self.ratio)).indices] = True
         return mask
 
-    def _share(self, held: float, whole: float) -> float:
+    def _chosen_share(self, held: float, whole: float) -> float:
         """Return ``held / whole`` over all ranks, so that they decide alike."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
         for communicator in (self.replica_groups.all_ranks, *self.replica_groups.across.values()):

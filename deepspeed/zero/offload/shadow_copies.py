@@ -93,10 +93,10 @@ class ShadowCopies:
         grad_scale: float,
         *,
         after: Any = None,
-        turn: int = 0,
+        parity: int = 0,
     ) -> None:
         """Copy the live values of ``shadows`` and update the copies; ``grads`` are in host memory when the event
-        ``after`` has happened. ``options[g]`` belongs to group g. ``turn`` alternates between 0 and 1 with each taken
+        ``after`` has happened. ``options[g]`` belongs to group g. ``parity`` alternates between 0 and 1 with each taken
         result."""
         for event in (after, self._copied):
             if event is not None:
@@ -108,7 +108,7 @@ class ShadowCopies:
         for g, group in enumerate(options):
             chosen = [i for i, shadow in enumerate(shadows) if shadow.owned.group_index == g]
             if chosen:
-                self._optimizers[turn].multi_tensor_step(
+                self._optimizers[parity].multi_tensor_step(
                     group,
                     [shadows[i].copies[0] for i in chosen],
                     [grads[i] for i in chosen],

@@ -79,7 +79,7 @@ class Speculation:
         self._store: StateStore | None = None
         self._scaler: LossScaler | None = None
         self._shadow_copies = ShadowCopies(optimizer)
-        self._turn: dict[int, int] = {}
+        self._parity: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
         self._fragments = 0  # number in the store when ``_owned`` was built
         self._jobs: dict[int, UpdateJob] = {}
@@ -96,7 +96,7 @@ class Speculation:
         """Start the update of ``bucket``, whose gradients are summed, unless more will be added."""
         if self._paused or not self.at_boundary():
             return
-        shadows = self._copies_of(bucket)
+        shadows = self._shadows_of(bucket)
         if not shadows:
             return
         assert self._scaler is not None
@@ -106,9 +106,9 @@ class Speculation:
         job = UpdateJob(shadows, grads, 1.0 / self._scaler.scale, options, [])
         job.versions = job.current_versions()
         self._jobs[id(bucket)] = job
-        turn = self._turn.get(id(bucket), 0)
+        parity = self._parity.get(id(bucket), 0)
         update = partial(
-            self._shadow_copies.update, shadows, grads, options, job.grad_scale, after=arrived, turn=turn
+            self._shadow_copies.update, shadows, grads, options, job.grad_scale, after=arrived, parity=parity
         )
         job.done = self._worker.submit(update)
 
@@ -121,7 +121,7 @@ class Speculation:
             job.done.exception()  # waits until it reads no more; its error does not matter
         self.rolled_back += 1
 
-    def _copies_of(self, bucket: GradBucket) -> list[ShadowCopy]:
+    def _shadows_of(self, bucket: GradBucket) -> list[ShadowCopy]:
         """Return the shadow copies of the bucket's fragments that have state on the host; the step creates missing
         state and updates the others."""
         assert self._store is not None
@@ -144,21 +144,21 @@ class Speculation:
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
             job.done.result()
-        valid = {key: job for key, job in jobs.items() if self._holds(job, grad_scale)}
+        valid = {key: job for key, job in jobs.items() if self._is_valid(job, grad_scale)}
         done: set[int] = set()
         for key, job in valid.items():
             for shadow in job.shadows:
                 if used[shadow.owned.param_index]:
                     shadow.take()
                     done.add(id(shadow.owned))
-            self._turn[key] = 1 - self._turn.get(key, 0)
+            self._parity[key] = 1 - self._parity.get(key, 0)
         self._shadow_copies.taken()
         self.taken += len(valid)
         self.rolled_back += len(jobs) - len(valid)
         self._adapt(failed=any(job.grad_scale != grad_scale for job in jobs.values()))
         return done
 
-    def _holds(self, job: UpdateJob, grad_scale: float) -> bool:
+    def _is_valid(self, job: UpdateJob, grad_scale: float) -> bool:
         return (
             job.grad_scale == grad_scale
             and job.options == options_of_groups(self.optimizer)

@@ -38,7 +38,7 @@ class StateMover:
     store: StateStore | None = None
 
     def __post_init__(self) -> None:
-        self.away: dict[Kind, list[Tensor]] = {}
+        self.offloaded: dict[Kind, list[Tensor]] = {}
         self.device: torch.device | None = None
 
     def offload(
@@ -49,8 +49,8 @@ class StateMover:
         if self.weights and self.device is None:
             self.device = self.weights[0].params[0].device
         for kind in Kind:
-            if (include is None or kind in include or kind.value in include) and kind not in self.away:
-                self.away[kind] = self._offload(kind, pin, non_blocking)
+            if (include is None or kind in include or kind.value in include) and kind not in self.offloaded:
+                self.offloaded[kind] = self._offload(kind, pin, non_blocking)
 
     def _offload(self, kind: Kind, pin: bool, non_blocking: bool) -> list[Tensor]:
         if kind is Kind.contiguous_grad_buffer:
@@ -61,27 +61,27 @@ class StateMover:
             for bucket in self.weights:
                 bucket.evict()
         tensors = [tensor for tensor in self._tensors(kind) if off_host(tensor.device)]
-        with self._links_kept():
+        with self._keep_links():
             for group in by_storage(tensors):
                 size = group[0].untyped_storage().nbytes()
                 move_storage(group, host_empty(size, torch.uint8, pin=pin), non_blocking)
         return tensors
 
     def reload(self, non_blocking: bool) -> None:
-        away, self.away = self.away, {}
-        with self._links_kept():
-            for group in by_storage(tensor for tensors in away.values() for tensor in tensors):
+        offloaded, self.offloaded = self.offloaded, {}
+        with self._keep_links():
+            for group in by_storage(tensor for tensors in offloaded.values() for tensor in tensors):
                 size = group[0].untyped_storage().nbytes()
                 target = torch.empty(size, dtype=torch.uint8, device=self.device)
                 move_storage(group, target, non_blocking)
 
     @contextlib.contextmanager
-    def _links_kept(self) -> Iterator[None]:
+    def _keep_links(self) -> Iterator[None]:
         """Keep moves inside the block from looking like parameters that the client has replaced."""
-        apart = [bucket.detached() for bucket in self.weights]
+        detached = [bucket.detached() for bucket in self.weights]
         yield
-        for bucket, positions in zip(self.weights, apart, strict=True):
-            bucket.note_addresses(positions)
+        for bucket, positions in zip(self.weights, detached, strict=True):
+            bucket.record_addresses(positions)
 
     def _tensors(self, kind: Kind) -> Iterator[Tensor]:
         fragments = self.store.fragments if self.store is not None else []
@@ -106,10 +106,10 @@ class StateMover:
             return {device for bucket in self.grad_buckets for device in bucket.pool.devices()}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
 
-    def refuse_while_away(self, **_: Any) -> None:
+    def check_not_offloaded(self, **_: Any) -> None:
         """Raise RuntimeError if states are offloaded; the engine calls this before it computes."""
-        if self.away:
-            kinds = ", ".join(kind.value for kind in self.away)
+        if self.offloaded:
+            kinds = ", ".join(kind.value for kind in self.offloaded)
             raise RuntimeError(f"{kinds} of this engine are offloaded: call engine.reload_states() first")
 
 

@@ -167,11 +167,11 @@ class OffloadedTier(ResidentTier):
 
     # Placement ----------------------------------------------------------------------------------------------
 
-    def takes(self, layout: BucketLayout) -> bool:
+    def offloads(self, layout: BucketLayout) -> bool:
         return layout.index not in self.resident
 
     def own_master(self, weights: Tensor) -> bool:
-        return off_host(weights.device) or self._rests(weights)
+        return off_host(weights.device) or self._is_swapped(weights)
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
         """Split the fragment into pieces of at most ``sub_group_numel`` elements, which elementwise optimizers do not
@@ -208,11 +208,11 @@ class OffloadedTier(ResidentTier):
 
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
         self._state_of = state_of
-        here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
-        away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
-        new = [SubGroup(part) for part in sub_groups(away, self.group_numel)]
-        if any(here):  # first: the device updates it while the host updates the others
-            new.insert(0, SubGroup(here, resident=True))
+        resident = [[o for o in group if not self.offloads(o.grad_bucket.layout)] for group in groups]
+        offloaded = [[o for o in group if self.offloads(o.grad_bucket.layout)] for group in groups]
+        new = [SubGroup(part) for part in sub_groups(offloaded, self.group_numel)]
+        if any(resident):  # first: the device updates it while the host updates the others
+            new.insert(0, SubGroup(resident, resident=True))
         if self.sub_groups and self.group_numel == sys.maxsize:  # one sub-group, which later fragments join
             for sub_group in new:
                 self._enter(self.sub_groups[0], sub_group.groups, 0)
@@ -243,9 +243,9 @@ class OffloadedTier(ResidentTier):
     def _stages(self, owned: OwnedFragment) -> bool:
         """Return whether the updated weights pass through the slot on their way to the model."""
         low = owned.low
-        return low is not None and (off_host(low.device) or self._rests(low))
+        return low is not None and (off_host(low.device) or self._is_swapped(low))
 
-    def _rests(self, low: Tensor) -> bool:
+    def _is_swapped(self, low: Tensor) -> bool:
         return self.weights_swap is not None and self.weights_swap.holds(low)
 
     def rest(self) -> None:
@@ -328,13 +328,13 @@ class OffloadedTier(ResidentTier):
                         break
                     self._start_reading(parts[started][0])
                     started += 1
-                self._one(number, part, apply)
+                self._update_part(number, part, apply)
             for slot in self.slots:
                 slot.finish_transfers()
         except BaseException:  # finish what is in flight and put tensors back at rest
             for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
-            self._settle_quietly()
+            self._finish_quietly()
             raise
 
     def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
@@ -359,7 +359,7 @@ class OffloadedTier(ResidentTier):
             assert self.swap is not None
             slot.transfers.append((self.swap, self.swap.read(slot.buffer[span], record.resting)))
 
-    def _one(self, number: int, part: Groups, apply: Callable[[Groups], None]) -> None:
+    def _update_part(self, number: int, part: Groups, apply: Callable[[Groups], None]) -> None:
         sub_group, slot = self.sub_groups[number], self._slot(number)
         slot.settle()
         for record, span in sub_group.spans():
@@ -367,7 +367,7 @@ class OffloadedTier(ResidentTier):
         sub_group.stage(slot.buffer)
         staged = _substitute_views(part, sub_group.views)
         apply(part)
-        self._put_weights_back(staged, slot)
+        self._write_weights(staged, slot)
         for record, span in sub_group.spans():
             assert self.swap is not None
             slot.transfers.append((self.swap, self.swap.write(slot.buffer[span], record.resting)))
@@ -377,10 +377,10 @@ class OffloadedTier(ResidentTier):
         if not self.plan.write_behind:
             slot.settle()
 
-    def _put_weights_back(self, staged: list[tuple[Tensor, Tensor]], slot: StagingSlot) -> None:
+    def _write_weights(self, staged: list[tuple[Tensor, Tensor]], slot: StagingSlot) -> None:
         copied = False
         for buffer, low in staged:
-            if self._rests(low):
+            if self._is_swapped(low):
                 assert self.weights_swap is not None
                 slot.transfers.append((self.weights_swap, self.weights_swap.write(buffer, low)))
             else:
@@ -395,7 +395,7 @@ class OffloadedTier(ResidentTier):
         for record in sub_group.records:
             record.bind(record.resting)
 
-    def _settle_quietly(self) -> None:
+    def _finish_quietly(self) -> None:
         for slot in self.slots:
             try:
                 slot.finish_transfers()
@@ -403,7 +403,7 @@ class OffloadedTier(ResidentTier):
                 continue  # the first failure is already being raised
 
     def close(self) -> None:
-        self._settle_quietly()
+        self._finish_quietly()
         if self.swap is not None:
             self.swap.close()
 
@@ -459,14 +459,14 @@ def make_tier(
     if plan is None:
         return ResidentTier()
     plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
-    apart = off_host(device)
+    separate_host = off_host(device)
     swap = None
     if plan.folder is not None:
         swap = open_swap(plan, plan.folder)
-    elif not apart:
+    elif not separate_host:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
     # A collective update (LAMB, Muon) updates everything at once, on the host.
-    resident = device_share(layouts, plan.ratio) if apart and elementwise else frozenset[int]()
+    resident = device_share(layouts, plan.ratio) if separate_host and elementwise else frozenset[int]()
     return OffloadedTier(plan, swap, weights_swap, cuts=elementwise, resident=resident)
 
 

@@ -51,7 +51,7 @@ from deepspeed.zero.step import StepExecutor, StepResult
 
 MIN_INTERVAL, MAX_INTERVAL = 4, 16
 """Steps per round with ``update_interval: auto``: in the first round, and at most."""
-ROUNDS_OF_A_CHOICE = 4
+ROUNDS_PER_CHOICE = 4
 """Rounds between choices of columns, with ``select_interval: auto``."""
 
 
@@ -99,12 +99,12 @@ class ZenFlowPiece:
             elif self.whole:
                 tensor.copy_(value)
 
-    def show(self) -> None:
+    def write_weights(self) -> None:
         """Round the packed masters into the weights."""
         weights = self.weights
         weights.index_copy_(0, self.chosen.to(weights.device), self.packed[0].to(weights))
 
-    def note(self) -> None:
+    def record_versions(self) -> None:
         self.versions = [tensor._version for tensor in self.live]
 
     def reload(self) -> None:
@@ -139,9 +139,9 @@ class ZenFlow:
         self._shadow_copies = ShadowCopies(self.optimizer)
         self._packed_optimizer: Any = stand_in(self.optimizer, {}, [])
         self._job: Future[None] | None = None
-        self._working: list[tuple[ZenFlowPiece, ShadowCopy]] = []
+        self._updating: list[tuple[ZenFlowPiece, ShadowCopy]] = []
         self._dirty = False
-        self._turn = 0
+        self._parity = 0
         self._worker = host_worker("zenflow", self.plan.cores)
         self.store.settle = self.settle
 
@@ -153,7 +153,7 @@ class ZenFlow:
             update_all()
             self.steps += 1
             return
-        self._follow()
+        self._adopt_written()
         pieces = self._pieces_of(used)
         if self.chosen_at is None:
             self._choose(pieces)
@@ -183,7 +183,7 @@ class ZenFlow:
 
     def _new_piece(self, owned: OwnedFragment) -> ZenFlowPiece:
         state = self.store.state_of(owned)
-        whole = self.choice.everything(owned)
+        whole = self.choice.always_chosen(owned)
         chosen = torch.arange(owned.fragment.numel if whole else 0, device=self.device)
         piece = ZenFlowPiece(owned, live_tensors(owned, state), sorted(state), chosen, whole)
         self._load(piece)
@@ -194,7 +194,7 @@ class ZenFlow:
             self._packed_optimizer.state.pop(piece.packed[0], None)
         piece.load(self._packed_device)
         self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
-        self._count_down(piece.packed)
+        self._count_to_device(piece.packed)
 
     @property
     def _packed_device(self) -> torch.device:
@@ -214,7 +214,7 @@ class ZenFlow:
                     group, [p.packed[0] for p in members], grads, grad_scale=grad_scale
                 )
         for piece in pieces:
-            piece.show()
+            piece.write_weights()
 
     @staticmethod
     def _defer(piece: ZenFlowPiece, grad_scale: float) -> None:
@@ -232,9 +232,9 @@ class ZenFlow:
         self.finish()
         for piece in self._pieces.values():
             if piece.sum is not None:
-                self._send(piece, self._mean(piece, piece.sum))
-        choose = self.chosen_at is not None and self.steps - self.chosen_at >= self._choice_lasts()
-        self._start()
+                self._copy_to_host(piece, self._mean(piece, piece.sum))
+        choose = self.chosen_at is not None and self.steps - self.chosen_at >= self._choice_steps()
+        self._start_update()
         if choose or not self.plan.overlap:
             self.finish()
         if choose:
@@ -248,28 +248,28 @@ class ZenFlow:
         piece.sum = None
         return total.div_(self.in_round).index_fill_(0, piece.chosen, 0.0).to(_wire_dtype(piece.owned))
 
-    def _send(self, piece: ZenFlowPiece, mean: Tensor) -> None:
+    def _copy_to_host(self, piece: ZenFlowPiece, mean: Tensor) -> None:
         """Copy the mean gradient to the host, whose previous update has been taken."""
         if piece.pending_memory is None:
             piece.pending_memory = host_empty(mean.numel(), mean.dtype, pin=True)
         piece.pending = piece.pending_memory.copy_(mean)
         self.bytes_to_host += mean.numel() * mean.element_size()
 
-    def _start(self) -> None:
+    def _start_update(self) -> None:
         """Start the host's update with the pending gradients."""
-        self._working = []
+        self._updating = []
         for piece in self._pieces.values():
             shadow = self._shadow_copies.of(piece.owned, self.store.state_of(piece.owned))
             if piece.pending is not None and shadow is not None:
-                self._working.append((piece, shadow))
-        if self._working:
+                self._updating.append((piece, shadow))
+        if self._updating:
             update = partial(
                 self._shadow_copies.update,
-                [shadow for _, shadow in self._working],
-                [piece.pending for piece, _ in self._working if piece.pending is not None],
+                [shadow for _, shadow in self._updating],
+                [piece.pending for piece, _ in self._updating if piece.pending is not None],
                 options_of_groups(self.optimizer),
                 1.0,
-                turn=self._turn,
+                parity=self._parity,
             )
             self._job = self._worker.submit(update)
 
@@ -279,27 +279,27 @@ class ZenFlow:
             return
         job, self._job = self._job, None
         job.result()
-        for piece, shadow in self._working:
+        for piece, shadow in self._updating:
             shadow.take()
             piece.pending = None
             if piece.owned.low is not None:
                 self.bytes_to_device += piece.owned.low.numel() * piece.owned.low.element_size()
-            piece.show()
-        self._turn = 1 - self._turn
+            piece.write_weights()
+        self._parity = 1 - self._parity
         self._shadow_copies.taken()
-        self._working, self._dirty = [], True
+        self._updating, self._dirty = [], True
 
-    def _choice_lasts(self) -> int:
+    def _choice_steps(self) -> int:
         """Return the number of steps after which columns are chosen again."""
         every = self.plan.select_interval
         if not self.plan.by_epoch:
-            return every or ROUNDS_OF_A_CHOICE * self.interval
+            return every or ROUNDS_PER_CHOICE * self.interval
         if self.steps_per_epoch is None:
             warning_once(
                 "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, which says how "
                 "long an epoch is; columns are chosen as by 'auto'"
             )
-            return ROUNDS_OF_A_CHOICE * self.interval
+            return ROUNDS_PER_CHOICE * self.interval
         return (every or 1) * self.steps_per_epoch
 
     def _choose(self, pieces: Sequence[ZenFlowPiece]) -> None:
@@ -324,14 +324,14 @@ class ZenFlow:
             for piece in self._pieces.values():
                 piece.store()
                 self.bytes_to_host += _nbytes(piece.packed)
-            self.note()
+            self.record_versions()
 
-    def note(self) -> None:
+    def record_versions(self) -> None:
         """Record the versions of the store's tensors; called after publishing the weights, which writes to them."""
         for piece in self._pieces.values():
-            piece.note()
+            piece.record_versions()
 
-    def _follow(self) -> None:
+    def _adopt_written(self) -> None:
         """Adopt masters and state that were written or replaced from outside."""
         replaced, written = [], []
         for key, piece in self._pieces.items():
@@ -342,23 +342,23 @@ class ZenFlow:
                 written.append(piece)
         if not replaced and not written:
             return
-        at_work = self._drop()
+        was_running = self._cancel_update()
         for piece in written:
             piece.reload()
         for key in replaced:
-            self._renew(key)
-        if at_work:
-            self._start()
-        self.note()
+            self._replace_state(key)
+        if was_running:
+            self._start_update()
+        self.record_versions()
 
-    def _drop(self) -> bool:
+    def _cancel_update(self) -> bool:
         """Drop the host's update; the gradients stay pending. Return whether there was one."""
         job, self._job = self._job, None
         if job is not None and not job.cancel():
             job.exception()
         return job is not None
 
-    def _renew(self, key: int) -> None:
+    def _replace_state(self, key: int) -> None:
         """Adopt this piece's new state tensors, or none, as before its first update."""
         piece = self._pieces.pop(key)
         state = self.store.state_of(piece.owned)
@@ -367,7 +367,7 @@ class ZenFlow:
             self._pieces[key] = piece
             self._load(piece)
 
-    def _count_down(self, packed: Sequence[Tensor]) -> None:
+    def _count_to_device(self, packed: Sequence[Tensor]) -> None:
         self.bytes_to_device += _nbytes(packed)
 
     # Checkpoints --------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class ZenFlow:
         places = self._places()
         known = known and saved[rank % len(saved)].get("places", places) == places
         sources = ([rank] if parts else range(len(saved))) if known else []
-        self._drop()
+        self._cancel_update()
         self._pieces, self._dirty = {}, False
         clock = saved[rank if parts else 0]["clock"] if known else {}
         self.steps = clock.get("steps", 0)
@@ -427,8 +427,8 @@ class ZenFlow:
             entries = [e for e in by_param.get(owned.param_index, []) if _overlap(owned, e)]
             if entries and self.store.state_of(owned):
                 self._pieces[id(owned)] = self._restored(owned, entries)
-        self._start()
-        self.note()
+        self._start_update()
+        self.record_versions()
         return (
             []
             if known
@@ -449,7 +449,7 @@ class ZenFlow:
         return piece
 
     def close(self) -> None:
-        self._drop()
+        self._cancel_update()
         self._worker.shutdown(wait=True, cancel_futures=True)
 
 
@@ -507,7 +507,7 @@ class ZenFlowStepExecutor(StepExecutor):
     def step(self) -> StepResult:
         result = super().step()
         if result.applied:
-            self.zenflow.note()
+            self.zenflow.record_versions()
         return result
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:

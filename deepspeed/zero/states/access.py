@@ -347,17 +347,17 @@ class StateAccess:
         """Write ``value`` [shape] to the master weights, each rank its fragment, and refresh the model's weights.
         Collective."""
         self._scatter(value, [(o, o.master) for o in self._fragments(param)])
-        self._publish_one(param)
+        self._publish_param(param)
 
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
         """Return a per-element optimizer state [shape] such as ``exp_avg``. KeyError, on every rank: there is none.
         Collective."""
         parts = [(o, self.store.first_values(o).get(key)) for o in self._fragments(param)]
         found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
-        lacking = torch.tensor([float(len(found) < len(parts))], device=param.device)
-        if self._cut(param):  # only ranks that hold a fragment know
-            self.replica_groups.of(param).shard.all_reduce_max(lacking).wait()
-        if lacking.item():
+        missing = torch.tensor([float(len(found) < len(parts))], device=param.device)
+        if self._is_sharded(param):  # only ranks that hold a fragment know
+            self.replica_groups.of(param).shard.all_reduce_max(missing).wait()
+        if missing.item():
             raise KeyError(
                 f"{type(self.store.optimizer).__name__} keeps no state {key!r} for each element of "
                 f"{self.name_of(param)}"
@@ -433,7 +433,7 @@ class StateAccess:
         self.store.ensure_state(lambda other: other is owned)
         return self.store.values_of(owned)[key]
 
-    def _publish_one(self, param: nn.Parameter) -> None:
+    def _publish_param(self, param: nn.Parameter) -> None:
         with torch.no_grad():
             self.store.refresh_low(self._fragments(param))
         self.publisher.publish([b for b in self.store.param_buckets if any(p is param for p in b.params)])
@@ -453,19 +453,19 @@ class StateAccess:
     def _assemble(self, param: nn.Parameter, parts: list[tuple[OwnedFragment, Tensor]]) -> Tensor | None:
         """Assemble the whole tensor from all ranks' fragments: each element has one owner, so the sum is exact."""
         numel, shape = full_numel(param), full_shape(param)
-        if len(parts) == 1 and parts[0][0].fragment.numel == numel and not self._cut(param):
+        if len(parts) == 1 and parts[0][0].fragment.numel == numel and not self._is_sharded(param):
             return parts[0][1].detach().reshape(shape).clone()
         dtype = parts[0][1].dtype if parts else torch.float32
         full = torch.zeros(numel, dtype=dtype, device=param.device)
         for owned, tensor in parts:
             start = owned.fragment.param_offset
             full[start : start + owned.fragment.numel] = tensor.reshape(-1)
-        if self._cut(param):
+        if self._is_sharded(param):
             full = full.float()
             self.replica_groups.of(param).shard.all_reduce(full).wait()
         return full.view(shape)
 
-    def _cut(self, param: nn.Parameter) -> bool:
+    def _is_sharded(self, param: nn.Parameter) -> bool:
         return any(
             p is param and bucket.layout.num_shards > 1
             for bucket in self.store.param_buckets

@@ -40,13 +40,13 @@ class ClientState:
     def __init__(self, optimizer: Optimizer, access: StateAccess) -> None:
         self.access = access
         optimizer.state = StateByParam(access, optimizer.state)
-        self._own: Any = None  # the real state while torch's method runs
+        self._real_state: Any = None  # the real state while torch's method runs
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._handles = [
-            optimizer.register_state_dict_pre_hook(self._show),
-            optimizer.register_state_dict_post_hook(self._hide),
-            optimizer.register_load_state_dict_pre_hook(self._take),
-            optimizer.register_load_state_dict_post_hook(self._put),
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
     def release(self, optimizer: Optimizer) -> None:
@@ -57,12 +57,12 @@ class ClientState:
 
     # Saving -------------------------------------------------------------------------------------------------
 
-    def _show(self, optimizer: Optimizer) -> None:
+    def _before_save(self, optimizer: Optimizer) -> None:
         shown = self._by_param(optimizer)
-        self._own, optimizer.state = optimizer.state, shown
+        self._real_state, optimizer.state = optimizer.state, shown
 
-    def _hide(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        optimizer.state, self._own = self._own, None
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state, self._real_state = self._real_state, None
 
     def _by_param(self, optimizer: Optimizer, *, parts: bool = True) -> defaultdict[Any, dict[str, Any]]:
         shown: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -78,7 +78,7 @@ class ClientState:
 
     # Loading ------------------------------------------------------------------------------------------------
 
-    def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Set aside the state of the engine's parameters; torch checks and loads the rest."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -87,11 +87,11 @@ class ClientState:
         for number, param in zip(numbers, params, strict=False):  # torch reports other lengths
             name = self.access.name_of(param)
             if name is not None and number in rest:
-                self._loaded[name] = self._local(name, param, rest.pop(number))
-        self._own = optimizer.state
+                self._loaded[name] = self._own_part(name, param, rest.pop(number))
+        self._real_state = optimizer.state
         return {**state_dict, "state": rest}
 
-    def _local(self, name: str, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
+    def _own_part(self, name: str, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
         """Return this rank's part of the state of one parameter."""
         start, stop = self.access.interval(param)
         found: dict[str, Tensor] = {}
@@ -110,9 +110,9 @@ class ClientState:
             found[key] = value
         return found
 
-    def _put(self, optimizer: Optimizer) -> None:
+    def _after_load(self, optimizer: Optimizer) -> None:
         rest = optimizer.state
-        optimizer.state, self._own = self._own, None
+        optimizer.state, self._real_state = self._real_state, None
         for key, state in rest.items():
             if isinstance(key, Tensor) and self.access.name_of(key) is None:
                 optimizer.state[key] = state

@@ -64,7 +64,7 @@ class GroupTensors(NamedTuple):
         return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
 
 
-class Placed(Protocol):
+class FragmentLike(Protocol):
     """A fragment with the index of its parameter."""
 
     @property
@@ -74,17 +74,17 @@ class Placed(Protocol):
     def fragment(self) -> Fragment: ...
 
 
-PlacedT = TypeVar("PlacedT", bound=Placed)
+FragmentT = TypeVar("FragmentT", bound=FragmentLike)
 
 
-def sub_groups(groups: Sequence[Sequence[PlacedT]], size: int) -> Iterator[list[list[PlacedT]]]:
+def sub_groups(groups: Sequence[Sequence[FragmentT]], size: int) -> Iterator[list[list[FragmentT]]]:
     """Yield sub-groups of consecutive fragments, by group, up to ``size`` elements each; ordered like the model, not
     like the groups."""
     number_of = {id(owned): g for g, group in enumerate(groups) for owned in group}
     everything = sorted(
         (o for group in groups for o in group), key=lambda o: (o.param_index, o.fragment.param_offset)
     )
-    current: list[list[PlacedT]] = [[] for _ in groups]
+    current: list[list[FragmentT]] = [[] for _ in groups]
     held = 0
     for owned in everything:
         if held and held + owned.fragment.numel > size:

@@ -15,12 +15,12 @@ from torch import Tensor
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.shards import ShardIndex, intersect
 from deepspeed.ops.update import ServerErrorOwner
-from deepspeed.zero.gradients.sums import ErrorFeedback, keeper_of
-from deepspeed.zero.placements import in_parts
+from deepspeed.zero.gradients.sums import ErrorFeedback, feedback_of
+from deepspeed.zero.placements import is_partial
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
 
-BY_PARAMETER, OPTIMIZER, START, PLACE, DEBTS = "by_parameter", "optimizer", "start", "place", "debts"
+BY_PARAMETER, OPTIMIZER, START, PLACE, SERVER_ERRORS = "by_parameter", "optimizer", "start", "place", "debts"
 WIRE = "wire"
 ROUNDING = 8
 """Elements by which padding may lengthen a rank's part of a bucket."""
@@ -31,8 +31,8 @@ class OwnState:
     ``access``.
 
     Of each parameter a rank saves the pieces that it updates: where they begin (``START``) in which boxes of the whole
-    tensor (``PLACE``), their entries of the state, and what it owes them as the one that averages (``DEBTS``). So they
-    can be put together in another layout.
+    tensor (``PLACE``), their entries of the state, and what it owes them as the one that averages
+    (``SERVER_ERRORS``). So they can be put together in another layout.
     """
 
     def __init__(self, access: StateAccess) -> None:
@@ -41,13 +41,13 @@ class OwnState:
 
     @property
     def takes_part(self) -> bool:
-        return self.store.traits.own_communication or bool(self._keepers())
+        return self.store.traits.own_communication or bool(self._feedbacks())
 
     def saved(self) -> dict[str, Any] | None:
         """Return this rank's state, live; None if neither the optimizer communicates nor a wire format keeps errors."""
         if not self.takes_part:
             return None
-        wire = {index: kept for index, keeper in self._keepers().items() if (kept := keeper.kept())}
+        wire = {index: kept for index, feedback in self._feedbacks().items() if (kept := feedback.kept())}
         if not self.store.traits.own_communication:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer
@@ -56,8 +56,8 @@ class OwnState:
         by_name: dict[str, list[dict[str, Any]]] = {}
         for index, owned, state in self._states():
             piece = {kind: state[kind] for kind in kinds if kind in state}
-            debts = list(server_errors.get(id(owned.master), ()))
-            about = {START: index.start, PLACE: (index.global_shape, index.boxes), DEBTS: debts}
+            errors = list(server_errors.get(id(owned.master), ()))
+            about = {START: index.start, PLACE: (index.global_shape, index.boxes), SERVER_ERRORS: errors}
             by_name.setdefault(index.name, []).append({**piece, **about})
         by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
         return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
@@ -80,34 +80,34 @@ class OwnState:
         optimizer: Any = self.store.optimizer
         alike = len(saved) == ranks and self._same_pieces(saved[rank])
         if self.store.traits.rank_state and len(saved):
-            self._take([saved[rank]] if alike else saved)
+            self._load_means([saved[rank]] if alike else saved)
         optimizer.load_own_state(_Parts(saved), rank, ranks)
         if len(saved) and not alike:
             if isinstance(optimizer, ServerErrorOwner):
                 optimizer.forget_server_errors()
-            self._owe(saved)
+            self._add_server_errors(saved)
         # The optimizer may have restored weights that differ between ranks.
         self.store.refresh_low(self.store.fragments)
         if alike:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]
 
-    def _keepers(self) -> dict[int, ErrorFeedback]:
+    def _feedbacks(self) -> dict[int, ErrorFeedback]:
         """Return the error feedback of the wire formats, by bucket index."""
-        found = {b.layout.index: keeper_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
-        return {index: keeper for index, keeper in found.items() if keeper is not None}
+        found = {b.layout.index: feedback_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
+        return {index: feedback for index, feedback in found.items() if feedback is not None}
 
     def _restore_wire(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Restore the error feedback of wire formats. It belongs to one layout and format of buckets, and is reset
         for any other."""
-        keepers = self._keepers()
-        if not keepers:
+        feedbacks = self._feedbacks()
+        if not feedbacks:
             return []
         wire = saved[rank].get(WIRE, {}) if len(saved) == ranks else {}
         devices = {b.layout.index: (b.device, b.layout.padded_numel) for b in self.access.reducer.buckets}
         fits = all(
-            index in keepers
-            and kept.keys() == keepers[index].parts
+            index in feedbacks
+            and kept.keys() == feedbacks[index].parts
             and _largest(kept) <= devices[index][1] + ROUNDING * ranks
             for index, kept in wire.items()
         )
@@ -116,7 +116,7 @@ class OwnState:
                 "errors of compressed gradients start anew: other ranks, buckets or formats, or none were saved"
             ]
         for index, kept in wire.items():
-            keepers[index].restore(kept, devices[index][0])
+            feedbacks[index].restore(kept, devices[index][0])
         return []
 
     def _server_errors(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
@@ -125,7 +125,7 @@ class OwnState:
             return {}
         params = self.store.params
         groups = [
-            sorted(group, key=lambda o: in_parts(params[o.param_index])) for group in self.store.by_group
+            sorted(group, key=lambda o: is_partial(params[o.param_index])) for group in self.store.by_group
         ]
         return optimizer.server_errors([[owned.master for owned in group] for group in groups])
 
@@ -147,16 +147,16 @@ class OwnState:
         used = set(theirs)
         return theirs == [index for index, _, _ in self._states() if index in used]
 
-    def _take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _load_means(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Nothing is taken where none has any."""
         kinds = self.store.traits.rank_state
         for own, mean in self._means(saved, lambda piece: [(k, 0, piece[k]) for k in kinds if k in piece]):
             own.copy_(mean)
 
-    def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def _add_server_errors(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Add the server errors of averaging ranks to every sender's error: the mean is the same."""
         kind = self.store.traits.rank_state[0]
-        for own, mean in self._means(saved, lambda piece: [(kind, *debt) for debt in piece.get(DEBTS, ())]):
+        for own, mean in self._means(saved, lambda piece: [(kind, *e) for e in piece.get(SERVER_ERRORS, ())]):
             own.add_(mean)
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ def _largest(kept: Mapping[str, Any]) -> int:
 
 
 def _numel(piece: Mapping[str, Any]) -> int:
-    return max((v.numel() for key, v in piece.items() if key not in (START, PLACE, DEBTS)), default=0)
+    return max((v.numel() for key, v in piece.items() if key not in (START, PLACE, SERVER_ERRORS)), default=0)
 
 
 def _add(total: Tensor, own: ShardIndex, source: ShardIndex, values: Tensor) -> None:

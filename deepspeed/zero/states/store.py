@@ -49,7 +49,7 @@ class StateStore:
         self.group_of: list[int] = []
         self.by_group: list[list[OwnedFragment]] = []
         self.fragments: list[OwnedFragment] = []
-        self._constructs = False  # whether the optimizer's step relies on state created by its constructor
+        self._needs_constructor = False  # whether the optimizer's step relies on state of its constructor
         self.settle: Callable[[], None] = self.tier.check
         """Called before masters or state are read outside the step, to complete values that are kept elsewhere."""
         self.admit(params, param_buckets, grad_buckets)
@@ -121,7 +121,7 @@ class StateStore:
         if example is not None:
             group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]
             probe = nn.Parameter(torch.zeros(1))
-            self._constructs |= bool(constructed_state(self.optimizer, group, probe))
+            self._needs_constructor |= bool(constructed_state(self.optimizer, group, probe))
         for owned in fragments:
             state = old.get(id(self.params[owned.param_index]))
             if state:
@@ -215,7 +215,7 @@ class StateStore:
         for owned in self.fragments:
             self.optimizer.state.pop(owned.master, None)
         self.tier.forget_state()
-        if self._constructs:
+        if self._needs_constructor:
             self.ensure_state()
 
     def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
@@ -267,13 +267,13 @@ class ResidentTier:
     on_file = False
     """Whether any of its tensors, gradients included, are mapped from a file."""
 
-    def takes(self, layout: BucketLayout) -> bool:
+    def offloads(self, layout: BucketLayout) -> bool:
         """Return whether this tier offloads the state of this bucket."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
         """Return the tier that places the masters of this bucket."""
-        return self if self.takes(layout) else ResidentTier()
+        return self if self.offloads(layout) else ResidentTier()
 
     def own_master(self, weights: Tensor) -> bool:
         """Return whether these weights need a separate master even if they have the master dtype."""

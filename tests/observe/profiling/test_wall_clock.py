@@ -17,7 +17,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.timed import TimedCommunicator, Waits
+from deepspeed.comm.timed import TimedCommunicator, WaitTime
 from deepspeed.engine.observers.progress.wall_clock import APART, MAX_RANKS, _shown
 from deepspeed.parallel.pipeline.module import LayerSpec, PipelineModule
 from tests.pool import distributed, run
@@ -160,7 +160,7 @@ def test_stages_of_a_pipeline_wait_for_each_other() -> None:
 
 
 def test_only_the_first_wait_counts() -> None:
-    waits = Waits()
+    waits = WaitTime()
     inner = Pending(lambda: time.sleep(0.01))
     assert waits.around(lambda: waits.around(inner.wait)) is True
     assert waits.times == 1 and 10 <= waits.take() < 1000 and waits.take() == 0

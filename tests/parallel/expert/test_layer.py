@@ -148,7 +148,7 @@ def test_experts_compute_the_documented_shape() -> None:
 def test_experts_keep_their_numbers() -> None:
     experts = Experts(nn.Linear(HIDDEN, HIDDEN), 2, "ep_size_2")
     first, second = experts.deepspeed_experts
-    experts.take_place(1, 2)
+    experts.set_rank(1, 2)
     assert [name for name, _ in experts.named_children()] == ["deepspeed_experts"]
     assert list(dict(experts.deepspeed_experts.named_children())) == ["2", "3"]
     assert experts.deepspeed_experts[0] is first and experts.deepspeed_experts[-1] is second

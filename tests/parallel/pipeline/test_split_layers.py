@@ -79,7 +79,7 @@ def test_the_bits_of_autograd(name: str, dtype: torch.dtype | str) -> None:
     outputs = forward()
     grad = torch.randn_like(outputs)
     outputs.backward(grad)
-    expected, of_inputs = [param.grad for param in params], inputs.grad
+    expected, grad_inputs = [param.grad for param in params], inputs.grad
     layer.zero_grad(set_to_none=True)
     inputs.grad = None
     found: dict[int, Tensor] = {}
@@ -91,8 +91,8 @@ def test_the_bits_of_autograd(name: str, dtype: torch.dtype | str) -> None:
     assert again.dtype == outputs.dtype and torch.equal(again, outputs)
     again.backward(grad)
     assert not found and all(param.grad is None for param in params)
-    assert (inputs.grad is None) == (of_inputs is None)
-    assert of_inputs is None or torch.equal(inputs.grad, of_inputs)  # type: ignore[arg-type]
+    assert (inputs.grad is None) == (grad_inputs is None)
+    assert grad_inputs is None or torch.equal(inputs.grad, grad_inputs)  # type: ignore[arg-type]
     queue.compute((0, 0))
     assert sorted(found) == list(range(len(params)))
     for number, value in enumerate(expected):
@@ -108,7 +108,7 @@ def test_what_follows_may_write_into_the_output(name: str) -> None:
     layer, inputs = make(), inputs_of()
     functional.relu(layer(inputs)).sum().backward()
     params = list(layer.parameters())
-    expected, of_inputs = [param.grad for param in params], inputs.grad
+    expected, grad_inputs = [param.grad for param in params], inputs.grad
     inputs.grad = None
     found: dict[int, Tensor] = {}
     queue = WeightQueue(lambda number, value: found.__setitem__(number, value.clone()))
@@ -116,7 +116,7 @@ def test_what_follows_may_write_into_the_output(name: str) -> None:
     queue.active, queue.part = True, (0, 0)
     functional.relu_(layer(inputs)).sum().backward()
     queue.compute((0, 0))
-    assert torch.equal(inputs.grad, of_inputs)  # type: ignore[arg-type]
+    assert torch.equal(inputs.grad, grad_inputs)  # type: ignore[arg-type]
     assert all(torch.equal(found[number], value) for number, value in enumerate(expected))  # type: ignore[arg-type]
 
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_opened_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(neighbours, "warning_once", said.append)
     if dist.get_rank() == 1:
-        monkeypatch.setattr(neighbours, "_may_look_into", lambda pid: False)
+        monkeypatch.setattr(neighbours, "_may_open_files_of", lambda pid: False)
         monkeypatch.setattr(neighbours, "_open", lambda record, key: None)
     engine = make_engine(PipelineModule(layers(), num_stages=2, loss_fn=loss_of))
     assert kinds(engine) == {Sender, Receiver}

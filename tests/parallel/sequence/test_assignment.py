@@ -14,9 +14,11 @@ def test_every_head_of_every_part_has_one_rank_and_its_keys(ranks: int) -> None:
     for kv_heads, group in itertools.product(range(1, 6), (1, 2, 3)):
         heads = kv_heads * group
         plan = HeadAssignment(heads, kv_heads, ranks)
-        assert plan.width * plan.circles == ranks and (plan.circles == 1) == (ranks <= heads or ranks == 1)
-        for circle in range(plan.circles):
-            members = range(circle * plan.width, (circle + 1) * plan.width)
+        assert plan.width * plan.head_groups == ranks and (plan.head_groups == 1) == (
+            ranks <= heads or ranks == 1
+        )
+        for group in range(plan.head_groups):
+            members = range(group * plan.width, (group + 1) * plan.width)
             computed = [head for rank in members for head in plan.queries_of(rank)]
             assert computed == list(range(heads))
             sizes = [len(plan.queries_of(rank)) for rank in members]
@@ -30,9 +32,9 @@ def test_every_head_of_every_part_has_one_rank_and_its_keys(ranks: int) -> None:
                     assert len(keys) * share == len(used)
 
 
-def test_parts_are_what_lies_on_a_circle() -> None:
+def test_parts_are_what_lies_in_a_group() -> None:
     plan = HeadAssignment(2, 1, 6)
-    assert (plan.width, plan.circles) == (2, 3)
+    assert (plan.width, plan.head_groups) == (2, 3)
     assert plan.parts((1, 2, 3, 4, 5, 6)) == (3, 7, 11)
     assert plan.lengths(3, (1, 2, 3, 4, 5, 6)) == (0, 0, 3, 4, 0, 0)
 

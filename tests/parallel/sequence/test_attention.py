@@ -171,7 +171,7 @@ def test_bytes_of_a_layer(world_size: int = 4) -> None:
 
 @distributed(world_size=4)
 def test_bytes_of_a_ring() -> None:
-    """Two circles of two ranks: half of what Ulysses sends around, and the keys and values of one part once."""
+    """Two groups of two ranks: half of what Ulysses sends around, and the keys and values of one part once."""
     comm = process_network.communicator(dist.group.WORLD)  # type: ignore[arg-type]
     q, k, v, _ = (own(each, (4,) * 4) for each in inputs(2, 2, 16))
     module = SimpleNamespace(num_key_value_groups=1, is_causal=True, training=True)

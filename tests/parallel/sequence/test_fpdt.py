@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.parallel.sequence import fpdt_layer
-from deepspeed.parallel.sequence.chunks import FetchedAhead, SequenceChunk
+from deepspeed.parallel.sequence.chunks import Prefetcher, SequenceChunk
 from deepspeed.parallel.sequence.fpdt_layer import (
     FPDT_FFN,
     FPDT_Attention,
@@ -364,13 +364,13 @@ def test_a_chunk_leaves_and_comes_back() -> None:
 def test_chunks_are_fetched_one_ahead() -> None:
     log = Log()
     groups = [[SequenceChunk(torch.zeros(n), "meta", stream=log)] for n in (1, 2, 3)]
-    ahead = FetchedAhead(groups, written=(0,))
+    ahead = Prefetcher(groups, written=(0,))
     for (tensor,) in ahead:
         log.events.append(f"compute {tensor.numel()}")
     assert log.events == (
         "load 1,use 1,load 2,compute 1,use 2,store 1,load 3,compute 2,use 3,store 2,compute 3,store 3"
     ).split(",")
-    assert list(FetchedAhead([])) == []
+    assert list(Prefetcher([])) == []
 
 
 def peak(length: int, chunk: int, *, offload: bool) -> tuple[int, int]:

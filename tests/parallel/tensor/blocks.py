@@ -12,12 +12,12 @@ from torch.nn import functional
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, communicator_of
 from deepspeed.parallel.tensor.replicated import sum_gradients
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
+from deepspeed.parallel.vocab_parallel import VocabularyPart, cross_entropy
 
 WIDTH, HEAD, HIDDEN, VOCABULARY, LENGTH = 24, 4, 20, 37, 7
 """Vocabulary and length divide by no number of ranks."""

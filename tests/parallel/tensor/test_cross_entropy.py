@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.cross_entropy import VocabParallelCausalLMLoss
-from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy, vocabulary_part
 from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.parallel.vocab_parallel import VocabularyPart, cross_entropy, vocabulary_part
 from tests.parallel.tensor.blocks import tensor_parallel
 from tests.pool import distributed
 

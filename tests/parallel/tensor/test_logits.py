@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed.compat.module_inject import LinearLayer
-from deepspeed.parallel.tensor.logits import LogitsInParts
+from deepspeed.parallel.tensor.logits import VocabParallelLogits
 from tests.parallel.tensor.threads import ThreadGroup, run_ranks
 
 TOKENS, WIDTH = 11, 6
@@ -107,7 +107,7 @@ def test_whole_outside_of_training() -> None:
 
     def work(group: ThreadGroup) -> None:
         layer = LinearLayer(copy.deepcopy(head), group, stand_in=True)
-        assert isinstance(layer(hidden), LogitsInParts) and layer(hidden).shape == (2, TOKENS)
+        assert isinstance(layer(hidden), VocabParallelLogits) and layer(hidden).shape == (2, TOKENS)
         with torch.no_grad():
             assert type(layer(hidden)) is Tensor
         torch.testing.assert_close(layer.eval()(hidden), head(hidden))

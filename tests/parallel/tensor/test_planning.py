@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import TPTrainingConfig
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.planning import planner
 from deepspeed.parallel.tensor.planning.plan import PlanError, TensorParallelPlan
 from deepspeed.parallel.tensor.planning.planner import plan_module

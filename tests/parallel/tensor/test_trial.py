@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.apply import apply_plan
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import PlanError, TensorParallelPlan
 from deepspeed.parallel.tensor.planning.planner import plan_module

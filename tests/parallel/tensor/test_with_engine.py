@@ -14,7 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed.zero.placements import in_parts
+from deepspeed.zero.placements import is_partial
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.parallel.tensor.blocks import Model, batch, split
 from tests.parallel.tensor.test_layers import own_part
@@ -196,7 +196,7 @@ def test_what_the_ranks_of_a_layer_share_stays_equal_on_a_wire_that_rounds(wire:
     train(engine, 5)
     shared = 0
     for name, param in engine.module.named_parameters():
-        if in_parts(param):
+        if is_partial(param):
             continue
         own = safe_get_full_fp32_param(param)
         others = [torch.empty_like(own) for _ in range(2)]

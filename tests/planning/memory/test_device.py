@@ -52,7 +52,7 @@ def host_bytes(engine: Any) -> int:
         tensors += [slot.buffer for slot in tier.slots]
     for owned in core.store.fragments:
         bucket = owned.grad_bucket
-        if tier.takes(bucket.layout):
+        if tier.offloads(bucket.layout):
             tensors += [owned.master, *(v for v in core.store.state_of(owned).values())]
             tensors += [bucket._shard]
     if engine.sharded is not None and engine.plan.param_offload is not None:

@@ -121,7 +121,7 @@ def tasks_of(order: Order, durations: Durations) -> list[Task]:
     for stage, actions in enumerate(order.actions):
         before = None
         for action in actions:
-            key = (action.kind, action.micro_batch, order.chain(action.chunk, stage))
+            key = (action.kind, action.micro_batch, order.position(action.chunk, stage))
             needs: list[object] = [before]
             if action.kind is Kind.FORWARD and key[2] > 0:
                 needs.append((Kind.FORWARD, action.micro_batch, key[2] - 1))

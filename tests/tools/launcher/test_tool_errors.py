@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.base.tool_arguments import INTERRUPTED, ends_quietly
+from deepspeed.base.tool_arguments import INTERRUPTED, exit_quietly
 from deepspeed.tools.ds import run_tool
 
 
@@ -62,7 +62,7 @@ def test_wrong_files_are_named(
 
 
 def test_ctrl_c_ends_a_tool_without_a_traceback(capsys: Any) -> None:
-    @ends_quietly("a tool")
+    @exit_quietly("a tool")
     def main() -> int:
         raise KeyboardInterrupt
 
@@ -73,9 +73,9 @@ def test_ctrl_c_ends_a_tool_without_a_traceback(capsys: Any) -> None:
 
 PRINTS = """
 import os
-from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.tool_arguments import exit_quietly
 
-@ends_quietly("a tool")
+@exit_quietly("a tool")
 def main(own):
     if own:
         ends = os.pipe()

@@ -100,7 +100,7 @@ def test_ranks_of_an_engine_keep_half_each(monkeypatch: pytest.MonkeyPatch) -> N
         config = SimpleNamespace(activation_checkpointing_config=section)
         group = communicator(dist.group.WORLD)
         settings = ds.settings_for(config, None, process_network, group)
-        with ds.in_force(settings):
+        with ds.applied(settings):
             assert_same_bits(gradients(model, ds.checkpoint), expected)
         assert kept == [5 * WIDTH * 4 // 2] * len(model.blocks)
     finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.logging import is_rank_zero, log_dist
-from deepspeed.comm.links import Sent
+from deepspeed.comm.links import BytesSent
 from deepspeed.comm.record import convert_size
 from deepspeed.observe.monitor.monitor import MonitorMaster
 
@@ -18,7 +18,7 @@ class LinkTotals:
     """Total bytes sent in ``steps`` steps. The log keeps it after the engine is destroyed."""
 
     def __init__(self) -> None:
-        self.sent, self.steps = Sent(), 0
+        self.sent, self.steps = BytesSent(), 0
 
     def summary(self) -> dict[str, float]:
         steps = max(1, self.steps)
@@ -42,7 +42,7 @@ class BytesByLink:
         self.monitor = monitor if is_rank_zero() else None
         self.number = engine.global_steps
         self.before = engine._network.sent_by_link()
-        self.last, self.totals = Sent(), LinkTotals()
+        self.last, self.totals = BytesSent(), LinkTotals()
         engine.events.on("after_step", self.count)
         if engine._network.log.enabled:
             engine._network.log.links = self.totals.summary

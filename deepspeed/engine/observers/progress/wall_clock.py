@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero, print_dist
-from deepspeed.comm.timed import Waits
+from deepspeed.comm.timed import WaitTime
 from deepspeed.observe.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
@@ -59,7 +59,7 @@ class WallClock:
         self._interval = interval or EVERY
         self._sums = dict.fromkeys(APART, 0.0)
         self._of_ranks: list[tuple[int, dict[str, float]]] = []
-        self._waits = Waits(
+        self._waits = WaitTime(
             None if get_accelerator().use_host_timers() else engine.timers(EXPOSED_COMMUNICATION_TIMER)
         )
         self._listen()

@@ -21,7 +21,7 @@ from deepspeed.parallel.pipeline.messages.channel import (
     SendLink,
 )
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
-from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
+from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_of_position
 from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 _ACTIVATIONS, _GRADIENTS = 1, 2  # tags between pieces 0 and 1; each later pair adds 2
@@ -65,28 +65,28 @@ class Connections:
         between two ranks of a group in order, so two ranks that both send first would deadlock."""
         own = self.ranks[self.stage]
         return {
-            edge.key: new_group(sorted((edge.source, edge.target)), apart=True)
+            edge.key: new_group(sorted((edge.source, edge.target)), separate=True)
             for edge in self._edges()
             if own in (edge.source, edge.target)
         }
 
     def _rank_of(self, number: int) -> int:
         """Return the rank that holds a piece of the model."""
-        return self.ranks[stage_on_chain(number, self.layout.stages, self.layout.zigzag)]
+        return self.ranks[stage_of_position(number, self.layout.stages, self.layout.zigzag)]
 
     def _of_chunk(self, chunk: int) -> ChunkLinks:
         layout = self.layout
-        number = place_on_chain(chunk, self.stage, layout.stages, layout.zigzag)
+        number = chunk_position(chunk, self.stage, layout.stages, layout.zigzag)
         links = ChunkLinks()
         if number > 0:
-            links.inputs = self._inlet(number - 1, 2 * (number - 1) + _ACTIVATIONS)
-            links.input_gradients = self._outlet(number - 1, 2 * (number - 1) + _GRADIENTS)
+            links.inputs = self._receive_link(number - 1, 2 * (number - 1) + _ACTIVATIONS)
+            links.input_gradients = self._send_link(number - 1, 2 * (number - 1) + _GRADIENTS)
         if number < layout.stages * layout.chunks - 1:
-            links.outputs = self._outlet(number + 1, 2 * number + _ACTIVATIONS)
-            links.output_gradients = self._inlet(number + 1, 2 * number + _GRADIENTS)
+            links.outputs = self._send_link(number + 1, 2 * number + _ACTIVATIONS)
+            links.output_gradients = self._receive_link(number + 1, 2 * number + _GRADIENTS)
         return links
 
-    def _inlet(self, source: int, tag: int) -> ReceiveLink:
+    def _receive_link(self, source: int, tag: int) -> ReceiveLink:
         """Return the receiving end of a link from the piece ``source``."""
         peer, local = self._rank_of(source), self._local.get(tag)
         if peer == self.ranks[self.stage]:
@@ -97,7 +97,7 @@ class Connections:
             else Receiver(peer, self._groups.get(tag, self.group), self.device, tag)
         )
 
-    def _outlet(self, target: int, tag: int) -> SendLink:
+    def _send_link(self, target: int, tag: int) -> SendLink:
         peer, local = self._rank_of(target), self._local.get(tag)
         if peer == self.ranks[self.stage]:
             return self._handovers.setdefault(tag, Handover())

@@ -77,9 +77,9 @@ class Order:
     def stages(self) -> int:
         return len(self.actions)
 
-    def chain(self, chunk: int, stage: int) -> int:
+    def position(self, chunk: int, stage: int) -> int:
         """Return the position of a chunk in a micro-batch's forward order."""
-        return place_on_chain(chunk, stage, self.stages, self.zigzag)
+        return chunk_position(chunk, stage, self.stages, self.zigzag)
 
     def check(self) -> Order:
         """Return self. ValueError: on some stage an action is missing, duplicated, or before one it depends on."""
@@ -110,14 +110,14 @@ class Order:
         return most
 
 
-def place_on_chain(chunk: int, stage: int, stages: int, zigzag: bool) -> int:
+def chunk_position(chunk: int, stage: int, stages: int, zigzag: bool) -> int:
     """Return the position of a stage's chunk in a micro-batch's forward order."""
     back = zigzag and chunk % 2
     return chunk * stages + (stages - 1 - stage if back else stage)
 
 
-def stage_on_chain(number: int, stages: int, zigzag: bool) -> int:
-    """Return the stage that holds the chunk at a position in forward order; inverse of ``place_on_chain``."""
+def stage_of_position(number: int, stages: int, zigzag: bool) -> int:
+    """Return the stage that holds the chunk at a position in forward order; inverse of ``chunk_position``."""
     chunk, place = divmod(number, stages)
     return stages - 1 - place if zigzag and chunk % 2 else place
 
@@ -156,11 +156,11 @@ class DeadlockError(ExplainedError, ValueError):
     """Stages of an order wait for each other in a cycle."""
 
 
-def arrival(
+def ready_time(
     action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order
 ) -> float | None:
     """Return the time at which the other chunks have produced an action's inputs, excluding transfer; None: not yet."""
-    number = order.chain(action.chunk, stage)
+    number = order.position(action.chunk, stage)
     if action.kind is Kind.FORWARD:
         return 0.0 if number == 0 else ends.get((Kind.FORWARD, action.micro_batch, number - 1))
     if action.kind is Kind.BACKWARD and number < order.stages * order.chunks - 1:
@@ -182,14 +182,14 @@ def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -
         for stage, actions in enumerate(order.actions):
             while len(times[stage]) < len(actions):
                 action = actions[len(times[stage])]
-                ready = arrival(action, stage, ends, order)
+                ready = ready_time(action, stage, ends, order)
                 if ready is None:
                     break
                 free = times[stage][-1][1] if times[stage] else 0.0
                 start = max(free, ready + each[stage].send if ready else 0.0)
                 end = start + each[stage].of(action, split=order.split)
                 times[stage].append((start, end))
-                ends[action.kind, action.micro_batch, order.chain(action.chunk, stage)] = end
+                ends[action.kind, action.micro_batch, order.position(action.chunk, stage)] = end
                 moved = True
     stuck = [
         f"stage {stage} at {actions[len(times[stage])]}"

@@ -17,9 +17,9 @@ from deepspeed.parallel.pipeline.schedules.orders import (
     Durations,
     Kind,
     Order,
-    arrival,
+    ready_time,
     simulate,
-    stage_on_chain,
+    stage_of_position,
 )
 
 
@@ -164,13 +164,13 @@ class _GreedyRun:
 
     def order(self) -> Order | None:
         """Return the order; None if the limit on held micro-batches blocks all stages."""
-        coming = [self._next(stage) for stage in range(self._empty.stages)]
+        candidates = [self._next(stage) for stage in range(self._empty.stages)]
         while any(stage.busy for stage in self._stages):
-            chosen = min((each for each in coming if each is not None), default=None)
+            chosen = min((each for each in candidates if each is not None), default=None)
             if chosen is None:
                 return None
-            for stage in self._do(chosen):
-                coming[stage] = self._next(stage)
+            for stage in self._apply(chosen):
+                candidates[stage] = self._next(stage)
         return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
@@ -179,7 +179,7 @@ class _GreedyRun:
         candidates = []
         for (kind, chunk), micro_batch in stage.left.items():
             action = Action(kind, micro_batch, chunk)
-            ready = self._ready(action, number)
+            ready = self._earliest_start(action, number)
             if ready is not None:
                 start = max(stage.free, ready + self._durations.send if ready else 0.0)
                 rank = 0 if kind is Kind.BACKWARD else 1
@@ -188,18 +188,18 @@ class _GreedyRun:
             candidates.append(_Candidate(stage.free + self._delay, 2, number, (0,), stage.weights[0]))
         return min(candidates, default=None)
 
-    def _ready(self, action: Action, number: int) -> float | None:
+    def _earliest_start(self, action: Action, number: int) -> float | None:
         """Return the earliest time at which an F or B may start, excluding transfer of its inputs; None: not yet."""
         empty = self._empty
-        ready = arrival(action, number, self._ends, empty)
+        ready = ready_time(action, number, self._ends, empty)
         if action.kind is Kind.BACKWARD:
-            forward = Kind.FORWARD, action.micro_batch, empty.chain(action.chunk, number)
+            forward = Kind.FORWARD, action.micro_batch, empty.position(action.chunk, number)
             own = self._ends.get(forward)
             return None if ready is None or own is None else max(ready, own)
         full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self._limit
         return None if full else ready
 
-    def _do(self, chosen: _Candidate) -> Sequence[int]:
+    def _apply(self, chosen: _Candidate) -> Sequence[int]:
         """Apply the chosen action and return the stages whose next action may have changed."""
         stage, action = self._stages[chosen.stage], chosen.action
         stage.free = chosen.start + self._durations.of(action, split=True)
@@ -215,9 +215,9 @@ class _GreedyRun:
             stage.held += 1
         else:
             stage.weights.append(replace(action, kind=Kind.WEIGHTS))
-        place = self._empty.chain(action.chunk, chosen.stage)
+        place = self._empty.position(action.chunk, chosen.stage)
         self._ends[action.kind, action.micro_batch, place] = stage.free
         after = place + (1 if action.kind is Kind.FORWARD else -1)  # the chunk that depends on this one
         if 0 <= after < self._empty.stages * self._empty.chunks:
-            return chosen.stage, stage_on_chain(after, self._empty.stages, self._empty.zigzag)
+            return chosen.stage, stage_of_position(after, self._empty.stages, self._empty.zigzag)
         return (chosen.stage,)

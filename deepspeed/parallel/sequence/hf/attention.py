@@ -34,7 +34,7 @@ class UlyssesSPAttentionHF(nn.Module):
 
     Two all-to-alls surround ``attn``, the local attention (an entry of ``ALL_ATTENTION_FUNCTIONS``), which sees all
     tokens and this rank's heads. Any number of query and key heads works with any number of ranks: with fewer heads
-    than ranks, circles of ranks split the heads and pass keys and values on in a ring. Shards may have different
+    than ranks, head_groups of ranks split the heads and pass keys and values on in a ring. Shards may have different
     lengths. Packed documents (position ids), padding and sliding windows refer to the whole sequence.
 
     Args:
@@ -172,12 +172,12 @@ class UlyssesSPAttentionHF(nn.Module):
             index = torch.tensor(plan.key_of_query(comm.rank), device=key.device)
             key, value, group = key.index_select(1, index), value.index_select(1, index), 1
         seen = sequence.visibility(_is_causal(module, kwargs), _window(module, kwargs))
-        if plan.circles > 1:
+        if plan.head_groups > 1:
             ring = Ring(comm, plan.parts(sequence.lengths), plan.width)
-            out = _in_a_ring(ring, query, key, value, seen, kwargs)
+            out = _ring_attention(ring, query, key, value, seen, kwargs)
         else:
             local = _LocalHeads(module, group)
-            out = _whole(self.attn, local, query, key, value, seen, sequence, args, kwargs)
+            out = _full_attention(self.attn, local, query, key, value, seen, sequence, args, kwargs)
         back = Exchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
         return back.to_tokens(out, queries), None
 
@@ -276,7 +276,7 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     return None if window is None else int(window)
 
 
-def _in_a_ring(
+def _ring_attention(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, kwargs: dict[str, Any]
 ) -> Tensor:
     for argument in ("dropout", "softcap"):
@@ -289,7 +289,7 @@ def _in_a_ring(
     return ring_attention(query, key, value, seen, scale, ring).transpose(1, 2)
 
 
-def _whole(
+def _full_attention(
     attn: Callable[..., Any],
     local: Any,
     query: Tensor,

@@ -27,7 +27,7 @@ _CACHES = ("past_key_values", "past_key_value")
 _LENGTH, _BATCH, _TOLERANCE = 11, 2, 1e-4
 
 
-class NotInChunks(ValueError):
+class NotChunkable(ValueError):
     """A module's attention cannot be chunked; the message says why."""
 
 
@@ -42,26 +42,26 @@ class ChunkedProjections:
 
     @classmethod
     def of(cls, module: nn.Module) -> ChunkedProjections:
-        """Wrap ``module``. NotInChunks: it has a window, dropout, another attention than "sdpa", or projections that
+        """Wrap ``module``. NotChunkable: it has a window, dropout, another attention than "sdpa", or projections that
         are no plain linear layers."""
         own: Any = module
         for name in (*_IN, _OUT):
             if type(getattr(own, name)) is not nn.Linear or "forward" in vars(getattr(own, name)):
-                raise NotInChunks(f"its {name} is no plain nn.Linear")
+                raise NotChunkable(f"its {name} is no plain nn.Linear")
         if len({getattr(own, name).bias is None for name in _IN}) > 1:
-            raise NotInChunks("some of its projections have a bias, and some have none")
+            raise NotChunkable("some of its projections have a bias, and some have none")
         size = getattr(own, "head_dim", None)
         if not isinstance(size, int):
-            raise NotInChunks("it does not say its head_dim")
+            raise NotChunkable("it does not say its head_dim")
         config = getattr(own, "config", None)
         window = getattr(own, "sliding_window", getattr(config, "sliding_window", None))
         if window is not None:
-            raise NotInChunks(f"it sees a window of {window} tokens")
+            raise NotChunkable(f"it sees a window of {window} tokens")
         if getattr(own, "attention_dropout", 0.0):
-            raise NotInChunks(f"it has attention_dropout={own.attention_dropout}; set it to 0")
+            raise NotChunkable(f"it has attention_dropout={own.attention_dropout}; set it to 0")
         core = getattr(config, "_attn_implementation", None)
         if core != "sdpa":
-            raise NotInChunks(
+            raise NotChunkable(
                 f"its model has attn_implementation={core!r} (or its sequences are sharded), not 'sdpa'"
             )
         return cls(module, size, float(getattr(own, "scaling", None) or size**-0.5), SideStream())
@@ -137,14 +137,14 @@ def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, each
 
 
-def in_chunks(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
+def chunked(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
     """Return a replacement for ``module.forward``. ``proven``: kinds of modules that have already been compared.
 
-    NotInChunks: it computes something else (see the module docstring), or cannot run on hidden states and rotary
+    NotChunkable: it computes something else (see the module docstring), or cannot run on hidden states and rotary
     tables.
     """
     if "forward" in vars(module):
-        raise NotInChunks("its forward has been replaced already")
+        raise NotChunkable("its forward has been replaced already")
     attend = ChunkedProjections.of(module)
     kind = _kind_of(module)
     if kind not in proven:
@@ -164,7 +164,7 @@ def _kind_of(module: nn.Module) -> Any:
 
 
 def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
-    """Raise NotInChunks if the module and its chunked attention differ. Scores are large (about 9), to expose
+    """Raise NotChunkable if the module and its chunked attention differ. Scores are large (about 9), to expose
     capping."""
     draw = torch.Generator().manual_seed(0)
     shapes = {name: full_shape(each) for name, each in module.named_parameters()}
@@ -181,13 +181,13 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
             expected = torch.func.functional_call(module, tensors, (), inputs)
             found = torch.func.functional_call(_SingleRankGroup(attend), tensors, (x, tables))
     except Exception as error:
-        raise NotInChunks(f"its forward on hidden states and rotary tables fails: {error}") from error
+        raise NotChunkable(f"its forward on hidden states and rotary tables fails: {error}") from error
     expected = expected[0] if isinstance(expected, tuple) else expected
     if not isinstance(expected, Tensor) or expected.shape != found.shape:
-        raise NotInChunks("it returns something else than hidden states")
+        raise NotChunkable("it returns something else than hidden states")
     error = float((found - expected).abs().max() / expected.abs().max())
     if not error <= _TOLERANCE:
-        raise NotInChunks(
+        raise NotChunkable(
             f"it computes something else than causal attention with rotary positions ({error:.0e})"
         )
 

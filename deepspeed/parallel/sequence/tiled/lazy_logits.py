@@ -30,9 +30,9 @@ POINTWISE = frozenset(
 ) | {torch.tanh, torch.mul, torch.div, torch.add, torch.sub, torch.clamp}
 """Elementwise functions of the logits and numbers."""
 
-_FACTS = ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_meta", "is_cuda", "is_quantized")
-FACTS = frozenset(
-    {getattr(torch.Tensor, name).__get__ for name in _FACTS}
+_METADATA = ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_meta", "is_cuda", "is_quantized")
+METADATA = frozenset(
+    {getattr(torch.Tensor, name).__get__ for name in _METADATA}
     | {
         torch.Tensor.size,
         torch.Tensor.dim,
@@ -84,11 +84,11 @@ class LazyLogits(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, LazyLogits):
             with torch._C.DisableTorchFunctionSubclass():
-                if func in FACTS:
+                if func in METADATA:
                     return func(*args, **kwargs)
                 if func in _GRAPH:
                     return _GRAPH[func](first)
-                if first._whole is None and (later := _later(first, func, args[1:], kwargs)) is not None:
+                if first._whole is None and (later := _deferred(first, func, args[1:], kwargs)) is not None:
                     return later
         args, kwargs = tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -115,7 +115,7 @@ def _width(logits: LazyLogits) -> int:
     return Tensor.size(logits, -1)
 
 
-def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _deferred(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of ``func`` without materializing the logits, or None if it needs them."""
     if func in POINTWISE:
         if not all(is_plain(value) for value in (*rest, *kwargs.values())):

@@ -52,7 +52,7 @@ class UlyssesSPFwdLossBwdWithLogits:
         """Run one forward and backward for each rank's ``batch`` (``input_ids`` and ``labels`` [batch, sequence], of
         any length). Returns the mean of the batches' losses, each a mean over its tokens, detached. Collective over the
         group."""
-        losses = [self._one(micro) for micro in self._exchange(batch)]
+        losses = [self._run_batch(micro) for micro in self._exchange(batch)]
         return torch.stack(losses).mean()
 
     def _exchange(self, batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -63,7 +63,7 @@ class UlyssesSPFwdLossBwdWithLogits:
         dist.all_gather_object(everyone, on_host, group=self.sp_group)
         return everyone
 
-    def _one(self, batch: Mapping[str, Any]) -> Tensor:
+    def _run_batch(self, batch: Mapping[str, Any]) -> Tensor:
         batch = dict(batch)
         ids = batch["input_ids"]
         labels = nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)

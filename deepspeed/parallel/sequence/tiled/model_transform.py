@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.config.sections.model import TiledComputeConfig
-from deepspeed.parallel.sequence.tiled.attention_chunks import NotInChunks, attention_modules, in_chunks
+from deepspeed.parallel.sequence.tiled.attention_chunks import NotChunkable, attention_modules, chunked
 from deepspeed.parallel.sequence.tiled.functions import TiledMLP
 from deepspeed.parallel.sequence.tiled.lazy_logits import LazyHead
 
@@ -21,7 +21,7 @@ from deepspeed.parallel.sequence.tiled.lazy_logits import LazyHead
 class _ContextNotes(Protocol):
     """The part of a ``TransformContext`` that this transform uses."""
 
-    def say(self, text: str) -> None: ...
+    def report(self, text: str) -> None: ...
 
 
 class TiledForward:
@@ -83,9 +83,9 @@ class TiledModel:
                 f"tiled_compute.mlp is true, but no feed-forward layer can be tiled: {why}. Set tiled_compute.mlp to "
                 "false, or call TiledMLP in the model"
             )
-        context.say(", ".join(f"{count} {kind} in tiles" for kind, count in tiled.items()))
+        context.report(", ".join(f"{count} {kind} in tiles" for kind, count in tiled.items()))
         for reason in refused.values():
-            context.say(f"not tiled: {reason}")
+            context.report(f"not tiled: {reason}")
 
     def _tile_loss(self, module: nn.Module, context: _ContextNotes) -> None:
         path, head = _output_layer(module)
@@ -95,7 +95,7 @@ class TiledModel:
                 "TiledFusedLogitsLoss in the model"
             )
         vars(head)["forward"] = LazyHead(head, self.section.loss_shards)
-        context.say(f"logits of {path} in tiles of the loss")
+        context.report(f"logits of {path} in tiles of the loss")
 
 
 def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> None:
@@ -104,9 +104,9 @@ def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> N
     for path, attention in attention_modules(module):
         kind = type(attention).__name__
         try:
-            vars(attention)["forward"] = in_chunks(attention, chunk, proven)
+            vars(attention)["forward"] = chunked(attention, chunk, proven)
             count += 1
-        except NotInChunks as reason:
+        except NotChunkable as reason:
             refused.setdefault(kind, f"{kind} ({path}): {reason}")
     if not count:
         why = "; ".join(refused.values()) or "no module has q_proj, k_proj, v_proj and o_proj"
@@ -114,9 +114,9 @@ def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> N
             f"tiled_compute.attention_chunk={chunk}, but no attention can be computed in chunks: {why}. Set "
             "tiled_compute.attention_chunk to null, or use FPDT_Attention in the model"
         )
-    context.say(f"{count} attention modules in chunks of {chunk} tokens")
+    context.report(f"{count} attention modules in chunks of {chunk} tokens")
     for reason in refused.values():
-        context.say(f"not in chunks: {reason}")
+        context.report(f"not in chunks: {reason}")
 
 
 def _feed_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:

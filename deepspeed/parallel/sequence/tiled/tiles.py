@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
-from deepspeed.zero.gathering.retention import KeptWhole
+from deepspeed.zero.gathering.retention import KeepGathered
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:
@@ -94,7 +94,7 @@ def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
     RuntimeError: it uses a tensor with a graph that is not an input (Note: finding the weights).
     """
     if not call.order:
-        return _nothing_counts(inputs)
+        return _zero_loss(inputs)
     run = _Run(call, inputs)
     if torch.is_grad_enabled():
         run.start()
@@ -104,7 +104,7 @@ def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
     return joined if call.losses is None else call.losses.of_sequence(joined)
 
 
-def _nothing_counts(inputs: Sequence[Any]) -> Tensor:
+def _zero_loss(inputs: Sequence[Any]) -> Tensor:
     """Return the loss over no tokens: 0, with zero gradients."""
     first = next(each for each in inputs if isinstance(each, Tensor) and each.is_floating_point())
     return first.flatten()[:1].sum().float() * 0.0
@@ -175,7 +175,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
-        with KeptWhole(run.leaves), run.context.of_forward():
+        with KeepGathered(run.leaves), run.context.of_forward():
             output = run.join(run.all_results())
         ctx.run = run
         ctx.save_for_backward(*(each for each in tensors[: len(run.inputs)] if isinstance(each, Tensor)))
@@ -190,7 +190,7 @@ class TiledFunction(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if each is _Kept else each for each in run.inputs]
         gradients = _Gradients(run, inputs)
-        with run.context.again(), KeptWhole(run.leaves) as whole:
+        with run.context.replay(), KeepGathered(run.leaves) as whole:
             for turn, index in enumerate(run.call.order):
                 tiles = run.call.tiles(inputs, index, run.needed)
                 with torch.enable_grad():
@@ -319,7 +319,7 @@ class RecomputeContext:
         return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """Replay the forward's RNG and autocast state; afterwards the RNG continues as if nothing had been drawn."""
         kind = self.device.type if self.devices else "cuda"
         with torch.random.fork_rng(self.devices, device_type=kind):

@@ -36,7 +36,7 @@ class Sublayer:
 
 
 @untraced
-def through_sublayers(
+def run_sublayers(
     sublayers: Sequence[Sublayer],
     group: Communicator,
     halves: Sequence[Tensor],
@@ -56,7 +56,7 @@ def _forward(runs: Sequence[_Half], sublayers: int, last: Callable[[Tensor], Ten
         for run in runs:
             run.enter(number)
             run.compute(number)
-    return tuple(run.leave(last) for run in runs)
+    return tuple(run.finish(last) for run in runs)
 
 
 class _Halves(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Halves(torch.autograd.Function):
             run.begin_backward(grad)
         for number in reversed(range(ctx.count)):
             for run in runs:
-                run.go_back(number)
+                run.backward(number)
         return None, None, None, None, *(run.end_backward() for run in runs)
 
 
@@ -119,14 +119,14 @@ class _Half:
     ) -> None:
         self.sublayers, self.group, self.number, self.records = sublayers, group, number, records
         self.state: tuple[Tensor, ...] = (hidden,)
-        self.besides: Any = None  # the last sublayer's extra argument for ``add``
+        self.extra: Any = None  # the last sublayer's extra argument for ``add``
         self.pending: Pending | None = None
         self.entered: list[_Piece] = []
         self.computed: list[_Piece] = []
 
     def enter(self, number: int) -> None:
         """Run the previous sublayer's ``add`` and this sublayer's norm."""
-        sublayer, add = self.sublayers[number], self._added(number)
+        sublayer, add = self.sublayers[number], self._pending_add(number)
 
         def norm(*state: Tensor) -> tuple[Tensor, Tensor]:
             hidden = add(*state)
@@ -140,7 +140,7 @@ class _Half:
         residual, normed = self.state
 
         def own_share(normed: Tensor) -> tuple[Tensor]:
-            share, self.besides = self.sublayers[number].compute(normed, self.number)
+            share, self.extra = self.sublayers[number].compute(normed, self.number)
             return (share,)
 
         self.state = (normed,)
@@ -149,16 +149,16 @@ class _Half:
         self.pending = self.group.all_reduce(share)
         self.state = (share, residual)
 
-    def leave(self, last: Callable[[Tensor], Tensor]) -> Tensor:
-        add = self._added(len(self.sublayers))
+    def finish(self, last: Callable[[Tensor], Tensor]) -> Tensor:
+        add = self._pending_add(len(self.sublayers))
         (output,) = self._run(lambda *state: (last(add(*state)),), self.entered)
         return output
 
-    def _added(self, number: int) -> Callable[..., Tensor]:
+    def _pending_add(self, number: int) -> Callable[..., Tensor]:
         if number == 0:
             return lambda hidden: hidden
-        add, besides = self.sublayers[number - 1].add, self.besides
-        return lambda output, residual: add(output, besides, residual)
+        add, extra = self.sublayers[number - 1].add, self.extra
+        return lambda output, residual: add(output, extra, residual)
 
     def _run(self, function: Callable[..., tuple[Tensor, ...]], pieces: list[_Piece]) -> tuple[Tensor, ...]:
         self._wait()
@@ -170,7 +170,7 @@ class _Half:
     def begin_backward(self, grad: Tensor) -> None:
         self.state = (grad,)
 
-    def go_back(self, number: int) -> None:
+    def backward(self, number: int) -> None:
         """Run backward of the norm after a sublayer and of its computation, and start the all-reduce of the gradient
         of the computation's input."""
         self._wait()

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.tensor.domino.halves import Sublayer, through_sublayers
+from deepspeed.parallel.tensor.domino.halves import Sublayer, run_sublayers
 from deepspeed.parallel.tensor.ranks import communicator_of
 
 # Column- and row-parallel linear layers without their sums over ranks.
@@ -289,9 +289,7 @@ class DominoTransformerLayer(DominoModule):
         self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None, rotary_pos_emb: Any = None
     ) -> tuple[Tensor, ...]:
         sublayers = self.sublayers(_masks(attention_mask, hidden_states), rotary_pos_emb)
-        return through_sublayers(
-            sublayers, self.group, hidden_states, lambda hidden: hidden, self.parameters()
-        )
+        return run_sublayers(sublayers, self.group, hidden_states, lambda hidden: hidden, self.parameters())
 
     def sublayers(self, masks: Sequence[Tensor | None], rotary_pos_emb: Any) -> list[Sublayer]:
         """Return the two sublayers. ``masks``: one per half."""
@@ -358,7 +356,7 @@ class DominoTransformer(DominoModule):
         masks = _masks(attention_mask, halves)
         layers: Any = self.layers
         sublayers = [each for layer in layers for each in layer.sublayers(masks, rotary_pos_emb)]
-        outputs = through_sublayers(sublayers, self.group, halves, self._last, self.parameters())
+        outputs = run_sublayers(sublayers, self.group, halves, self._last, self.parameters())
         return torch.cat(outputs, dim=1)
 
     def intra_layer_overlap_forward(

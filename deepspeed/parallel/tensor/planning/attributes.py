@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.parallel.tensor.planning.plan import AttributeChange, PlanError
-from deepspeed.parallel.tensor.planning.solving import Axis, SplitRegion
+from deepspeed.parallel.tensor.planning.solver import Axis, SplitRegion
 from deepspeed.parallel.tensor.planning.values import Followed
 
 _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")

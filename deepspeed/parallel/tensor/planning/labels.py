@@ -27,7 +27,7 @@ class Labels:
         """Pairs (label, soft label that it depends on), int64 [2, pairs]."""
         self.reasons: list[tuple[int, str]] = []
         """Reasons why labels cannot be split: (one of the labels, text)."""
-        self.stuck: list[Tensor] = []
+        self.forbidden: list[Tensor] = []
 
     def fresh(self, *shape: int, soft: Tensor | None = None) -> Tensor:
         """Return an int64 tensor of new labels. Those where ``soft`` [shape, bool] are for elements that several ranks
@@ -81,12 +81,12 @@ class Labels:
         """Return whether any of these labels belong to elements that several ranks may hold."""
         return bool(self._soft[labels].any())
 
-    def stick(self, labels: Tensor, reason: str) -> None:
+    def forbid(self, labels: Tensor, reason: str) -> None:
         """Mark labels as impossible to split."""
         some = torch.unique(labels[labels != NONE])
         if some.numel():
             self.reasons.append((int(some[0]), reason))
-            self.stuck.append(some)
+            self.forbidden.append(some)
 
     def components(self, united: int | None = None) -> Tensor:
         """Return the smallest label of each label's component (by the first ``united`` unions), int64 [labels]."""

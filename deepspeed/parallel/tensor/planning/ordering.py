@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.parallel.tensor.cuts import Cut
-from deepspeed.parallel.tensor.planning.following import follow
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
-from deepspeed.parallel.tensor.planning.solving import Axis, Solution, SplitRegion
+from deepspeed.parallel.tensor.planning.propagation import follow
+from deepspeed.parallel.tensor.planning.solver import Axis, Solution, SplitRegion
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import Followed
 

@@ -130,6 +130,6 @@ class TensorParallelPlan:
         text = f"{split or 'nothing split'} over {self.ranks} ranks, by {self.source}"
         if self.whole:
             reasons = Counter(self.whole.values())
-            told = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(3))
-            text += f"; {len(self.whole)} linear layers stay whole ({told})"
+            listed = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(3))
+            text += f"; {len(self.whole)} linear layers stay whole ({listed})"
         return text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from deepspeed.parallel.tensor.planning.attributes import changes
-from deepspeed.parallel.tensor.planning.checking import Misfit, parts_of
+from deepspeed.parallel.tensor.planning.checks import Misfit, parts_of
 from deepspeed.parallel.tensor.planning.ordering import in_own_order
 from deepspeed.parallel.tensor.planning.plan import (
     ArgumentChange,
@@ -23,7 +23,7 @@ from deepspeed.parallel.tensor.planning.plan import (
     VocabularyPlan,
 )
 from deepspeed.parallel.tensor.planning.rules import Rules, author_rules, confirmed, plan_by_rules
-from deepspeed.parallel.tensor.planning.solving import Solution, kind_of, solve
+from deepspeed.parallel.tensor.planning.solver import Solution, kind_of, solve
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, traceable_copy
 from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, Followed, Value, source
 from deepspeed.parallel.tensor.planning.vocabulary import find_vocabulary

@@ -198,7 +198,7 @@ class Products(Elementwise):
             labels = self.axis(param, outward, sizes[0])
             self.found.inputs.setdefault(param, source(place))
             if self.found.columns.setdefault(param, outward) != outward or param in self.found.rows:
-                self.labels.stick(labels, f"{param} is used in two ways")
+                self.labels.forbid(labels, f"{param} is used in two ways")
             self.found.linears[node] = ("column", param, bias_name)
             self.found.entries[node] = place
             made = Value(shape, SPLIT, labels.expand(shape), learned=True)
@@ -210,11 +210,11 @@ class Products(Elementwise):
         if not bool((flat == flat[0]).all()):
             return self._shared(node, x, param, bias)
         if bool((flat[0] == NONE).any()):
-            self.labels.stick(x.ids, f"the input of {param} is only partly split")
+            self.labels.forbid(x.ids, f"the input of {param} is only partly split")
         labels = self.axis(param, inward, sizes[1])
         self.labels.unite(labels, flat[0])
         if self.found.rows.setdefault(param, inward) != inward or param in self.found.columns:
-            self.labels.stick(labels, f"{param} is used in two ways")
+            self.labels.forbid(labels, f"{param} is used in two ways")
         self.found.linears[node] = ("row", param, bias_name)
         if bias_value is not None:
             self._use_whole(bias_value, node)

@@ -27,7 +27,7 @@ from deepspeed.parallel.tensor.planning.autotp_config import (
 from deepspeed.parallel.tensor.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
 from deepspeed.parallel.tensor.probing import transposed_by_trial
 
-SAID = "you said so"
+USER = "you said so"
 _UNNAMED = "no rule names it"
 _SPLIT = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
 _AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gather_output": True}
@@ -89,7 +89,7 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
                 f"{name} is 'row' by {rule.source} and {other.spec.partition_type.value!r} by {other.source}"
             )
         found[name] = rule if other is None or not other.binding else other
-    whole = {n: SAID for n, r in found.items() if r.binding and r.spec.partition_type is PartitionType.SKIP}
+    whole = {n: USER for n, r in found.items() if r.binding and r.spec.partition_type is PartitionType.SKIP}
     if own is not None and not own.use_default_specs:
         whole |= {name: _UNNAMED for name in names if name not in found}
     patterns = [pattern for spec in (own.layer_specs if own is not None else []) for pattern in spec.patterns]

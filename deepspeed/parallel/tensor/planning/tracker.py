@@ -36,7 +36,7 @@ class Tracker:
     def _give_up(self, value: Any, reason: str) -> None:
         for each in flat(value):
             if each.kind == SPLIT and each.ids is not None:
-                self.labels.stick(each.ids, reason)
+                self.labels.forbid(each.ids, reason)
 
     def _operands(self, node: Node) -> list[tuple[Node, Value]]:
         found: list[tuple[Node, Value]] = []

@@ -22,7 +22,7 @@ from deepspeed.parallel.tensor.planning.attributes import change_attribute
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels, varies
 from deepspeed.parallel.tensor.planning.ordering import Parts
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
-from deepspeed.parallel.tensor.planning.solving import Solution
+from deepspeed.parallel.tensor.planning.solver import Solution
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, trace
 from deepspeed.parallel.tensor.planning.values import PLAIN, Followed, Value, is_move
 

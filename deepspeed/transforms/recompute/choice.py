@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, RecordedOp
+from deepspeed.transforms.recompute.block_record import BlockRecord, Key, RecordedOp
 
 UNITS_OF_BLOCK = 512
 UNITS = 8192
@@ -25,12 +25,12 @@ ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeWay:
-    """A way to run a block. ``kept``: bytes kept from forward to backward, ``again``: bytes after the rerun. ``cost``,
-    ``flops``: of the rerun. ``chosen``: operations whose results are kept; None: everything is kept, without a
-    rerun."""
+    """A way to run a block. ``kept``: bytes kept from forward to backward, ``rerun_bytes``: bytes after the rerun.
+    ``cost``, ``flops``: of the rerun. ``chosen``: operations whose results are kept; None: everything is kept, without
+    a rerun."""
 
     kept: int
-    again: int
+    rerun_bytes: int
     cost: int
     flops: int
     chosen: frozenset[Key] | None
@@ -95,7 +95,7 @@ class BudgetTooSmall(ValueError):
 
 def ways_of(record: BlockRecord) -> list[RecomputeWay]:
     """Return the ways to run a block, by increasing bytes; the last one keeps everything."""
-    whole = RecomputeWay(kept=record.saved, again=record.saved, cost=0, flops=0, chosen=None)
+    whole = RecomputeWay(kept=record.saved, rerun_bytes=record.saved, cost=0, flops=0, chosen=None)
     needed = record.ops[: record.needed]
     items = [op for op in needed if op.keepable and op.out and op.cost]
     cost, flops = sum(op.cost for op in needed), sum(op.flops for op in needed)
@@ -104,7 +104,7 @@ def ways_of(record: BlockRecord) -> list[RecomputeWay]:
         nbytes = record.inputs + sum(op.out for op in kept)
         way = RecomputeWay(
             kept=nbytes,
-            again=record.saved + sum(op.out for op in kept if not op.saved),
+            rerun_bytes=record.saved + sum(op.out for op in kept if not op.saved),
             cost=1 + cost - sum(op.cost for op in kept),  # a rerun is never free
             flops=flops - sum(op.flops for op in kept),
             chosen=frozenset(op.key for op in kept),
@@ -218,6 +218,6 @@ def peak_of(counted: Footprint, ways: Sequence[RecomputeWay]) -> int:
     peak, so_far = counted.outside + sum(kept), counted.before
     for block, way, nbytes in zip(counted.blocks, ways, kept, strict=True):
         if way.chosen is not None:
-            peak = max(peak, so_far + way.kept * (block.calls - 1) + way.again)
+            peak = max(peak, so_far + way.kept * (block.calls - 1) + way.rerun_bytes)
         so_far += nbytes
     return peak

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
-from deepspeed.parallel.tensor.planning.following import follow
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels
 from deepspeed.parallel.tensor.planning.plan import PlanError
+from deepspeed.parallel.tensor.planning.propagation import follow
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import Followed, Soft
 
@@ -38,7 +38,7 @@ class SplitRegion:
     groups: list[int] = field(default_factory=list)
     fewest: int = 0
     """Minimum number of groups over the row layers."""
-    stuck: bool = False
+    forbidden: bool = False
     stray: bool = False
     cuts: dict[Axis, Cut] = field(default_factory=dict)
     arguments: dict[str, Cut] = field(default_factory=dict)
@@ -65,27 +65,27 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
         followed = follow(trace, reasons, soft, arguments)
         roots = followed.labels.components()
         regions = _regions(followed, roots, soft)
-        again = False
+        changed = False
         failing: list[str] = []
         for region in regions:
             both = [name for name in _names(region) if name in followed.whole_uses and name not in reasons]
             if both:
-                again = True
+                changed = True
                 reasons |= dict.fromkeys(both, "it is also used whole")
                 continue
             problem = _problem(region, ranks)
             if problem is None:
-                problem = _deal(region, followed, roots, soft, ranks, grain)
+                problem = _assign(region, followed, roots, soft, ranks, grain)
             if problem is None:
                 continue
             chosen = _retry(region, followed, roots, soft, arguments)
             if chosen is not None:
-                again = True
+                changed = True
                 if chosen:
                     failing.append(chosen)
                     reasons[chosen] = problem
         _extend(failing, regions, ranks, reasons)
-        if not again:
+        if not changed:
             good = [region for region in regions if region.cuts]
             return Solution(good, {name: why for name, why in reasons.items() if why}, followed, soft)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
@@ -108,14 +108,14 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]
         ends = roots[pairs]
         linked.unite(ends[0], ends[1])
     at = linked.components()
-    stuck = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.stuck])]
+    forbidden = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.forbidden])]
     table: dict[int, SplitRegion] = defaultdict(SplitRegion)
     for axis, labels in followed.axis_labels.items():
         own = roots[labels]
         if axis[0] in followed.arguments:
             continue
         region = table[int(at[own[0]])]
-        region.stuck |= bool(torch.isin(own, stuck).any())
+        region.forbidden |= bool(torch.isin(own, forbidden).any())
         if followed.columns.get(axis[0]) == axis[1]:
             region.columns.append(axis)
         elif followed.rows.get(axis[0]) == axis[1]:
@@ -144,7 +144,7 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]
 
 
 def _problem(region: SplitRegion, ranks: int) -> str | None:
-    if region.stuck:
+    if region.forbidden:
         return "its channels meet in one operation"
     if not region.rows:
         return "no later layer takes its channels"
@@ -215,7 +215,7 @@ def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -
     return bool(made)
 
 
-def _deal(
+def _assign(
     region: SplitRegion, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
 ) -> str | None:
     """Assign the groups to ranks, and cut every parameter accordingly. Returns the obstacle, or None."""

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.parallel import AutoEPConfig
-from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, halve, permute, run_experts
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import ExpertRanks, stacked_experts
 
@@ -36,8 +36,8 @@ class Context(Protocol):
     mesh: ProcessMesh
 
     def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
-    def say(self, text: str) -> None: ...
+    def replace_param(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
+    def report(self, text: str) -> None: ...
 
 
 class ExpertParallelism:
@@ -64,7 +64,9 @@ class ExpertParallelism:
             _keep_own(experts, size, number, context)
             triton = not self.config.disable_triton_grouped_mm
             _send_tokens(experts, ExpertRanks(ranks, total, f"ep_size_{size}", triton))
-        context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
+        context.report(
+            f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}"
+        )
 
 
 def spread_meta(module: nn.Module, size: int) -> int:
@@ -115,7 +117,7 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context | Non
             place(new, interval(own.shape, 0, [local] * size, number, axis=EXPERTS))
         setattr(experts, name, new)
         if context is not None:
-            context.became(old, new)
+            context.replace_param(old, new)
     experts.num_experts = local  # type: ignore[assignment]
 
 
@@ -131,13 +133,13 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     ``num_experts`` or more are ignored."""
     spread: ExpertRanks = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
-    parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
+    parts = halve(len(chosen), spread.ranks, hidden_states.device)
     orders = [TokenOrder.sort(chosen[part], spread.total) for part in parts]
     if self.watch is not None:
         self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
     exchanges = TokenExchange.agree([order.counts for order in orders], spread.ranks, self.watch)
     rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
-    outputs = through(rows, exchanges, functools.partial(_compute, self))
+    outputs = run_experts(rows, exchanges, functools.partial(_compute, self))
     made = [
         combine(each, top_k_weights[part], order)
         for each, part, order in zip(outputs, parts, orders, strict=True)

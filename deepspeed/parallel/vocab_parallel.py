@@ -221,7 +221,7 @@ class _Softmax:
         return self.top == -torch.inf
 
 
-def _tops(group: Communicator, *all_logits: Tensor) -> Tensor:
+def _row_maxima(group: Communicator, *all_logits: Tensor) -> Tensor:
     """Return the maximum of each row over all ranks, [logits, rows], fp32 or fp64."""
     first = all_logits[0]
     dtype = torch.promote_types(first.dtype, torch.float32)
@@ -235,7 +235,7 @@ def _tops(group: Communicator, *all_logits: Tensor) -> Tensor:
 
 def _softmaxes(group: Communicator, *all_logits: Tensor) -> list[_Softmax]:
     """Return the normalizers of logits of equal shape, in two collectives."""
-    tops = _tops(group, *all_logits)
+    tops = _row_maxima(group, *all_logits)
     dtype = tops.dtype
     totals = torch.zeros_like(tops)
     for top, total, logits in zip(tops, totals, all_logits, strict=True):
@@ -258,7 +258,7 @@ def _reduced(
     [rows, k] where ``inside``, and the sum of all logits if ``sums_all``; relative to the maximum and summed over all
     ranks, in two collectives."""
     count, k = column.shape
-    (top,) = _tops(group, logits)
+    (top,) = _row_maxima(group, logits)
     sums = torch.zeros(k + 2 if sums_all else k + 1, count, dtype=top.dtype, device=logits.device)
     for run in row_runs(count, rows) if logits.shape[1] else ():
         wide = logits[run].to(top.dtype) - top[run, None]

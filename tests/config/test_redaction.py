@@ -9,7 +9,7 @@ from unittest import mock
 
 from deepspeed.base.logging import logger
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
-from deepspeed.config.hidden import HIDDEN, without_secrets
+from deepspeed.config.redaction import HIDDEN, without_secrets
 from deepspeed.config.sections.monitor import get_monitor_config
 from deepspeed.engine.observers import attach
 from deepspeed.observe.monitor.monitor import MonitorMaster

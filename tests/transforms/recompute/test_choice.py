@@ -7,7 +7,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from deepspeed.transforms.recompute.choosing import (
+from deepspeed.transforms.recompute.block_record import BlockRecord, RecordedOp
+from deepspeed.transforms.recompute.choice import (
     Block,
     BudgetTooSmall,
     Footprint,
@@ -15,7 +16,6 @@ from deepspeed.transforms.recompute.choosing import (
     peak_of,
     ways_of,
 )
-from deepspeed.transforms.recompute.recorded import BlockRecord, RecordedOp
 
 MM = torch.ops.aten.mm.default
 

@@ -27,11 +27,11 @@ from deepspeed.parallel.tensor.planning.plan import (
 )
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
-Became = Callable[[nn.Parameter, nn.Parameter], None]
+OnSwap = Callable[[nn.Parameter, nn.Parameter], None]
 
 
-def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, became: Became) -> None:
-    """Apply ``plan`` to ``module`` in place. ``became(old, new)`` is called for each replaced parameter.
+def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, on_swap: OnSwap) -> None:
+    """Apply ``plan`` to ``module`` in place. ``on_swap(old, new)`` is called for each replaced parameter.
 
     PlanError: the plan names a missing parameter, or cuts the parameters of one layer differently.
     """
@@ -44,9 +44,9 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
             for name, each in plan.parameters.items()
             if name.rpartition(".")[0] == path
         }
-        _change_layer(module, path, own, plan, group, inputs, became)
+        _change_layer(module, path, own, plan, group, inputs, on_swap)
     for vocabulary in plan.vocabulary:
-        _spread_vocabulary(module, vocabulary, group, became)
+        _spread_vocabulary(module, vocabulary, group, on_swap)
     for change in plan.attributes:
         change_attribute(module.get_submodule(change.module), change, group.rank)
     for argument in plan.arguments:
@@ -91,13 +91,13 @@ def _change_layer(
     plan: TensorParallelPlan,
     group: Communicator,
     inputs: dict[str, Any],
-    became: Became,
+    on_swap: OnSwap,
 ) -> None:
     layer = module.get_submodule(path)
     weight = own.get("weight")
     if weight is None or weight.kind == "sliced":
         for name, each in own.items():
-            _slice(layer, name, each, group, became)
+            _slice(layer, name, each, group, on_swap)
         return
     if weight.kind == "column":
         bias = own.get("bias")
@@ -119,7 +119,7 @@ def _change_layer(
         )
     made.train(layer.training)
     for name, old in layer.named_parameters(recurse=False):
-        became(old, getattr(made, name))
+        on_swap(old, getattr(made, name))
     _replace(module, layer, made)
 
 
@@ -131,7 +131,7 @@ def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 each._modules[name] = new
 
 
-def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communicator, became: Became) -> None:
+def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communicator, on_swap: OnSwap) -> None:
     params = dict(module.named_parameters())
     olds = [params[name] for name in (plan.weight, plan.bias) if name is not None]
     layers = [(path, module.get_submodule(path)) for path in (*plan.embeddings, *plan.heads)]
@@ -153,10 +153,10 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
             for name, param in each._parameters.items():
                 if param is old:
                     each._parameters[name] = new
-        became(old, new)
+        on_swap(old, new)
 
 
-def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, became: Became) -> None:
+def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, on_swap: OnSwap) -> None:
     if forms_of(layer):
         raise PlanError(
             f"{type(layer).__name__} cannot be split along the {plan.cut.dim}. dim of its {name}: leave it out of "
@@ -168,7 +168,7 @@ def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator
     setattr(layer, name, new)
     if isinstance(layer, nn.Embedding) and plan.cut.dim == 1:
         layer.embedding_dim = plan.cut.extents[group.rank]
-    became(old, new)
+    on_swap(old, new)
 
 
 def _known_linear(layer: nn.Module) -> nn.Module:

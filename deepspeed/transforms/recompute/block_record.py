@@ -103,7 +103,7 @@ def record_block(block: nn.Module, call: Callable[[], Any], inputs: Iterable[Any
     recorder = _Recorder(block)
     elsewhere = [t for t in tensors if not t.requires_grad]
     saved = SavedBytes([*block.parameters(), *block.buffers(), *elsewhere], recorder.mark)
-    with saved.counting(), _communication_seen(recorder.written), recorder:
+    with saved.counting(), _report_communication(recorder.written), recorder:
         outputs = call()
     return outputs, BlockRecord(
         ops=tuple(recorder.finished()), needed=recorder.needed, inputs=sum(sizes.values()), saved=saved.total
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         self._ops: list[RecordedOp] = []
         self._counts: dict[Any, int] = {}
         self._made_by: dict[int, int] = {}
-        self._spoilt: set[int] = set()
+        self._overwritten: set[int] = set()
         self._saved: set[int] = set()
 
     def mark(self, key: int) -> None:
@@ -131,11 +131,11 @@ class _Recorder(TorchDispatchMode):
 
     def written(self, tensors: Iterable[Tensor]) -> None:
         """Note that storages were modified after they were computed: their producers must be rerun."""
-        self._spoilt |= {self._made_by[key] for t in tensors if (key := storage_key(t)) in self._made_by}
+        self._overwritten |= {self._made_by[key] for t in tensors if (key := storage_key(t)) in self._made_by}
 
     def finished(self) -> Iterator[RecordedOp]:
         for number, op in enumerate(self._ops):
-            keepable = op.keepable and number not in self._spoilt
+            keepable = op.keepable and number not in self._overwritten
             yield replace(op, keepable=keepable, saved=number in self._saved)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,11 +218,11 @@ def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
 
 
 @contextlib.contextmanager
-def _communication_seen(written: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
+def _report_communication(written: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
     """Report tensors that a ``Communicator`` fills to ``written`` inside the block: no torch operation shows them."""
     before = {name: getattr(Communicator, name) for name in OPERATIONS}
 
-    def heard(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(self: Communicator, *args: Any, **kwargs: Any) -> Any:
             written(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
@@ -231,7 +231,7 @@ def _communication_seen(written: Callable[[Iterable[Tensor]], None]) -> Iterator
         return call
 
     for name, method in before.items():
-        setattr(Communicator, name, heard(method))
+        setattr(Communicator, name, wrapped(method))
     try:
         yield
     finally:

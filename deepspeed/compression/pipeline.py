@@ -19,13 +19,13 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.compression.utils import top_mask
 
 Methods = list[list[Any]]
-Parted = list[tuple[str, str, list[str]]]
+CrossStage = list[tuple[str, str, list[str]]]
 """(technique, module, related modules), of which this stage holds some but not all."""
 
 
 def methods_here(
     model: nn.Module, look_up: Callable[[nn.Module], Methods], has: Callable[[nn.Module], bool]
-) -> tuple[Methods, Parted]:
+) -> tuple[Methods, CrossStage]:
     """Return the part on this rank of what ``look_up`` finds in the whole of ``model`` (rows of
     `get_compress_methods`). ``has``: whether a module is the real one, not a stand-in for one of another stage.
 
@@ -35,11 +35,11 @@ def methods_here(
         return look_up(model), []
     here = {name for name, module in model.named_modules() if has(module)}
     methods: Methods = []
-    parted: Parted = []
+    cross_stage: CrossStage = []
     for row in look_up(model.whole_meta()):
         methods += [each for each in _rows_here(row, here) if any(each[0])]
-        parted += _parted(row, here)
-    return methods, parted
+        cross_stage += _cross_stage(row, here)
+    return methods, cross_stage
 
 
 def _related_to(row: Sequence[Any]) -> Iterator[tuple[int, str, list[str]]]:
@@ -69,7 +69,7 @@ def _rows_here(row: Sequence[Any], here: set[str]) -> Iterator[list[Any]]:
     yield [[followers], [], {}]
 
 
-def _parted(row: Sequence[Any], here: set[str]) -> Parted:
+def _cross_stage(row: Sequence[Any], here: set[str]) -> CrossStage:
     [technique] = row[2]
     return [
         (technique, name, others)
@@ -78,16 +78,16 @@ def _parted(row: Sequence[Any], here: set[str]) -> Parted:
     ]
 
 
-def refuse_parted(parted: Parted, remedy: str) -> None:
-    """Raise ValueError with ``remedy`` if ``parted`` has entries."""
-    if parted:
-        _, name, others = parted[0]
+def check_same_stage(cross_stage: CrossStage, remedy: str) -> None:
+    """Raise ValueError with ``remedy`` if ``cross_stage`` has entries."""
+    if cross_stage:
+        _, name, others = cross_stage[0]
         raise ValueError(
             f"{name} and the related {', '.join(others)} are on different stages of the pipeline: {remedy}"
         )
 
 
-class ChoiceOfStages:
+class GlobalTopK:
     """Applies ``top_mask`` to the scores of all stages, for a pruner: the choice that a single process would make.
 
     ``order``: module names of the whole model, the order in which ties between equal scores are broken. Collective
