@@ -15,11 +15,17 @@ from deepspeed.base.logging import logger
 from deepspeed.tools.autotuning.arguments import LAUNCHER, arguments_for, start_command
 from deepspeed.tools.autotuning.search import PLATEAU, Search
 from deepspeed.tools.autotuning.space import Point
-from deepspeed.tools.autotuning.tuner.base_tuner import better
 
 OPTIMAL_CONFIG, OPTIMAL_COMMAND = "ds_config_optimal.json", "cmd_optimal.txt"
 SUMMARY, PICTURE = "summary.txt", "tuning.png"
 UNITS = {"latency": "s per step", "throughput": "samples/s", "flops": "FLOPS"}
+
+
+def better(metric: str, one: float | None, other: float | None) -> bool:
+    """Tell whether the first value of the metric is better; no value is worse than any."""
+    if one is None or other is None:
+        return one is not None
+    return one < other if metric == "latency" else one > other
 
 
 class Results:
@@ -29,7 +35,6 @@ class Results:
     rm: Any
     user_config: dict[str, Any]
     results_dir: str
-    num_gpus: int
     search: Search
     metric_name: str
 
@@ -103,7 +108,7 @@ class Results:
         path = folder / OPTIMAL_CONFIG
         path.write_text(json.dumps(self.optimal_ds_config, indent=2), encoding="utf-8")
         arguments = arguments_for(self.args.user_args, path, self.optimal_ds_config, self.rm.arg_mappings)
-        command = start_command(self.args, self.rm.devices({"num_gpus": self.num_gpus}))
+        command = start_command(self.args, self.rm.devices())
         self.optimal_cmd = [*command, *arguments]
         ours = command[: len(LAUNCHER)] == LAUNCHER
         readable = ["deepspeed", *self.optimal_cmd[len(LAUNCHER) :]] if ours else self.optimal_cmd

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from deepspeed.tools.launcher.hostfile import fetch_hostfile as fetch_hostfile
 
 
 def search_error(filename: str) -> str | None:
@@ -19,11 +16,6 @@ def search_error(filename: str) -> str | None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.strip() for line in lines if re.search(r"\b\w*(Error|Exception)\b|\berror: ", line)]
     return errors[-1] if errors else None
-
-
-def get_list(val: Any) -> list[Any]:
-    """Return a list unchanged, any other value as a list of one."""
-    return val if isinstance(val, list) else [val]
 
 
 def get_val_by_key(d: Any, k: str) -> Any:
@@ -43,18 +35,6 @@ def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
             d[key] = vv
         elif isinstance(value, dict):
             set_val_by_key(value, k, vv)
-
-
-def write_experiments(exps: Iterable[Mapping[str, Any]], exps_dir: str) -> list[str]:
-    """Write one JSON file per experiment, named after it; return the paths."""
-    folder = Path(exps_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for exp in exps:
-        path = folder / f"{exp['name']}.json"
-        path.write_text(json.dumps(exp, indent=2), encoding="utf-8")
-        paths.append(str(path))
-    return paths
 
 
 _BINARY = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("", 1))
