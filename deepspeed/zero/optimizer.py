@@ -155,16 +155,6 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Return the dtype of the model's own weights."""
         return self.executor.plan.precision.param or torch.float32
 
-    def needs_scaler(self) -> bool:
-        """Return whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
-        return self.executor.scaler.plan.active
-
-    def scale_if_loss(self, value: Any) -> Any:
-        """Return a scalar that has a graph times the loss scale, anything else unchanged."""
-        if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
-            return value * self.executor.scaler.scale
-        return value
-
     def override_loss_scale(self, loss_scale: float) -> None:
         """Set the loss scale from outside, as some pipelines do. ValueError: not finite and positive."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse, result_of
-from deepspeed.ops.update import Group, corrections
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):
@@ -79,30 +78,6 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             torch.autograd.graph.increment_version([param])
         return loss
 
-    @torch.no_grad()
-    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Undo the last ``step_subgroup`` of this id, up to rounding. Parameter, gradient and hyperparameters must be
-        those of that update.
-
-        Raises:
-            RuntimeError: there is no update to undo.
-            ValueError: as in ``step_subgroup``.
-        """
-        loss = result_of(closure)
-        states = self._numbered
-        state = states.get(sub_group_id)
-        if not state:
-            raise RuntimeError(
-                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: step_subgroup({sub_group_id}) was "
-                "not called before"
-            )
-        if int(state["step"]) == 0:
-            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
-        for group, param, grad in self._updated_now():
-            _undo(group, param, grad, state, decoupled=group[self.decoupled_key])
-            state["step"] -= 1
-        return loss
-
     @property
     def _numbered(self) -> dict[Any, Any]:
         """``state`` with ids as keys; torch declares the keys to be tensors."""
@@ -127,22 +102,6 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         decay, decoupled = group["weight_decay"], group["adamw_mode"]
         create_adam(self.opt_id, group["lr"], beta1, beta2, group["eps"], decay, decoupled)
         return sys.modules[__name__]
-
-
-def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool) -> None:
-    """Invert Adam's update, in fp32."""
-    lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-    exp_avg, exp_avg_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
-    step_size, inverse = corrections(group, int(state["step"]))
-    before = param.float() + step_size * exp_avg / (exp_avg_sq.sqrt() * inverse + group["eps"])
-    grad = grad.float()
-    if decoupled:
-        before /= 1.0 - lr * decay
-    else:
-        grad = grad + decay * before
-    param.copy_(before)
-    state["exp_avg"].copy_((exp_avg - (1.0 - beta1) * grad) / beta1)
-    state["exp_avg_sq"].copy_(((exp_avg_sq - (1.0 - beta2) * grad * grad) / beta2).clamp_(min=0.0))
 
 
 # The op's documented functions, for callers without an optimizer object.
