@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.tables import padded
 from deepspeed.comm.collectives import Communicator, Network
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.init import init_distributed
@@ -241,15 +242,7 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
             shown = (f"{speed} {unit}" for speed in speeds)
             facts = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
         texts.append((row.operation, *facts))
-    widths = [max(len(line[column]) for line in texts) for column in range(len(header))]
-    left = {0, 2}
-    return [
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in texts
-    ]
+    return ["  ".join(cells).rstrip() for cells in padded(texts, left=(0, 2))]
 
 
 def _size_text(size: int) -> str:

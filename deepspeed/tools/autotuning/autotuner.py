@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
+from deepspeed.observe.flops.report import params_to_string
+from deepspeed.planning.report import size as size_text
 from deepspeed.planning.variants import changed
 from deepspeed.tools.autotuning.arguments import given_config, section_of, value_of
 from deepspeed.tools.autotuning.memory import MemoryNeeds
@@ -37,7 +39,6 @@ from deepspeed.tools.autotuning.space import (
     without_rooms,
     without_same_sizes,
 )
-from deepspeed.tools.autotuning.utils import memory_to_string, number_to_string
 
 MODEL_INFO = "profile_model_info"
 STAGES = (0, 1, 2, 3)
@@ -287,8 +288,8 @@ class Autotuner(Results):
         if "error" in planned:
             return f"{text}: {planned['error']}"
         return (
-            f"{text} does not fit: with {point.size} samples it needs {memory_to_string(self.memory.need(point), 'B')} "
-            f"of {memory_to_string(free or 0, 'B')} for each rank"
+            f"{text} does not fit: with {point.size} samples it needs {size_text(round(self.memory.need(point)))} "
+            f"of {size_text(free or 0)} for each rank"
         )
 
     def _fines(self, stage: int) -> list[SpaceChoice]:
@@ -390,9 +391,9 @@ class Autotuner(Results):
     def _model_summary(self) -> str:
         free = self.get_gpu_memory_info()
         return (
-            f"{number_to_string(self.get_model_num_params())} parameters, "
-            f"{memory_to_string(self.get_activation_memory_per_gpu(), 'B')} of activations per sample, "
-            f"{memory_to_string(free, 'B') if free is not None else 'an unknown amount'} of memory per rank"
+            f"{params_to_string(self.get_model_num_params())} parameters, "
+            f"{size_text(self.get_activation_memory_per_gpu())} of activations per sample, "
+            f"{size_text(free) if free is not None else 'an unknown amount'} of memory per rank"
         )
 
     def _most_runs(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import logger
+from deepspeed.base.tables import padded
 from deepspeed.tools.autotuning.arguments import LAUNCHER, arguments_for, start_command
 from deepspeed.tools.autotuning.search import PLATEAU, Search
 from deepspeed.tools.autotuning.space import Point
@@ -236,9 +237,5 @@ def _reason(part: str, best: Point, other: Point) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return [
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
-        for line in lines
-    ]
+    first, *rest = padded([head, *rows])
+    return [f"| {' | '.join(cells)} |" for cells in (first, ["-" * len(cell) for cell in first], *rest)]

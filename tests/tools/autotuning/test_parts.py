@@ -21,7 +21,6 @@ def test_changing_configs() -> None:
     assert utils.get_val_by_key(config, "c") == 2 and utils.get_val_by_key(config, "z") is None
     utils.set_val_by_key(config, "c", 3)
     assert config == {"a": 1, "b": {"c": 3, "d": "$x y"}}
-    assert utils.memory_to_string(3 << 30, "B") == "3.0 GB" and utils.number_to_string(12) == "12 "
 
 
 def test_a_section_as_the_documents_write_it() -> None:
