@@ -225,14 +225,8 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
     unit, factor = options.bw_unit, _UNITS[options.bw_unit]
     header = ("operation", "size", "transport", "time", "throughput", "bus bandwidth")
     if options.raw:
-        header = (
-            *header[:1],
-            "size [B]",
-            "transport",
-            "time [us]",
-            f"throughput [{unit}]",
-            f"bus bandwidth [{unit}]",
-        )
+        units = ("", " [B]", "", " [us]", f" [{unit}]", f" [{unit}]")
+        header = tuple(map("".join, zip(header, units, strict=True)))
     texts: list[tuple[str, ...]] = [header]
     for row in rows:
         speeds = [f"{value * factor:.3f}" for value in (row.throughput, row.bus_bandwidth)]

@@ -208,12 +208,7 @@ class MegatronSDLoader:
     def sanity_check(self, ckpt_file_name: str) -> None:
         """Raise ValueError unless the file holds a model of this type."""
         weights = self.get_module(self._read(ckpt_file_name))
-        for key in (
-            "attention.dense.weight",
-            "mlp.dense_4h_to_h.weight",
-            self.FUSED,
-            "mlp.dense_h_to_4h.weight",
-        ):
+        for key in (*self.COLUMNS, self.FUSED, self.ROWS[0]):
             if not any(key in name for name in weights):
                 raise ValueError(
                     f"{ckpt_file_name} holds no {key}: it is not a Megatron model that can be merged"

@@ -155,17 +155,7 @@ class Results:
 
     def _runs_table(self) -> list[str]:
         """Return a table of the runs, with the time per sample by part of the step."""
-        head = (
-            "run",
-            self._unit(),
-            "s/step",
-            "ms/sample",
-            "compute",
-            "communication",
-            "update",
-            "data",
-            "changes",
-        )
+        head = ("run", self._unit(), *"s/step ms/sample compute communication update data changes".split())
         rows = []
         for name, _, value in self._measured():
             point = self.points.get(name)
