@@ -23,13 +23,7 @@ def configure_zenflow(engine: Any) -> None:
         batches = len(engine.training_dataloader) // engine._config.gradient_accumulation_steps
         executor.zenflow.steps_per_epoch = section.steps_per_epoch = max(1, batches)
     engine.auto_update = section.update_interval == "auto"
-    for name in (
-        "update_interval",
-        "select_strategy",
-        "select_interval",
-        "overlap_step",
-        "full_warm_up_rounds",
-    ):
+    for name in "update_interval select_strategy select_interval overlap_step full_warm_up_rounds".split():
         setattr(engine, name, getattr(section, name))
 
 

@@ -509,24 +509,3 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     params: dict[str, Any] = {}
     _override(args, params, _FLAGS_OF[name])
     return {"type": name, "params": params}, None
-
-
-_LR_KEY = {
-    LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR,
-    ONE_CYCLE: CYCLE_MAX_LR,
-    WARMUP_LR: WARMUP_MAX_LR,
-    WARMUP_DECAY_LR: WARMUP_MAX_LR,
-}
-
-
-def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """Return (the starting or peak rate of a `scheduler` section, ""), or (None, the reason for none)."""
-    for key in ("type", "params"):
-        if key not in config:
-            return None, f"the LR schedule has no {key!r}"
-    name, params = config["type"], config["params"]
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not a valid LR schedule"
-    if name not in _LR_KEY:
-        return None, f"{name} scales the rate of the optimizer and names none itself"
-    return params[_LR_KEY[name]], ""

@@ -11,15 +11,16 @@ from deepspeed.planning.request import PlanAnswer
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
-HEADINGS = {
-    MemoryPhase.BUILD: "build",
-    MemoryPhase.INITIALIZE: "initialize",
-    MemoryPhase.READY: "ready",
-    MemoryPhase.FORWARD: "forward",
-    MemoryPhase.BACKWARD: "backward",
-    MemoryPhase.FIRST_UPDATE: "1st update",
-    MemoryPhase.STEP: "update",
+_PHASES = {
+    MemoryPhase.BUILD: ("build", "the model is built"),
+    MemoryPhase.INITIALIZE: ("initialize", "initialize works"),
+    MemoryPhase.READY: ("ready", "nothing runs"),
+    MemoryPhase.FORWARD: ("forward", "forward runs"),
+    MemoryPhase.BACKWARD: ("backward", "backward runs"),
+    MemoryPhase.FIRST_UPDATE: ("1st update", "the first update runs"),
+    MemoryPhase.STEP: ("update", "an update runs"),
 }
+"""Heading of a phase's column, and what happens in it."""
 
 
 def size(nbytes: int) -> str:
@@ -68,7 +69,7 @@ def _block(answer: PlanAnswer, place: MemoryPlace) -> Iterator[str]:
     rows.append(("total", [ledger.total(phase, place) for phase in MemoryPhase]))
     width = max(len(label) for label, _ in rows)
     title = f"{_place_name(answer, place)}, {name} per rank"
-    yield f"{title:<{width + 2}}" + "".join(f"{HEADINGS[phase]:>12}" for phase in MemoryPhase)
+    yield f"{title:<{width + 2}}" + "".join(f"{_PHASES[phase][0]:>12}" for phase in MemoryPhase)
     for label, values in rows:
         cells = "".join(f"{value / unit:>12.3f}" if value else f"{'-':>12}" for value in values)
         yield f"  {label:<{width}}{cells}"
@@ -90,24 +91,13 @@ def verdict(answer: PlanAnswer) -> Iterator[str]:
         whose = f" ({_count(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
         have = answer.capacity.of(place)
         name = _place_name(answer, place)
-        when = f"most while {_WHILE[phase]}"
+        when = f"most while {_PHASES[phase][1]}"
         if have is None:
             yield f"{name}: {size(need)}{whose}, {when}; how much is available is not known"
         elif need > have:
             yield f"{name}: DOES NOT FIT: {size(need)}{whose} needed, {when}; {size(have)} available"
         else:
             yield f"{name}: fits: {size(need)}{whose} of {size(have)}, {when}"
-
-
-_WHILE = {
-    MemoryPhase.BUILD: "the model is built",
-    MemoryPhase.INITIALIZE: "initialize works",
-    MemoryPhase.READY: "nothing runs",
-    MemoryPhase.FORWARD: "forward runs",
-    MemoryPhase.BACKWARD: "backward runs",
-    MemoryPhase.FIRST_UPDATE: "the first update runs",
-    MemoryPhase.STEP: "an update runs",
-}
 
 
 def advice_lines(advice: Advice) -> Iterator[str]:
@@ -158,7 +148,7 @@ def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
         "parameters": answer.setting.facts.numel,
         "bytes_per_rank": {
             place.value: {
-                HEADINGS[phase]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}
+                _PHASES[phase][0]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}
                 for phase in MemoryPhase
             }
             for place in MemoryPlace

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.tables import padded
 from deepspeed.comm.collectives import Communicator, Network
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.init import init_distributed
@@ -224,14 +225,8 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
     unit, factor = options.bw_unit, _UNITS[options.bw_unit]
     header = ("operation", "size", "transport", "time", "throughput", "bus bandwidth")
     if options.raw:
-        header = (
-            *header[:1],
-            "size [B]",
-            "transport",
-            "time [us]",
-            f"throughput [{unit}]",
-            f"bus bandwidth [{unit}]",
-        )
+        units = ("", " [B]", "", " [us]", f" [{unit}]", f" [{unit}]")
+        header = tuple(map("".join, zip(header, units, strict=True)))
     texts: list[tuple[str, ...]] = [header]
     for row in rows:
         speeds = [f"{value * factor:.3f}" for value in (row.throughput, row.bus_bandwidth)]
@@ -241,15 +236,7 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
             shown = (f"{speed} {unit}" for speed in speeds)
             facts = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
         texts.append((row.operation, *facts))
-    widths = [max(len(line[column]) for line in texts) for column in range(len(header))]
-    left = {0, 2}
-    return [
-        "  ".join(
-            text.ljust(width) if column in left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in texts
-    ]
+    return ["  ".join(cells).rstrip() for cells in padded(texts, left=(0, 2))]
 
 
 def _size_text(size: int) -> str:

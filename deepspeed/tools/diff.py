@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from deepspeed.base.tables import padded
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, positive, takes
 from deepspeed.observe.audit.compare import Comparison, Difference, compare, step_name
 from deepspeed.observe.audit.records import Run, read_run
@@ -90,7 +91,7 @@ def show_table(differences: Sequence[Difference], rows: int) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        print("\n".join(plain_table(shown)))
+        print("\n".join("  ".join(cells).rstrip() for cells in padded([COLUMNS, *shown])))
     else:
         table = Table()
         for column in COLUMNS:
@@ -100,12 +101,6 @@ def show_table(differences: Sequence[Difference], rows: int) -> None:
         Console().print(table)
     if rest:
         print(f"and {rest} more")
-
-
-def plain_table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
-    for row in (COLUMNS, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.tables import padded
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
 from deepspeed.tools.launcher.addresses import ask, master_address, resolved
 from deepspeed.tools.launcher.devices import is_this_machine
@@ -449,13 +450,11 @@ def _facts_of(
 def table(findings: Sequence[DoctorFinding]) -> list[str]:
     """Return the lines to print."""
     texts = [("", "machine", "check", "found"), *(finding[:4] for finding in findings)]
-    widths = [max(len(text[column]) for text in texts) for column in range(3)]
     lines = []
-    for text, remedy in zip(texts, ["", *(finding.remedy for finding in findings)], strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(text, widths, strict=False)]
-        lines.append("  ".join([*cells, text[3]]).rstrip())
+    for cells, remedy in zip(padded(texts), ["", *(finding.remedy for finding in findings)], strict=True):
+        lines.append("  ".join(cells).rstrip())
         if remedy:
-            lines.append(" " * (widths[0] + 2) + f"-> {remedy}")
+            lines.append(" " * len(cells[0]) + f"  -> {remedy}")
     bad = sum(finding.state == BAD for finding in findings)
     warnings = sum(finding.state == WARNING for finding in findings)
     return [*lines, f"{len(findings)} checks: {bad} bad, {warnings} warnings"]

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +149,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
         args.host_memory or (None if elsewhere else here.host),
         args.disk,
     )
-    values = {name: getattr(request, name) for name in request.__dataclass_fields__}
-    return PlanRequest(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+    return replace(request, capacity=capacity, follow_disk=args.disk is None)
 
 
 def _spread_experts(module: nn.Module, section: Any) -> None:

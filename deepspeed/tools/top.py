@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from deepspeed.base.tables import padded
 from deepspeed.base.tool_arguments import ArgumentParser, add_options
 from deepspeed.observe.live.jobs import VARIABLE, running_jobs, runtime_folder
 
@@ -122,13 +123,8 @@ def plain(jobs: list[Job], ranks: bool, now: float) -> Iterator[str]:
         yield nothing()
         return
     rows = [COLUMNS, *(row_of(job, now) for job in jobs)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if name in _LEFT else cell.rjust(width)
-            for name, cell, width in zip(COLUMNS, row, widths, strict=True)
-        ]
-        yield "  ".join(cells).rstrip()
+    left = [column for column, name in enumerate(COLUMNS) if name in _LEFT]
+    yield from ("  ".join(cells).rstrip() for cells in padded(rows, left))
     yield from notes(jobs, ranks, now)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from deepspeed.base.tables import padded
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, positive, takes
 from deepspeed.observe.timeline.analysis import late_ranks, longest_waits, steps_of
 from deepspeed.observe.timeline.files import RankTrace, join, read_traces
@@ -95,9 +96,7 @@ def table(head: tuple[str, ...], rows: Rows) -> Iterator[str]:
     if not rows:
         yield "  none"
         return
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    for row in (head, *rows):
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from ("  ".join(["", *cells]).rstrip() for cells in padded([head, *rows]))
 
 
 if __name__ == "__main__":

@@ -214,9 +214,5 @@ def test_documented_compressed_all_reduce(world_size: int, name: str) -> None:
         backend.unpack(backend.pack(worker, 2), 2, torch.half).view(-1),
         torch.where(worker >= 0, 1, -1).half(),
     )
-    gathered = [torch.zeros(4) for _ in range(world_size)]
-    backend.my_gather(rank, world_size, None, torch.full((4,), float(rank)), gathered, 0)
-    if rank == 0:
-        assert [g[0].item() for g in gathered] == list(range(world_size))
     with pytest.raises(ValueError, match="worker_error has"):
         backend.compressed_allreduce(torch.zeros(99), worker, server, rank)

@@ -52,23 +52,6 @@ def test_adam(decoupled: bool) -> None:
         op.adam_update(7, 1, *rest)
 
 
-def test_adam_of_several_tensors_in_16_bits_and_with_strides() -> None:
-    op: Any = op_builder.CPUAdamBuilder().load()
-    params = [torch.randn(6, 4).bfloat16(), torch.randn(4, 6).t()]
-    before = [param.clone() for param in params]
-    grads = [torch.randn_like(param) for param in params]
-    moments = [[torch.zeros_like(param, dtype=torch.float32) for param in params] for _ in range(2)]
-    stale = [torch.empty_like(param) for param in params]
-    op.create_adam(0)
-    op.adam_update_multi(0, 1, 0.1, 0.9, 0.999, 1e-8, 0.0, True, params, grads, *moments, stale)
-    for param, old, grad, copy in zip(params, before, grads, stale, strict=True):
-        torch.testing.assert_close(param, old - 0.1 * grad.sign(), rtol=1e-2, atol=1e-3)
-        assert torch.equal(copy, param)
-    with pytest.raises(ValueError, match="lists of one length"):
-        op.adam_update_multi(0, 1, 0.1, 0.9, 0.999, 1e-8, 0.0, True, params, grads[:1], *moments, [])
-    op.destroy_adam(0)
-
-
 def test_updates_by_the_number_of_an_optimizer() -> None:
     start, grads = values(17)
     options = {"lr": 0.01, "weight_decay": 0.1}

@@ -81,7 +81,6 @@ def test_its_state_can_be_saved_and_loaded() -> None:
         )
         for m in (first, second)
     )
-    one.initialize_optimizer_states()
     for number in range(3):
         for param in first.parameters():
             param.grad = torch.full_like(param, 1.0 + number)

@@ -216,11 +216,6 @@ class DeepSpeedAccelerator(ABC):
                 pinned.copy_(tensor.detach())
         return pinned if match_shape else pinned.view(-1)
 
-    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
-        """Return an uninitialized page-locked host tensor of this size (ints, or one sequence of them)."""
-        _check_host(device)
-        return self.pin_memory(torch.empty(*size, dtype=dtype), make_copy=False)
-
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 

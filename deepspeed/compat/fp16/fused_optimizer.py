@@ -117,17 +117,6 @@ class MasterCopies(DeepSpeedOptimizer):
             else:
                 param.grad.zero_()
 
-    def initialize_optimizer_states(self) -> None:
-        """Let the optimizer make its state, by a step with gradients of zero whose result is dropped."""
-        kept = [master.detach().clone() for _, master in self._pairs()]
-        for _, master in self._pairs():
-            master.grad = torch.zeros_like(master)
-        self.optimizer.step()
-        with torch.no_grad():
-            for (_, master), value in zip(self._pairs(), kept, strict=True):
-                master.copy_(value)
-                master.grad = None
-
     # State --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,13 +213,9 @@ class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
         self.fused_lamb_legacy = fused_lamb_legacy
 
     def _unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
-        return self.unscale_and_clip_grads(total_norm, apply_scale)
+        return self.unscale_and_clip_grads(total_norm, apply_scale)  # a subclass may replace it
 
-    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
-        """Divide the copies' gradients, of which ``total_norm`` is the norm, by the loss scale and by what clipping
-        asks for. Returns the divisor; ``apply_scale=False`` only computes it."""
-        return super()._unscale_and_clip(total_norm, apply_scale)
-
+    unscale_and_clip_grads = MasterCopies._unscale_and_clip
     step_fused_lamb = MasterCopies.step
 
 

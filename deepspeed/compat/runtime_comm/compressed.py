@@ -21,28 +21,6 @@ class CompressedBackend:
         self.ranks = communicator(self.world_group)
         self.rank, self.size = self.ranks.rank, self.ranks.size
 
-    def my_igather(
-        self, rank: int, size: int, group: Any, sendbuf: Tensor, recvbuf: list[Tensor], root: int
-    ) -> list[Any]:
-        """Start to collect ``sendbuf`` of all ranks in ``recvbuf`` of ``root``, a rank within ``group``; returns what
-        to wait for."""
-        peer = dist.get_global_rank(group, root) if group is not None else root
-        if rank != root:
-            return [dist.isend(sendbuf, peer, group=group)]
-        recvbuf[rank].copy_(sendbuf)
-        others = [r for r in range(size) if r != root]
-        sources = [dist.get_global_rank(group, r) if group is not None else r for r in others]
-        return [
-            dist.irecv(recvbuf[r], source, group=group) for r, source in zip(others, sources, strict=True)
-        ]
-
-    def my_gather(
-        self, rank: int, size: int, group: Any, sendbuf: Tensor, recvbuf: list[Tensor], root: int
-    ) -> None:
-        """The same, complete on return."""
-        for request in self.my_igather(rank, size, group, sendbuf, recvbuf, root):
-            request.wait()
-
     def pack(self, buffer: Tensor, size: int) -> Tensor:
         """uint8 [size, bytes]: signs of ``buffer``, in ``size`` equal rows, 8 to a byte."""
         return pack_signs(buffer.reshape(size, -1))

@@ -30,7 +30,6 @@ from deepspeed.parallel.pipeline.split_backward import WeightQueue
 
 BATCH_INPUT_TIMER = "batch_input"
 TRAIN_BATCH_TIMER = "train_batch"
-EVAL_BATCH_TIMER = "eval_batch"
 PIPE_SEND_OUTPUT_TIMER = "pipe_send_output"
 PIPE_SEND_GRAD_TIMER = "pipe_send_grad"
 PIPE_RECV_INPUT_TIMER = "pipe_recv_input"

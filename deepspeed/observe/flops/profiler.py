@@ -34,6 +34,10 @@ from deepspeed.observe.flops.tree import get_module_macs as get_module_macs
 MODES = ("forward", "generate")
 
 
+def _shown(value: Any, as_string: bool, text_of: Callable[[float], str]) -> Any:
+    return text_of(value) if as_string else value
+
+
 class FlopsProfiler:
     """Flops, MACs, parameters and time of a model and of every module in it.
 
@@ -114,53 +118,39 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Return the flops of the forward; as a string ``"9.28 M"``."""
-        flops = self.totals.forward.flops
-        return number_to_string(flops) if as_string else flops
+        return _shown(self.totals.forward.flops, as_string, number_to_string)
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Return the MACs of the forward; as a string ``"4.6 MMACs"``."""
-        macs = self.totals.forward.macs
-        return macs_to_string(macs) if as_string else macs
+        return _shown(self.totals.forward.macs, as_string, macs_to_string)
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Return the seconds of the forward; as a string ``"76.39 ms"``."""
-        seconds = self.totals.seconds
-        return duration_to_string(seconds) if as_string else seconds
+        return _shown(self.totals.seconds, as_string, duration_to_string)
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Return the parameters on this rank, partitioned ones in full; as a string ``"336.23 M"``."""
-        params = self.totals.params
-        return params_to_string(params) if as_string else params
+        return _shown(self.totals.params, as_string, params_to_string)
 
     def get_total_backward_flops(self, as_string: bool = False) -> int | str:
         """Return the flops of the counted backwards, without recomputed forwards."""
-        flops = self.totals.backward.flops
-        return number_to_string(flops) if as_string else flops
+        return _shown(self.totals.backward.flops, as_string, number_to_string)
 
     def get_total_recomputed_flops(self, as_string: bool = False) -> int | str:
         """Return the flops of forwards that checkpointing recomputed in those backwards."""
-        flops = self.totals.recomputed.flops
-        return number_to_string(flops) if as_string else flops
+        return _shown(self.totals.recomputed.flops, as_string, number_to_string)
 
     def get_total_held_memory(self, as_string: bool = False) -> int | str:
         """Return the bytes that the forward allocated and left alive: outputs, and tensors saved for backward."""
-        held = self.totals.held
-        return bytes_to_string(held) if as_string else held
+        return _shown(self.totals.held, as_string, bytes_to_string)
 
     def get_total_peak_memory(self, as_string: bool = False) -> int | str:
         """Return the peak bytes that the forward allocated, without weights."""
-        peak = self.totals.peak
-        return bytes_to_string(peak) if as_string else peak
+        return _shown(self.totals.peak, as_string, bytes_to_string)
 
     flops = property(attrgetter("totals.forward.flops"))
     macs = property(attrgetter("totals.forward.macs"))
     params = property(attrgetter("totals.params"))
-
-    def is_expert_tensor_parallelism_enabled(self) -> bool:
-        """Tell whether experts are split over tensor-parallel ranks."""
-        return any(
-            getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
-        )
 
     # Report ---------------------------------------------------------------------------------------------------
 

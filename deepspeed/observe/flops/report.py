@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 from torch import nn
 
+from deepspeed.base.tables import padded
 from deepspeed.observe.flops.counting import Amount
 from deepspeed.observe.flops.tree import (
     by_class_and_depth,
@@ -282,10 +283,7 @@ def memory(model: nn.Module) -> list[str]:
             depth = "  " * (name.count(".") + 1) if name else ""
             shown = f"{depth}{name.rpartition('.')[2] or '(model)'}"
             rows.append((shown, type(module).__name__, *map(bytes_to_string, sizes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(cells).rstrip() for cells in padded(rows)]
 
 
 def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[str]:

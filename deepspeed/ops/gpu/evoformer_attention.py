@@ -37,9 +37,10 @@ _LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
-def _head(tokens, sequence, head, heads, size: tl.constexpr):
-    """Return the offset of one head of one sequence in [sequences, tokens, heads, size]."""
-    return sequence.to(tl.int64) * tokens * heads * size + head * size
+def _offsets(rows, keys, sequence, head, heads, size: tl.constexpr):
+    """Return the offsets of one head of one sequence in the queries [sequences, rows, heads, size] and in the keys."""
+    sequence_offset = sequence.to(tl.int64) * heads * size
+    return sequence_offset * rows + head * size, sequence_offset * keys + head * size
 
 
 @triton.jit
@@ -106,10 +107,7 @@ def _forward(
         key_bias += sequence.to(tl.int64) * keys
     if pair_bias is not None:
         pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    query_offset, key_offset = (
-        _head(rows, sequence, head, heads, size),
-        _head(keys, sequence, head, heads, size),
-    )
+    query_offset, key_offset = _offsets(rows, keys, sequence, head, heads, size)
     q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -155,10 +153,7 @@ def _query_gradient(
         key_bias += sequence.to(tl.int64) * keys
     if pair_bias is not None:
         pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    query_offset, key_offset = (
-        _head(rows, sequence, head, heads, size),
-        _head(keys, sequence, head, heads, size),
-    )
+    query_offset, key_offset = _offsets(rows, keys, sequence, head, heads, size)
     q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
     grad_out = _loaded(grad + query_offset, row, rows, heads, size, SIZE)
     out = _loaded(output + query_offset, row, rows, heads, size, SIZE)
@@ -208,10 +203,7 @@ def _key_gradients(
         key_bias += sequence.to(tl.int64) * keys
     if pair_bias is not None:
         pair_bias += ((sequence // sequences).to(tl.int64) * heads + head) * rows * keys
-    query_offset, key_offset = (
-        _head(rows, sequence, head, heads, size),
-        _head(keys, sequence, head, heads, size),
-    )
+    query_offset, key_offset = _offsets(rows, keys, sequence, head, heads, size)
     k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
     v = _loaded(value + key_offset, column, keys, heads, size, SIZE).to(DOT)
     grad_k = tl.zeros([ROWS, SIZE], tl.float32)
@@ -277,10 +269,7 @@ def _pairs_gradient(
         sequence_bias = key_bias
         if key_bias is not None:
             sequence_bias = key_bias + sequence.to(tl.int64) * keys
-        query_offset, key_offset = (
-            _head(rows, sequence, head, heads, size),
-            _head(keys, sequence, head, heads, size),
-        )
+        query_offset, key_offset = _offsets(rows, keys, sequence, head, heads, size)
         q = _loaded(query + query_offset, row, rows, heads, size, SIZE).to(DOT)
         k = _loaded(key + key_offset, column, keys, heads, size, SIZE).to(DOT)
         scores = _scores(q, k, row, column, rows, keys, scale, sequence_bias, pair_bias, False)

@@ -86,18 +86,6 @@ def _parts(count: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least ``n``."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-def num_warps(n: int) -> int:
-    """Return the number of warps of a GPU kernel for rows of ``n`` elements."""
-    if n < 512:
-        return 4
-    return 8 if n < 2048 else 16
-
-
 class Softmax:
     """Softmax over the rows of a block-sparse matrix: [batch, number of blocks, block, block] in and out, in the order
     of ``layout.nonzero()``. Missing blocks count as -inf; a fully masked row gives zeros.

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, block_attention
-from deepspeed.ops.sparse_attention.matmul import MatMul
-from deepspeed.ops.sparse_attention.softmax import Softmax, as_bias
+from deepspeed.ops.sparse_attention.softmax import as_bias
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 
@@ -41,7 +40,6 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = attn_mask_mode
         blocks = -(-max_seq_length // sparsity_config.block)
         self.register_buffer("master_layout", sparsity_config.make_layout(blocks * sparsity_config.block))
-        self._ops: dict[int, tuple[MatMul, MatMul, Softmax]] = {}
         self._plans: dict[int, LayoutPlan] = {}
         self._compiled_of: tuple[Tensor, int] | None = None
 
@@ -56,19 +54,6 @@ class SparseSelfAttention(nn.Module):
         if L // block > self.master_layout.shape[1]:
             self.master_layout = self.sparsity_config.make_layout(L).to(self.master_layout.device)
         return self.master_layout[..., : L // block, : L // block]
-
-    def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
-        """Return the operations of the attention for ``L`` tokens: query times key, softmax, weights times value.
-        ValueError: the layout has not ``H`` heads."""
-        self._forget_if_changed(H)
-        if L not in self._ops:
-            layout, block = self.get_layout(L), self.sparsity_config.block
-            self._ops[L] = (
-                MatMul(layout, block, "sdd", trans_b=True),
-                MatMul(layout, block, "dsd"),
-                Softmax(layout, block),
-            )
-        return self._ops[L]
 
     def transpose_key_for_scores(self, x: Tensor, L: int) -> Tensor:
         """Keys as [batch, heads, tokens, head size], also if the last two dimensions came the other way round."""
@@ -146,7 +131,6 @@ class SparseSelfAttention(nn.Module):
             )
         known = self._compiled_of
         if known is None or known[0] is not layout or known[1] != layout._version:
-            self._ops.clear()
             self._plans.clear()
             self._compiled_of = (layout, layout._version)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.base.tables import padded
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.activations import TransformerShape, activation_bytes
 from deepspeed.planning.ledger import MemoryPlace
@@ -89,18 +90,12 @@ class Choices:
 
     def lines(self) -> list[str]:
         head = ("", "fits", "GiB/rank", "s/step", "tokens/s", "waits", "waits for")
-        cells = [head, *(self._cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
         title = f"a step of {self.samples} sample{'s' * (self.samples != 1)}" + (
             f" ({self.samples * self.tokens:,} tokens)" if self.tokens else ""
         )
         lines = [f"{title}, the fastest that fits first (predicted):"]
-        for row in cells:
-            first, *rest = [
-                cell.ljust(width) if i in (0, 6) else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append(("  " + "  ".join([first, *rest])).rstrip())
+        cells = padded([head, *(self._cells(row) for row in self.rows)], left=(0, 6))
+        lines += ["  ".join(["", *row]).rstrip() for row in cells]
         if self.others:
             lines.append(f"  ({self.others} more ways were ranked by formulas, and left out)")
         best = self.best

@@ -7,9 +7,9 @@ calibrates a model of the step's time, which says which of the remaining configs
 
 from __future__ import annotations
 
-import copy
 import json
 import os
+import random
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,14 @@ from tqdm import tqdm
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import logger
+from deepspeed.observe.flops.report import params_to_string
+from deepspeed.planning.report import size as size_text
 from deepspeed.planning.variants import changed
 from deepspeed.tools.autotuning.arguments import given_config, section_of, value_of
 from deepspeed.tools.autotuning.memory import MemoryNeeds
-from deepspeed.tools.autotuning.results import OPTIMAL_CONFIG, Results
+from deepspeed.tools.autotuning.results import OPTIMAL_CONFIG, Results, better
 from deepspeed.tools.autotuning.scheduler import ResourceManager, environment_for, metrics_of
-from deepspeed.tools.autotuning.search import PLATEAU, Search
+from deepspeed.tools.autotuning.search import Search
 from deepspeed.tools.autotuning.space import (
     BUDGET,
     OFFLOAD,
@@ -37,9 +39,6 @@ from deepspeed.tools.autotuning.space import (
     without_rooms,
     without_same_sizes,
 )
-from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner, GridSearchTuner, RandomTuner, better
-from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
-from deepspeed.tools.autotuning.utils import get_list, memory_to_string, number_to_string, write_experiments
 
 MODEL_INFO = "profile_model_info"
 STAGES = (0, 1, 2, 3)
@@ -73,7 +72,6 @@ class Autotuner(Results):
         self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
         self.num_nodes = section.num_nodes or len(active_resources)
         self.num_gpus = section.num_gpus or min(map(len, active_resources.values()))
-        self.exp_num_nodes, self.exp_num_gpus = self.num_nodes, self.num_gpus
         hosts = list(active_resources)[: self.num_nodes]
         self.rm = ResourceManager(
             args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
@@ -125,9 +123,6 @@ class Autotuner(Results):
 
     def num_tuning_micro_batch_sizes(self) -> int:
         return self.autotuning_config.num_tuning_micro_batch_sizes
-
-    def fp16_enabled(self) -> bool:
-        return bool((self.user_config.get("fp16") or {}).get("enabled", False))
 
     def _data_parallel(self) -> int:
         return max(1, self.num_gpus * self.num_nodes // self.mp_size())
@@ -181,7 +176,7 @@ class Autotuner(Results):
                 "model_info_path": str(path),
                 "variants": self.memory.requested,
             }
-            error = self._run([exp])
+            error = self._run(exp)
             if path.exists():
                 self._narrow_choices(json.loads(path.read_text(encoding="utf-8")))
             if error is None:
@@ -234,17 +229,15 @@ class Autotuner(Results):
         """Free bytes where the model computes, for one rank; None if it is not known."""
         return self.memory.free()
 
-    def get_instantiation_memory_required_per_gpu(self, zero_stage: int) -> int:
-        """Bytes for weights, gradients and optimizer state of one rank at this stage, at the peak of a step."""
-        return self.memory.states(Point(zero_stage, 1))
-
     # The space ------------------------------------------------------------------------------------------------
 
     def _stages(self) -> list[int]:
         """All, or those that the config names: one, or a list."""
         zero = self.user_config.get("zero_optimization") or {}
         given = zero.get("stage", "all") if isinstance(zero, dict) else "all"
-        return list(STAGES) if given in ("all", "auto") else sorted(int(stage) for stage in get_list(given))
+        if given in ("all", "auto"):
+            return list(STAGES)
+        return sorted(map(int, given)) if isinstance(given, list) else [int(given)]
 
     def get_min_max_micro_batch_size(
         self,
@@ -295,8 +288,8 @@ class Autotuner(Results):
         if "error" in planned:
             return f"{text}: {planned['error']}"
         return (
-            f"{text} does not fit: with {point.size} samples it needs {memory_to_string(self.memory.need(point), 'B')} "
-            f"of {memory_to_string(free or 0, 'B')} for each rank"
+            f"{text} does not fit: with {point.size} samples it needs {size_text(round(self.memory.need(point)))} "
+            f"of {size_text(free or 0)} for each rank"
         )
 
     def _fines(self, stage: int) -> list[SpaceChoice]:
@@ -334,16 +327,11 @@ class Autotuner(Results):
 
     # Running --------------------------------------------------------------------------------------------------
 
-    def _run(self, exps: list[dict[str, Any]]) -> str | None:
-        """Run experiments; returns the error of the last."""
-        self.rm.schedule_experiments(write_experiments(exps, self.exps_dir))
-        self.rm.run()
-        error = None
-        for exp, error in self.rm.finished_experiments.values():
-            value = (metrics_of(exp) or {}).get(self.metric()) or 0.0
-            shown = error or f"{value:.6g} {self._unit()}"
-            logger.info("autotuning: %s: %s", exp["name"], shown)
-        self.rm.clear()
+    def _run(self, exp: dict[str, Any]) -> str | None:
+        """Run an experiment; returns its error."""
+        error = self.rm.run(exp)
+        value = (metrics_of(exp) or {}).get(self.metric()) or 0.0
+        logger.info("autotuning: %s: %s", exp["name"], error or f"{value:.6g} {self._unit()}")
         return error
 
     def _learn(self, exp: dict[str, Any], point: Point) -> float | None:
@@ -382,12 +370,6 @@ class Autotuner(Results):
             "or let the script read engine.train_micro_batch_size_per_gpu()"
         )
 
-    def run_ds_config(self, ds_config: dict[str, Any], exp_name: str) -> float | None:
-        """Run the script with a config of one's own; returns the metric, or None if it fails."""
-        exp = self._experiment(Point(0, 1), exp_name)
-        exp["ds_config"] = {**copy.deepcopy(ds_config), "autotuning": exp["ds_config"]["autotuning"]}
-        return None if self._run([exp]) else (metrics_of(exp) or {}).get(self.metric())
-
     # Tuning ---------------------------------------------------------------------------------------------------
 
     def tune(self) -> None:
@@ -402,16 +384,16 @@ class Autotuner(Results):
                     self._tune_by_model()
                 else:
                     for stage in self._stages():
-                        self.tune_space({"zero_optimization": {"stage": stage}})
+                        self._tune_stage(stage)
             finally:
                 self._choose()
 
     def _model_summary(self) -> str:
         free = self.get_gpu_memory_info()
         return (
-            f"{number_to_string(self.get_model_num_params())} parameters, "
-            f"{memory_to_string(self.get_activation_memory_per_gpu(), 'B')} of activations per sample, "
-            f"{memory_to_string(free, 'B') if free is not None else 'an unknown amount'} of memory per rank"
+            f"{params_to_string(self.get_model_num_params())} parameters, "
+            f"{size_text(self.get_activation_memory_per_gpu())} of activations per sample, "
+            f"{size_text(free) if free is not None else 'an unknown amount'} of memory per rank"
         )
 
     def _most_runs(self) -> int:
@@ -437,12 +419,13 @@ class Autotuner(Results):
                 self.search.reason = "the number of runs is limited"
         self.reason = self.search.reason or "the number of runs is limited"
 
-    def _measure(self, point: Point) -> None:
+    def _measure(self, point: Point) -> float | None:
+        """Run the config of a point; returns its metric."""
         exp = self._experiment(point)
-        if self._run([exp]) is None:
-            self._learn(exp, point)
-        else:
-            self.search.measured(point)
+        if self._run(exp) is None:
+            return self._learn(exp, point)
+        self.search.measured(point)
+        return None
 
     def _calibrate(self) -> None:
         """Run a second size beside the first, to learn what of a micro-batch's time and memory grows with it."""
@@ -475,69 +458,29 @@ class Autotuner(Results):
             return sizes[-self.num_tuning_micro_batch_sizes() :]
         return self.get_tuning_micro_batch_size_list(least, most, self.num_tuning_micro_batch_sizes())
 
-    def tune_space(
-        self,
-        tuning_space: dict[str, Any],
-        prev_max_mbs: int = 0,
-        prev_best_mbs: int = 0,
-        prev_best_metric_val: float = 0,
-    ) -> tuple[int, int, float | None]:
-        """Explore one stage with the tuner of the section. Returns the largest micro-batch that fits, the best, and its
-        metric; what was passed if nothing fits."""
-        stage = int(tuning_space["zero_optimization"]["stage"])
+    def _tune_stage(self, stage: int) -> None:
+        """Run what fits of one stage, in the order of ``tuner_type``: that of the space, or a random one, the same in
+        every run; until ``tuner_early_stopping`` runs have brought nothing better."""
+        section = self.autotuning_config
         sizes = self._sizes(stage) if self.memory.can_fit(Point(stage, 1)) else []
         if not sizes:
             logger.info("autotuning: z%d does not fit the memory", stage)
-            return prev_max_mbs, prev_best_mbs, prev_best_metric_val
-        return self.run_tuning_micro_batch_sizes(
-            sizes,
-            self.max_train_batch_size(),
-            sizes[0],
-            stage,
-            isinstance(self.user_config.get("train_micro_batch_size_per_gpu"), list),
-        )
-
-    def run_tuning_micro_batch_sizes(
-        self,
-        tuning_micro_batch_sizes: Sequence[int],
-        max_train_batch_size_per_gpu: int | None,
-        min_micro_batch_size: int,
-        stage: int,
-        tuning_micro_batch_sizes_overwritten: bool,
-    ) -> tuple[int, int, float | None]:
-        """Run these sizes at one stage, in the order of the tuner. Returns the largest, the best, and its metric."""
-        section, space = self.autotuning_config, {"zero_optimization": {"stage": stage}}
         points = [
             Point(stage, size, gas, choices)
             for choices in self.choices.everything(stage)
-            for size in tuning_micro_batch_sizes
+            for size in sizes
             for gas in self._accumulation_steps(Point(stage, size, 1, choices))
             if self.memory.can_fit(Point(stage, size, gas, choices))
         ]
-        exps = [self._experiment(point) for point in points]
-        tuner: BaseTuner
         if section.tuner_type == "random":
-            tuner = RandomTuner(exps, self.rm, self.metric())
-        elif section.tuner_type == "model_based":
-            tuner = ModelBasedTuner(exps, self.rm, self.metric(), space)
-        else:
-            tuner = GridSearchTuner(exps, self.rm, self.metric())
-        tuner.tune(1, section.tuner_num_trials, section.tuner_early_stopping)
-        best_size, best = 0, None
-        for exp, point in zip(exps, points, strict=True):
-            value = self._learn(exp, point)
-            if better(self.metric(), value, best):
-                best_size, best = point.size, value
-        return max(tuning_micro_batch_sizes), best_size, best
-
-    def get_plateau_mbs(self, tuning_space_name: str) -> int:
-        """The smallest measured micro-batch of a space within 3 % of its best metric; 0 if nothing was measured."""
-        records = self.records.get(tuning_space_name, [])
-        if not records:
-            return 0
-        top = self.get_best_space_record(tuning_space_name)[1]
-        near = [exp for exp, value, _ in records if abs(value - top) <= PLATEAU * abs(top)]
-        return min(exp["ds_config"]["train_micro_batch_size_per_gpu"] for exp in near)
+            random.Random(len(points)).shuffle(points)
+        since_best, best = 0, None
+        for point in points[: section.tuner_num_trials]:
+            value = self._measure(point)
+            since_best, best = (0, value) if better(self.metric(), value, best) else (since_best + 1, best)
+            if since_best == section.tuner_early_stopping > 0:
+                logger.info("autotuning: no better experiment among the last %d", since_best)
+                break
 
     def run_after_tuning(self) -> int:
         """Run the script with the best config; returns its exit code. AutotuningError: there is none."""

@@ -12,14 +12,21 @@ from typing import Any
 
 from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import logger
+from deepspeed.base.tables import padded
 from deepspeed.tools.autotuning.arguments import LAUNCHER, arguments_for, start_command
 from deepspeed.tools.autotuning.search import PLATEAU, Search
 from deepspeed.tools.autotuning.space import Point
-from deepspeed.tools.autotuning.tuner.base_tuner import better
 
 OPTIMAL_CONFIG, OPTIMAL_COMMAND = "ds_config_optimal.json", "cmd_optimal.txt"
 SUMMARY, PICTURE = "summary.txt", "tuning.png"
 UNITS = {"latency": "s per step", "throughput": "samples/s", "flops": "FLOPS"}
+
+
+def better(metric: str, one: float | None, other: float | None) -> bool:
+    """Tell whether the first value of the metric is better; no value is worse than any."""
+    if one is None or other is None:
+        return one is not None
+    return one < other if metric == "latency" else one > other
 
 
 class Results:
@@ -29,7 +36,6 @@ class Results:
     rm: Any
     user_config: dict[str, Any]
     results_dir: str
-    num_gpus: int
     search: Search
     metric_name: str
 
@@ -103,7 +109,7 @@ class Results:
         path = folder / OPTIMAL_CONFIG
         path.write_text(json.dumps(self.optimal_ds_config, indent=2), encoding="utf-8")
         arguments = arguments_for(self.args.user_args, path, self.optimal_ds_config, self.rm.arg_mappings)
-        command = start_command(self.args, self.rm.devices({"num_gpus": self.num_gpus}))
+        command = start_command(self.args, self.rm.devices())
         self.optimal_cmd = [*command, *arguments]
         ours = command[: len(LAUNCHER)] == LAUNCHER
         readable = ["deepspeed", *self.optimal_cmd[len(LAUNCHER) :]] if ours else self.optimal_cmd
@@ -149,17 +155,7 @@ class Results:
 
     def _runs_table(self) -> list[str]:
         """Return a table of the runs, with the time per sample by part of the step."""
-        head = (
-            "run",
-            self._unit(),
-            "s/step",
-            "ms/sample",
-            "compute",
-            "communication",
-            "update",
-            "data",
-            "changes",
-        )
+        head = ("run", self._unit(), *"s/step ms/sample compute communication update data changes".split())
         rows = []
         for name, _, value in self._measured():
             point = self.points.get(name)
@@ -231,9 +227,5 @@ def _reason(part: str, best: Point, other: Point) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return [
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
-        for line in lines
-    ]
+    first, *rest = padded([head, *rows])
+    return [f"| {' | '.join(cells)} |" for cells in (first, ["-" * len(cell) for cell in first], *rest)]

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from deepspeed.observe.timer import STEP_WAITS
 from deepspeed.tools.autotuning.space import OFFLOAD, TENSOR, Point
-from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel
 
 HOST_BYTES_PER_S, BYTES_PER_ELEMENT = 8e9, 20
 """Prior for an update on the host: it reads and writes its states at memory bandwidth."""
@@ -67,6 +68,46 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
     update = max(0.0, breakdown.get("step", 0.0) / 1e3 - in_step)
     data = breakdown.get("data", 0.0) / 1e3
     return Parts(max(0.0, seconds - exposed - update - data), exposed, update, data)
+
+
+@dataclass
+class StepTimeModel:
+    """Seconds per micro-batch: a fixed time plus a time per sample, fitted to runs of two or more sizes, times a factor
+    for the stage."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+    factors: dict[int, float] = field(default_factory=dict)
+
+    def fit(self, runs: Sequence[tuple[int, int, float]]) -> None:
+        """Fit the model. ``runs``: (stage, micro-batch size in samples, seconds per micro-batch)."""
+        stages = {stage for stage, _, _ in runs}
+        most = max(stages, key=lambda stage: len({size for at, size, _ in runs if at == stage}))
+        same = [(size, seconds) for stage, size, seconds in runs if stage == most]
+        sizes = np.array([size for size, _ in same], dtype=np.float64)
+        times = np.array([seconds for _, seconds in same])
+        if len(set(sizes)) > 1:
+            slope, fixed = np.polyfit(sizes, times, 1)
+            self.per_sample, self.fixed = max(float(slope), 0.0), max(float(fixed), 0.0)
+        else:  # one size only: assume time proportional to it, so that no larger size looks better
+            self.per_sample, self.fixed = float((times / sizes).mean()), 0.0
+        self.factors = {}
+        for stage in stages:
+            measured = [seconds / self._alike(size) for at, size, seconds in runs if at == stage]
+            self.factors[stage] = float(np.mean(measured))
+
+    def _alike(self, size: int) -> float:
+        return (self.fixed + self.per_sample * size) or 1e-9
+
+    def seconds(self, stage: int, size: int) -> float:
+        """Return the predicted seconds of one micro-batch."""
+        return self.factor(stage) * self._alike(size)
+
+    def factor(self, stage: int) -> float:
+        """Return the factor of a stage, or of the next lower measured one: a higher stage communicates at least as
+        much. Without a lower one, the smallest; 1 before any measurement."""
+        below = [known for known in self.factors if known <= stage]
+        return self.factors[max(below)] if below else min(self.factors.values(), default=1.0)
 
 
 @dataclass

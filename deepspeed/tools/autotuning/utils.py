@@ -1,14 +1,11 @@
-"""Helpers of the autotuner: nested config values, experiment files, log search, number formats."""
+"""Helpers of the autotuner: nested config values, log search."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from deepspeed.tools.launcher.hostfile import fetch_hostfile as fetch_hostfile
 
 
 def search_error(filename: str) -> str | None:
@@ -19,11 +16,6 @@ def search_error(filename: str) -> str | None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.strip() for line in lines if re.search(r"\b\w*(Error|Exception)\b|\berror: ", line)]
     return errors[-1] if errors else None
-
-
-def get_list(val: Any) -> list[Any]:
-    """Return a list unchanged, any other value as a list of one."""
-    return val if isinstance(val, list) else [val]
 
 
 def get_val_by_key(d: Any, k: str) -> Any:
@@ -43,40 +35,3 @@ def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
             d[key] = vv
         elif isinstance(value, dict):
             set_val_by_key(value, k, vv)
-
-
-def write_experiments(exps: Iterable[Mapping[str, Any]], exps_dir: str) -> list[str]:
-    """Write one JSON file per experiment, named after it; return the paths."""
-    folder = Path(exps_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for exp in exps:
-        path = folder / f"{exp['name']}.json"
-        path.write_text(json.dumps(exp, indent=2), encoding="utf-8")
-        paths.append(str(path))
-    return paths
-
-
-_BINARY = (("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10), ("", 1))
-_DECIMAL = (("B", 10**9), ("M", 10**6), ("K", 10**3), ("", 1))
-
-
-def memory_to_string(n: float, postfix: str = "", units: str | None = None, precision: int = 2) -> str:
-    """Format bytes in binary units: ``memory_to_string(1 << 30, "B")`` is ``"1.0 GB"``."""
-    return _with_unit(n, postfix, units, precision, _BINARY)
-
-
-def number_to_string(n: float, postfix: str = "", units: str | None = None, precision: int = 2) -> str:
-    """Format a number in decimal units: ``number_to_string(1234567)`` is ``"1.23 M"``; ``B`` is 10**9."""
-    return _with_unit(n, postfix, units, precision, _DECIMAL)
-
-
-def _with_unit(
-    n: float, postfix: str, units: str | None, precision: int, table: Sequence[tuple[str, int]]
-) -> str:
-    sizes = dict(table)
-    if units is not None and units not in sizes:
-        raise ValueError(f"units={units!r}: one of {', '.join(map(repr, sizes))}")
-    unit = units if units is not None else next((name for name, size in table if abs(n) >= size), "")
-    value = n if not unit else round(n / sizes[unit], precision)
-    return f"{value} {unit}{postfix}"

@@ -142,9 +142,6 @@ class InsertPostInitMethodToModuleSubClasses:
         active_contexts.unpatch()
         _patch()
 
-    def unpatch_init_and_builtins(self) -> None:
-        active_contexts.unpatch()
-
 
 class Init(InsertPostInitMethodToModuleSubClasses):
     """Partition parameters while a model is being built, so that it never exists whole.
@@ -241,9 +238,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     @property
     def num_partitions(self) -> int:
         return self.communicator.size
-
-    def get_dp_process_group(self) -> Any:
-        return self.communicator.group
 
 
 # The patches ------------------------------------------------------------------------------------------------

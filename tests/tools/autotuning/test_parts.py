@@ -7,29 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deepspeed.tools.autotuning import scheduler, utils
 from deepspeed.tools.autotuning.arguments import arguments_for, given_config, launcher_command, section_of
 from deepspeed.tools.autotuning.command import run_autotuning
-from deepspeed.tools.autotuning.space import Point
-from deepspeed.tools.autotuning.tuner import model_based_tuner as numbers
-from deepspeed.tools.autotuning.tuner.base_tuner import GridSearchTuner, RandomTuner
-from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel, XGBoostCostModel
-from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
+from deepspeed.tools.autotuning.step_model import StepTimeModel
 from tests.tools.autotuning.made_up import tuner
-
-
-def test_features_of_a_config() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 20},
-    }
-    assert numbers.flatten(config)["zero_optimization_stage"] == 2
-    keys = ["stage", "reduce_bucket_size"]
-    assert numbers.dict_to_feature(config, keys) == [2.0, 20.0]
-    assert numbers.dict_to_feature(config, keys, {"reduce_bucket_size": 40}) == [2.0, 0.5]
 
 
 def test_changing_configs() -> None:
@@ -37,7 +21,6 @@ def test_changing_configs() -> None:
     assert utils.get_val_by_key(config, "c") == 2 and utils.get_val_by_key(config, "z") is None
     utils.set_val_by_key(config, "c", 3)
     assert config == {"a": 1, "b": {"c": 3, "d": "$x y"}}
-    assert utils.memory_to_string(3 << 30, "B") == "3.0 GB" and utils.number_to_string(12) == "12 "
 
 
 def test_a_section_as_the_documents_write_it() -> None:
@@ -65,19 +48,11 @@ def test_logs(tmp_path: Path) -> None:
     assert utils.search_error(str(log)) == "ValueError: no"
 
 
-def test_cost_models() -> None:
-    model = XGBoostCostModel("reg")
-    xs = [[float(a), float(b)] for a in range(4) for b in range(4)]
-    model.fit(xs, [a * 3 + b for a, b in xs])
-    assert np.abs(model.predict(xs) - [a * 3 + b for a, b in xs]).max() < 0.5
+def test_the_cost_model() -> None:
     time = StepTimeModel()
     time.fit([(0, 1, 0.3), (0, 4, 0.6), (2, 4, 1.2)])
     assert time.seconds(0, 8) == pytest.approx(1.0) and time.seconds(2, 8) == pytest.approx(2.0)
-    assert (
-        time.seconds(1, 8) == pytest.approx(1.0)
-        and time.seconds(3, 8) == pytest.approx(2.0)
-        and time.plateau(0.05) == 40
-    )
+    assert time.seconds(1, 8) == pytest.approx(1.0) and time.seconds(3, 8) == pytest.approx(2.0)
 
 
 def test_command_lines(tmp_path: Path) -> None:
@@ -108,7 +83,7 @@ class Machine:
         self.runs: list[str] = []
         self.fixed, self.each, self.activations = 0.04, 0.01, 1 << 20
 
-    def __call__(self, exp: dict[str, Any], reservations: Any, user_script: str, user_args: list[str]) -> int:
+    def __call__(self, exp: dict[str, Any], user_script: str, user_args: list[str]) -> int:
         config, folder = exp["ds_config"], Path(exp["result_dir"])
         self.runs.append(exp["name"])
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +130,7 @@ def test_few_runs_find_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     )
     assert (folder / "summary.txt").read_text() == out
     assert (tmp_path / "autotuning_exps" / f"z0_gas1_tmbspg{size}.json").exists()
-    assert found.get_plateau_mbs("z0") <= size and found.get_model_num_params() == 1000
+    assert found.get_model_num_params() == 1000
     again = Machine()
     tuner(tmp_path, monkeypatch, again).tune()  # resumes: all results are there
     assert again.runs == []
@@ -194,12 +169,10 @@ def test_documented_tuners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
     assert len(machine.runs) == 1 + 4 * 3
     assert size == (8 if metric == "throughput" else 1)
     assert found.get_tuning_micro_batch_size_list(1, 48, 3) == [12, 24, 48]
-    exps = [found._experiment(Point(0, size)) for size in (1, 2, 4)]
-    for cls in (GridSearchTuner, RandomTuner):
-        one = cls(exps, found.rm, metric)
-        assert one.has_next() and one.tune(n_trials=2) == 2
-    learned = ModelBasedTuner(exps, found.rm, metric, {})
-    assert learned.tune() == 3 and learned.best_exp is not None
+    few = Machine()
+    limits = {"tuner_num_trials": 2, "tuner_early_stopping": 1, "overwrite": True}
+    tuner(tmp_path, monkeypatch, few, **section, **limits).tune()
+    assert len(few.runs) == 1 + 4 * 2
 
 
 def test_an_interruption_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -262,19 +235,13 @@ def test_micro_batches_end_where_the_data_do(
 
 def test_machines_and_slots(tmp_path: Path) -> None:
     rm = scheduler.ResourceManager(argparse.Namespace(), ["a", "b"], 4, str(tmp_path), str(tmp_path), None)
-    got = rm.resource_request({"num_nodes": 2, "num_gpus": 3})
-    assert [reservation.desc() for reservation in got] == ["a:0,1,2@", "b:0,1,2@"]
-    assert rm.status() == "a (1/4 free), b (1/4 free)"
-    assert rm.resource_request({"num_nodes": 1, "num_gpus": 2}) == []
-    scheduler.clean_up({}, got)
-    assert rm.status() == "a (4/4 free), b (4/4 free)"
-    rm.save_exp_results_to_database("hello", path=str(tmp_path / "db"))
-    assert json.loads((tmp_path / "db").read_text()) == {"message": "hello"}
+    assert rm.devices() == "--include=a:0,1,2,3@b:0,1,2,3"
+    wanted = {"name": "large", "num_nodes": 3, "num_gpus": 4, "result_dir": str(tmp_path / "large")}
+    assert rm.run(wanted) == "3 machines with 4 slots each are not there"
 
 
 def test_runs_without_a_number_count_and_are_never_the_best(tmp_path, monkeypatch) -> None:
     made: Any = tuner(tmp_path, monkeypatch, None)
-    assert (made.exp_num_nodes, made.exp_num_gpus) == (1, 2)
     for name in ("first", "second"):
         made.update_records("z0", {"name": name}, None, 1)
     assert made.get_best_space_record("z0") is None

@@ -118,7 +118,7 @@ class PDSHRunner(MultiNodeRunner):
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {self.args.ssh_port}".strip()
         workers = ",".join(slots_of(active_resources))
-        start = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
+        hosts = ["-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
         steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
         if self.args.venv_script is not None:
             steps.append(f". {_for_pdsh(self.args.venv_script)}")
@@ -132,16 +132,8 @@ class PDSHRunner(MultiNodeRunner):
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
         # The brackets keep the pattern from matching pkill's own command line.
         ours = _for_pdsh(f"[{module[0]}]{module[1:]} --world_info={self.world_info_base64} {job} ")
-        end = [
-            "pdsh",
-            "-f",
-            str(PDSH_MAX_FAN_OUT),
-            "-w",
-            workers,
-            *self.launcher_arguments(),
-            f"pkill -TERM -f {ours}",
-        ]
-        return [*start, " && ".join(steps)], end, environment
+        end = ["pdsh", *hosts, f"pkill -TERM -f {ours}"]
+        return ["pdsh", "-S", *hosts, " && ".join(steps)], end, environment
 
     def _launch_options(self) -> list[str]:
         address, port = self.args.master_addr, self.args.master_port
@@ -180,14 +172,8 @@ class _StartsRanks(MultiNodeRunner):
 
     def helper(self) -> list[str]:
         """Return the command line of every rank."""
-        command = [
-            sys.executable,
-            "-u",
-            "-m",
-            "deepspeed.tools.launcher.launcher_helper",
-            f"--launcher={self.name}",
-        ]
-        command += [f"--world_info={self.world_info_base64}"]
+        command = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launcher_helper"]
+        command += [f"--launcher={self.name}", f"--world_info={self.world_info_base64}"]
         command += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
         flags = ("module", "no_python", "bind_cores_to_rank")
         command += [f"--{flag}" for flag in flags if getattr(self.args, flag)]

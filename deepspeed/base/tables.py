@@ -1,0 +1,16 @@
+"""Tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+
+def padded(rows: Sequence[Sequence[str]], left: Container[int] | None = None) -> Iterator[list[str]]:
+    """Yield the cells of each row, each as wide as the widest of its column. ``left``: the columns that are aligned to
+    the left, the others to the right; default: all."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield [
+            cell.ljust(width) if left is None or column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]

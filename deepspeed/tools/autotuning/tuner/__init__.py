@@ -1,1 +1,0 @@
-"""Search strategies over a space of experiments."""
