@@ -27,7 +27,7 @@ from deepspeed.comm.hangs import thread_states as standing_of
 from deepspeed.comm.hangs import watch as hang_watch
 from deepspeed.comm.hangs.history import LENGTH, OperationHistory
 from deepspeed.comm.hangs.report import call_text, explain
-from deepspeed.comm.hangs.thread_states import RankReport
+from deepspeed.comm.hangs.thread_states import HangReport
 from deepspeed.comm.transports import shared_memory
 from deepspeed.tools import stacks
 from tests import forked
@@ -394,17 +394,17 @@ def test_what_a_rank_does_is_told_by_the_file_that_runs(file: str, function: str
 
 def rank_report(
     rank: int, *calls: Any, call: str = "", members: Any = (0, 1), name: str = "0", **facts: Any
-) -> RankReport:
+) -> HangReport:
     group = {"name": name, "ranks": list(members), "count": len(calls), "calls": list(calls)}
     among = list(members) if call else []
-    return RankReport(rank=rank, host="h", pid=100 + rank, call=call, members=among, groups=[group], **facts)
+    return HangReport(rank=rank, host="h", pid=100 + rank, call=call, members=among, groups=[group], **facts)
 
 
 SUM: list[Any] = ["all_reduce", 10, "float32", None, "backward"]
 COPY: list[Any] = ["broadcast", 8, "uint8", 0, ""]
 
 
-def explained(*ranks: RankReport, silent: Any = None) -> str:
+def explained(*ranks: HangReport, silent: Any = None) -> str:
     return explain({each.rank: each for each in ranks}, silent or {}, 30.0)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.comm.hangs.history import UNEVEN
-from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, RankReport
+from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, HangReport
 
 STACK_LINES = 24
 SHOWN = 8
@@ -35,7 +35,7 @@ _CAUSES = {
 }
 
 
-def explain(reports: Mapping[int, RankReport], silent: Mapping[int, str], waited_s: float) -> str:
+def explain(reports: Mapping[int, HangReport], silent: Mapping[int, str], waited_s: float) -> str:
     """Return the report; empty if no rank waits for another. `silent`: the state, if known, of ranks that did not
     answer."""
     waiting = {rank: each for rank, each in reports.items() if each.call}
@@ -64,7 +64,7 @@ def _headline(
     diverged: Sequence[str],
     missing: Mapping[int, str],
     silent: Mapping[int, str],
-    waiting: Mapping[int, RankReport],
+    waiting: Mapping[int, HangReport],
     locked: bool,
 ) -> str:
     """Return the first line. ``locked``: ranks wait for calls that others would issue only after the calls they
@@ -84,7 +84,7 @@ def _headline(
 
 
 def _histories(
-    reports: Mapping[int, RankReport],
+    reports: Mapping[int, HangReport],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]]:
     """Return the calls that the members of each group issued."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
@@ -100,7 +100,7 @@ def _numbered(group: Mapping[str, Any]) -> dict[int, list[Any]]:
     return dict(enumerate(group["calls"], first))
 
 
-def _divergences(reports: Mapping[int, RankReport]) -> list[str]:
+def _divergences(reports: Mapping[int, HangReport]) -> list[str]:
     """Return a line for each group whose members issued different collectives, with the first difference."""
     lines = []
     for (_, ranks), members in _histories(reports).items():
@@ -139,7 +139,7 @@ def _phase(call: Sequence[Any]) -> str:
     return f" in {call[4]}" if call[4] else ""
 
 
-def _late(reports: Mapping[int, RankReport]) -> dict[int, str]:
+def _late(reports: Mapping[int, HangReport]) -> dict[int, str]:
     """Return the ranks that have issued fewer collectives of a group than another member, and the one they lack."""
     late: dict[int, str] = {}
     histories = _histories(reports)
@@ -162,7 +162,7 @@ def _late(reports: Mapping[int, RankReport]) -> dict[int, str]:
     return late
 
 
-def _absent(reports: Mapping[int, RankReport], waiting: Mapping[int, RankReport]) -> dict[int, str]:
+def _absent(reports: Mapping[int, HangReport], waiting: Mapping[int, HangReport]) -> dict[int, str]:
     """Return ranks that do not communicate although a member of theirs waits, for calls without a history."""
     absent: dict[int, str] = {}
     for each in waiting.values():
@@ -182,18 +182,18 @@ def call_text(call: Sequence[Any]) -> str:
     return f"{operation}{size}" + (f" with root {root}" if root is not None else "")
 
 
-def _who(each: RankReport) -> str:
+def _who(each: HangReport) -> str:
     return f"rank {each.rank} ({each.host}, process {each.pid})"
 
 
-def _missing_rank(each: RankReport, lacks: str) -> str:
+def _missing_rank(each: HangReport, lacks: str) -> str:
     where = f", at {each.at}" if each.at else ""
     module = f", in module {each.module}" if each.module else ""
     position = f"; {each.position}" if each.position else ""
     return f"{_who(each)} {lacks}; it is {each.doing}{module}{where}{position}"
 
 
-def _waiting_lines(waiting: Mapping[int, RankReport], late: Mapping[int, str]) -> list[str]:
+def _waiting_lines(waiting: Mapping[int, HangReport], late: Mapping[int, str]) -> list[str]:
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(waiting):
         each = waiting[rank]
@@ -211,7 +211,7 @@ def _waiting_lines(waiting: Mapping[int, RankReport], late: Mapping[int, str]) -
     return [f"  waiting: {_ranks(ranks)} {'; '.join(facts)}" for facts, ranks in alike.items()]
 
 
-def _stack(each: RankReport) -> list[str]:
+def _stack(each: HangReport) -> list[str]:
     shown = each.stack[-STACK_LINES:]
     return [f"  stack of {_who(each)}, innermost last:", *(f"  {line}" for line in shown)]
 
@@ -220,8 +220,8 @@ def _causes(
     diverged: Sequence[str],
     missing: Mapping[int, str],
     silent: Mapping[int, str],
-    reports: Mapping[int, RankReport],
-    waiting: Mapping[int, RankReport],
+    reports: Mapping[int, HangReport],
+    waiting: Mapping[int, HangReport],
     locked: bool,
 ) -> list[str]:
     doing = [reports[rank].doing for rank in missing] + [each.doing for each in waiting.values()]

@@ -61,7 +61,7 @@ class Names(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class HangReport:
     """State of one rank, as sent to the others."""
 
     rank: int
@@ -121,7 +121,7 @@ def code_position(frames: list[FrameType]) -> tuple[tuple[Any, int], ...]:
 
 
 def describe(frames: list[FrameType], names: Iterable[Names]) -> dict[str, Any]:
-    """Return the fields of a `RankReport` that are read from frames."""
+    """Return the fields of a `HangReport` that are read from frames."""
     known = list(names)
     call, members = _call(frames) if is_communicating(frames) else ("", [])
     return {

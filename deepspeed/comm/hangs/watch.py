@@ -33,8 +33,8 @@ from deepspeed.comm.hangs.history import OperationHistory, watch_callbacks
 from deepspeed.comm.hangs.report import ABSENT, GONE, STOPPED, explain
 from deepspeed.comm.hangs.stragglers import clone, quietly, store_of_default_group
 from deepspeed.comm.hangs.thread_states import (
+    HangReport,
     Names,
-    RankReport,
     code_position,
     describe,
     is_communicating,
@@ -59,7 +59,7 @@ _ANSWER_S = 2.0
 class StackServer:
     """Server of `ds stacks`: `serve` waits for requests in the calling thread. Linux only; elsewhere there are none."""
 
-    def __init__(self, own_report: Callable[[], RankReport]) -> None:
+    def __init__(self, own_report: Callable[[], HangReport]) -> None:
         self._own_report = own_report
         self._wake, self._woken = socket.socketpair()
         self._listener: socket.socket | None = None
@@ -254,9 +254,9 @@ class Watch:
         records."""
         return [each.names.position() for each in list(self.networks) if each.names is not None]
 
-    def _own_report(self) -> RankReport:
+    def _own_report(self) -> HangReport:
         frames = main_frames()
-        return RankReport(
+        return HangReport(
             rank=self.rank,
             host=self.host,
             pid=self.pid,
@@ -334,7 +334,7 @@ class Watch:
         mine = self.rank == 0 or (self.rank == present[0] and lasted_s > patience_s)
         if not mine or int(self._store.add(f"{KEY}/{round_}/said", 1)) > 1:
             return
-        reports = {rank: RankReport(**json.loads(self._store.get(keys[rank]))) for rank in present}
+        reports = {rank: HangReport(**json.loads(self._store.get(keys[rank]))) for rank in present}
         self._addresses.update(self._read_addresses(set(range(self.size)) - set(present)))
         silent = {rank: self._describe_silent(rank) for rank in range(self.size) if rank not in present}
         text = self._text(reports, silent)
@@ -360,7 +360,7 @@ class Watch:
         silent = {} if in_launcher else {0: self._describe_silent(0) if 0 in self._addresses else unknown}
         explanation.text = self._text({self.rank: self._own_report()}, silent, "its store does not answer; ")
 
-    def _text(self, reports: dict[int, RankReport], silent: dict[int, str], note: str = "") -> str:
+    def _text(self, reports: dict[int, HangReport], silent: dict[int, str], note: str = "") -> str:
         waited_s = max((each.stalled_s for each in reports.values() if each.call), default=self.seconds)
         text = explain(reports, silent, waited_s)
         if text and (silent or waited_s >= self.seconds / 2):  # otherwise it has resumed meanwhile
