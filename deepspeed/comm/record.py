@@ -129,6 +129,12 @@ class CommsLogger:
                 f"msg size: {convert_size(msg_size)} | algbw (Gbps): {algbw:.2f} | busbw (Gbps): {busbw:.2f}"
             )
 
+    def get_raw_data(self) -> dict[str, SizeRecords]:
+        return {
+            name: {size: list(record) for size, record in sizes.items()}
+            for name, sizes in self.comms_dict.items()
+        }
+
     def has_data(self) -> bool:
         return bool(self.comms_dict)
 

@@ -14,6 +14,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.rng import set_random_seed
+from deepspeed.comm import documented_groups as groups
 from deepspeed.compat.offload_states import offload_adam_states, reload_adam_states
 from deepspeed.ops.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.zero.tensor_norms import (
@@ -270,6 +271,7 @@ class CheckOverflow:
         self.params = [param for group in param_groups for param in group] if param_groups else None
         self.zero_reduce_scatter = zero_reduce_scatter
         self.deepspeed = deepspeed
+        self.has_moe_params = any(not getattr(param, "allreduce", True) for param in self.params or [])
 
     def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
         """Call `has_overflow` for these parameter groups, or those of the constructor."""
@@ -278,15 +280,32 @@ class CheckOverflow:
             raise ValueError("CheckOverflow has no parameters: pass param_groups to it or to check()")
         return self.has_overflow(params)
 
+    def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
+        """Return whether any of the norms is not finite; -1 also means not finite.
+
+        Args:
+            reduce_overflow: reduce over all ranks. Otherwise only over the model-parallel group, and the
+                expert-parallel group if the constructor was given experts.
+        """
+        norms = torch.as_tensor([float(norm) for norm in norm_group], dtype=torch.float64)
+        overflow = bool((~torch.isfinite(norms) | (norms == -1)).any())
+        if reduce_overflow:
+            return self._anywhere(overflow)
+        if self.has_moe_params:
+            overflow = self._anywhere(overflow, groups._get_max_expert_parallel_group())
+        return overflow if self.mpu is None else self._anywhere(overflow, self.mpu.get_model_parallel_group())
+
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
         """Return whether a gradient on this rank is not finite."""
         return any(has_non_finite(param.grad) for param in params if param.grad is not None)
 
     def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
         """Return whether any gradient on any rank is not finite. Collective."""
-        overflow = self.has_overflow_serial(params)
+        return self._anywhere(self.has_overflow_serial(params))
+
+    def _anywhere(self, overflow: bool, group: Any = None) -> bool:
         if not torch.distributed.is_initialized():
             return overflow
         flag = torch.tensor([overflow], dtype=torch.float32, device=get_accelerator().current_device_name())
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
         return bool(flag.item())

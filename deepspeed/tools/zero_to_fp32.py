@@ -52,6 +52,26 @@ class GatheredTensor:
         return materialize(self._lazy)
 
 
+def to_torch_tensor(
+    state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: torch.dtype | str | None = None
+) -> OrderedDict[str, Tensor]:
+    """Replace the placeholders of ``lazy_mode`` by tensors; tied ones share memory.
+
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, to determine sizes. ``dtype``: dtype of the
+    floating-point tensors, a torch dtype or a name in ``OUTPUT_DTYPE_NAMES``; None leaves them unchanged.
+    """
+    wanted = None if dtype is None else _output_dtype(dtype)
+    made: dict[int, Tensor] = {}
+    result: OrderedDict[str, Tensor] = OrderedDict()
+    for name, value in state_dict.items():
+        if id(value) not in made:
+            kept = wanted if wanted is not None and value.dtype.is_floating_point else value.dtype
+            empty = torch.empty(value.shape, dtype=kept) if return_empty_tensor else None
+            made[id(value)] = empty if empty is not None else value.contiguous().to(kept)
+        result[name] = made[id(value)]
+    return result
+
+
 def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = OUTPUT_DTYPE_NAMES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
     if found is None or found not in OUTPUT_DTYPE_NAMES.values():

@@ -155,6 +155,16 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Return the dtype of the model's own weights."""
         return self.executor.plan.precision.param or torch.float32
 
+    def needs_scaler(self) -> bool:
+        """Return whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
+        return self.executor.scaler.plan.active
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """Return a scalar that has a graph times the loss scale, anything else unchanged."""
+        if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+            return value * self.executor.scaler.scale
+        return value
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Set the loss scale from outside, as some pipelines do. ValueError: not finite and positive."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:
@@ -247,6 +257,11 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         return flat
 
     @property
+    def params_in_partition(self) -> list[list[Tensor]]:
+        params = self.executor.store.params
+        return [[params[owned.param_index] for owned in group] for group in self.executor.store.by_group]
+
+    @property
     def partition_count(self) -> list[int]:
         """Return the number of shards of each optimizer group's state (with experts: the largest)."""
         buckets = self.executor.store.param_buckets
@@ -313,6 +328,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's master weights, one flat tensor per optimizer group (a copy)."""
         return ZeroOptimizer.single_partition_of_fp32_groups.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[Tensor]]:
+        """Return this rank's parts of the model's parameters (``ds_tensor``) by optimizer group."""
+        return [[param.ds_tensor for param in group["params"]] for group in self.param_groups]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:

@@ -74,6 +74,9 @@ class DeepSpeedZeRoOffload(HasMovableStates):
         self._watch_reads()
         self._register_deepspeed_module(module)
 
+    def get_param_coordinator(self) -> ParamCoordinator:
+        return self.param_coordinator
+
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that stay gathered (``stage3_param_persistence_threshold``)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -77,6 +79,20 @@ def test_each_rank_gets_its_part_of_the_whole(tmp_path, before, after, version):
         assert path == loader.ckpt_list[rank * before // after]
         assert (scales, merged, state["step"]) == (None, max(before // after, 1), 7)
         assert_same(state["module"], part(model, rank, after, version))
+
+
+def test_a_description_names_the_files_and_the_version(tmp_path):
+    model = whole()
+    described = {
+        "type": "Megatron",
+        "version": 2.0,
+        "checkpoints": saved(tmp_path, model, 2, 2.0, key="model"),
+    }
+    (tmp_path / "description.json").write_text(json.dumps(described))
+    loader = SDLoaderFactory.get_sd_loader_json(str(tmp_path / "description.json"), None)
+    assert_same(loader.load(1, 0)[1]["model"], part(model, 0, 1, 2.0))
+    as_it_is = {"type": "ds_model", "checkpoints": [], "version": 1}
+    assert SDLoaderFactory.get_sd_loader_json(as_it_is, None) is as_it_is
 
 
 def test_files_of_single_layers_hold_nothing_else(tmp_path):

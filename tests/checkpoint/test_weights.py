@@ -28,6 +28,7 @@ from deepspeed.tools.zero_to_fp32 import (
     get_model_state_file,
     get_optim_files,
     load_state_dict_from_zero_checkpoint,
+    to_torch_tensor,
 )
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train, weights
 from tests.pool import distributed, run
@@ -137,8 +138,10 @@ def test_fp32_state_dict(tmp_path, stage, precision):
     assert found["head.weight"] is found["emb.weight"]
     lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
     assert not any(isinstance(value, torch.Tensor) for value in lazy.values())
-    assert {name: v.shape for name, v in lazy.items()} == {name: v.shape for name, v in found.items()}
-    assert_equal({name: value.contiguous() for name, value in lazy.items()}, found)
+    assert {name: v.shape for name, v in to_torch_tensor(lazy, return_empty_tensor=True).items()} == {
+        name: v.shape for name, v in found.items()
+    }
+    assert_equal(to_torch_tensor(lazy), found)
     without = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
     assert found.keys() - without.keys() == {"frozen.weight", "frozen.bias"}
     model = load_state_dict_from_zero_checkpoint(Zoo(), tmp_path)
@@ -206,6 +209,10 @@ def test_exports_of_16_bits(tmp_path, dtype):
     assert_equal(found, whole if wanted is torch.float32 else cast)
     shared = [{k for k in tied if tied[k] is v} for tied in (whole, found) for v in tied.values()]
     assert shared[: len(whole)] == shared[len(whole) :]
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    assert_equal(to_torch_tensor(lazy, dtype=dtype), cast)
+    empty = to_torch_tensor(lazy, return_empty_tensor=True, dtype=dtype)
+    assert {k: v.dtype for k, v in empty.items()} == {k: v.dtype for k, v in cast.items()}
     for wrong in ("int8", torch.int8):
         with pytest.raises(ValueError, match="Unsupported output dtype .*int8.*: use one of float32"):
             convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "no", wrong)

@@ -157,6 +157,7 @@ def test_the_schedule_against_its_formula() -> None:
     other = RandomLTDScheduler(SECTION)
     other.load_state_dict(scheduler.state_dict())
     assert other.state == scheduler.state
+    assert RandomLTDScheduler(SECTION).get_total_layer_tokens(9) == consumed
     scheduler.reset_to_init()
     assert scheduler.get_state() == RandomLTDScheduler(SECTION).state
     scheduler.set_current_seq(7)

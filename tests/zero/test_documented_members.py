@@ -103,6 +103,9 @@ def test_parameters_by_group(stage: int) -> None:
             list(map(id, group)) for group in params
         ]
     assert optimizer.partition_count == ([2, 2] if stage else [1, 1])
+    if stage == 3:
+        for parts, group in zip(optimizer.fp16_partitioned_groups, params, strict=True):
+            assert all(part is param.ds_tensor for part, param in zip(parts, group, strict=True))
     engine.destroy()
 
 

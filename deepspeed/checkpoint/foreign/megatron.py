@@ -6,8 +6,9 @@ Megatron cuts; the three parts of a fused query-key-value weight are cut separat
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,31 @@ from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpoint
 
 AUTO_MODULE_KEY = "auto"
 """The model's weights are under "module" or "model", whichever there is."""
+WHOLE_DESCRIPTIONS = ("bloom", "ds_model")
+"""Checkpoint types that are only a list of files, which the model's own loader reads."""
 
 State = dict[str, Any]
 
 
 class SDLoaderFactory:
     """Makes the loader for a checkpoint's type."""
+
+    @staticmethod
+    def get_sd_loader_json(
+        json_file: str | os.PathLike[str] | Mapping[str, Any], checkpoint_engine: Any
+    ) -> Any:
+        """Return the loader for a description: ``{"type", "version", "checkpoints": [files]}``, or the path of a JSON
+        file with it. Types that need no merging ("bloom", "ds_model") return the description."""
+        if isinstance(json_file, Mapping):
+            data = json_file
+        else:
+            with open(json_file, encoding="utf-8") as file:
+                data = json.load(file)
+        if str(data["type"]).lower() in WHOLE_DESCRIPTIONS:
+            return data
+        return SDLoaderFactory.get_sd_loader(
+            data["checkpoints"], checkpoint_engine, data["type"], data.get("version")
+        )
 
     @staticmethod
     def get_sd_loader(
@@ -98,8 +118,10 @@ class MegatronSDLoader:
                 raise FileNotFoundError(f"{path}, the file of rank {mp_rank}, is missing")
             return path, self._read(path), (None, 1)
         if files > mp_world_size:
-            return path, self.merge_state_dict(mp_world_size, mp_rank), (None, files // mp_world_size)
-        return path, self.split_state_dict(mp_world_size, mp_rank), (None, 1)
+            state, _ = self.merge_state_dict(mp_world_size, mp_rank)
+            return path, state, (None, files // mp_world_size)
+        state, _ = self.split_state_dict(mp_world_size, mp_rank)
+        return path, state, (None, 1)
 
     def _read(self, path: str) -> State:
         state: Any = self.checkpoint_engine.load(path, map_location="cpu")
@@ -171,8 +193,16 @@ class MegatronSDLoader:
             return torch.cat([_part(each, num_to_split, offset, 0) for each in param.chunk(3, dim=0)], dim=0)
         return _part(param, num_to_split, offset, 0)
 
-    def merge_state_dict(self, mp_world_size: int, mp_rank: int) -> State:
-        """Return the state dict for rank ``mp_rank`` of fewer ranks."""
+    def merge_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """Return (state dict for rank ``mp_rank`` of fewer ranks, None in place of quantization scales)."""
         self.sanity_check(self.ckpt_list[0])
         states = self.get_merge_state_dicts(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(states[0])
@@ -185,10 +215,18 @@ class MegatronSDLoader:
             elif (dim := self._dim(name)) is not None:
                 value = torch.cat(values, dim=dim)
             merged[name] = value
-        return self.set_module(states[0], merged)
+        return self.set_module(states[0], merged), None
 
-    def split_state_dict(self, mp_world_size: int, mp_rank: int) -> State:
-        """Return the state dict for rank ``mp_rank`` of more ranks."""
+    def split_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """Return (state dict for rank ``mp_rank`` of more ranks, None)."""
         state, parts, number = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(state)
         split = {}
@@ -198,7 +236,7 @@ class MegatronSDLoader:
             elif (dim := self._dim(name)) is not None:
                 value = _part(value, parts, number, dim)
             split[name] = value
-        return self.set_module(state, split)
+        return self.set_module(state, split), None
 
     def _dim(self, name: str) -> int | None:
         if any(key in name for key in self.COLUMNS):

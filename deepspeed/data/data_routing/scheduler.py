@@ -83,6 +83,12 @@ class RandomLTDScheduler(BaseScheduler):
     def get_random_ltd_layer_num(self) -> int:
         return self.random_ltd_layer_num
 
+    def get_total_layer_tokens(self, train_iters: int) -> int:
+        """Return the layer tokens of a run of this many steps. Advances the schedule: undo with ``reset_to_init``."""
+        for step in range(train_iters):
+            self.update_seq(step)
+        return self.state[CONSUMED_LAYER_TOKENS]
+
     def update_seq(self, global_steps: int, longest: int | None = None) -> None:
         """Advance to a step and count its layer tokens once, assuming sequences of ``max_value`` tokens, or of
         ``longest`` if truncated."""

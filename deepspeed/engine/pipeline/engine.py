@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -313,6 +314,16 @@ class PipelineEngine(ByInstructions):
         return dict(self._batch_losses.reports) or None
 
     # Reports --------------------------------------------------------------------------------------------------
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log ``msg`` on this rank."""
+        log_dist(" ".join(map(str, msg)), ranks=[self.global_rank])
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log ``msg`` on rank 0 every ``steps_per_print`` steps."""
+        every = self.steps_per_print() or math.inf
+        if self.global_rank == 0 and self.global_steps % every == 0:
+            log_dist(" ".join(map(str, msg)), ranks=[0])
 
 
 def _find_idle(model: Any) -> None:

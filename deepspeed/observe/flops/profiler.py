@@ -152,6 +152,12 @@ class FlopsProfiler:
     macs = property(attrgetter("totals.forward.macs"))
     params = property(attrgetter("totals.params"))
 
+    def is_expert_tensor_parallelism_enabled(self) -> bool:
+        """Tell whether experts are split over tensor-parallel ranks."""
+        return any(
+            getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
+        )
+
     # Report ---------------------------------------------------------------------------------------------------
 
     def print_model_profile(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
-from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.multi_tensor import refuse, result_of
+from deepspeed.ops.update import Group, corrections
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):
@@ -57,6 +59,66 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         """True: the moments are fp32, regardless of the parameters' dtype."""
         return self.defaults["fp32_optimizer_states"]
 
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with the state under ``state[subgroup_id]``, whichever tensor the parameter is: for callers that put the
+        sub-groups of a model into ``param_groups`` in turn.
+
+        Raises:
+            ValueError: several parameters have a gradient, which one state cannot serve.
+        """
+        loss = result_of(closure)
+        states = self._numbered
+        for group, param, grad in self._updated_now():
+            states[param] = states[subgroup_id]
+            try:
+                self.multi_tensor_step(group, [param], [grad])
+            finally:
+                del states[param]
+                self.forget_tables()  # they look up state by parameter
+            torch.autograd.graph.increment_version([param])
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last ``step_subgroup`` of this id, up to rounding. Parameter, gradient and hyperparameters must be
+        those of that update.
+
+        Raises:
+            RuntimeError: there is no update to undo.
+            ValueError: as in ``step_subgroup``.
+        """
+        loss = result_of(closure)
+        states = self._numbered
+        state = states.get(sub_group_id)
+        if not state:
+            raise RuntimeError(
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: step_subgroup({sub_group_id}) was "
+                "not called before"
+            )
+        if int(state["step"]) == 0:
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
+        for group, param, grad in self._updated_now():
+            _undo(group, param, grad, state, decoupled=group[self.decoupled_key])
+            state["step"] -= 1
+        return loss
+
+    @property
+    def _numbered(self) -> dict[Any, Any]:
+        """``state`` with ids as keys; torch declares the keys to be tensors."""
+        return cast("dict[Any, Any]", self.state)
+
+    def _updated_now(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Return group, parameter and gradient of the only parameter with a gradient, as a list; empty if none has."""
+        found = []
+        for group in self.param_groups:
+            found += [(group, param, param.grad) for param in group["params"] if param.grad is not None]
+        if len(found) > 1:
+            raise ValueError(
+                f"a subgroup is one parameter, but {len(found)} have gradients: join them, or use step()"
+            )
+        return found
+
     @functools.cached_property
     def ds_opt_adam(self) -> ModuleType:
         """Module of the op's functions, with an optimizer created under ``opt_id``, for custom updates."""
@@ -65,6 +127,22 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         decay, decoupled = group["weight_decay"], group["adamw_mode"]
         create_adam(self.opt_id, group["lr"], beta1, beta2, group["eps"], decay, decoupled)
         return sys.modules[__name__]
+
+
+def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool) -> None:
+    """Invert Adam's update, in fp32."""
+    lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
+    exp_avg, exp_avg_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    step_size, inverse = corrections(group, int(state["step"]))
+    before = param.float() + step_size * exp_avg / (exp_avg_sq.sqrt() * inverse + group["eps"])
+    grad = grad.float()
+    if decoupled:
+        before /= 1.0 - lr * decay
+    else:
+        grad = grad + decay * before
+    param.copy_(before)
+    state["exp_avg"].copy_((exp_avg - (1.0 - beta1) * grad) / beta1)
+    state["exp_avg_sq"].copy_(((exp_avg_sq - (1.0 - beta2) * grad * grad) / beta2).clamp_(min=0.0))
 
 
 # The op's documented functions, for callers without an optimizer object.
@@ -116,19 +194,54 @@ def adam_update(
     Raises:
         ValueError: there is no optimizer of this id.
     """
+    lists = [params], [grads], [exp_avg], [exp_avg_sq]
+    return adam_update_multi(
+        optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, *lists, []
+    )
+
+
+def adam_update_multi(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    bias_correction: bool,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    stale_params: Sequence[Tensor],
+    parallel: bool = True,
+) -> int:
+    """Apply `adam_update` to several tensors at once; ``stale_params``, if not empty, receive the new parameters.
+
+    Raises:
+        ValueError: there is no optimizer of this id, or the lists have different lengths.
+    """
     optimizer = _made.get(optimizer_id)
     if optimizer is None:
         raise ValueError(f"adam_update: there is no optimizer {optimizer_id}; call create_adam first")
+    lengths = {len(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"parameters, gradients and states are lists of one length, not of {sorted(lengths)}"
+        )
     values = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
     group = optimizer.param_groups[0]
     group.update(values, bias_correction=bool(bias_correction))
-    step_before = torch.tensor(float(step - 1))
-    optimizer.state[params] = {"step": step_before, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    for param, first, second in zip(params, exp_avgs, exp_avg_sqs, strict=True):
+        state = {"step": torch.tensor(float(step - 1)), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[param] = state
     try:
         with torch.no_grad():
-            optimizer.multi_tensor_step(group, [params], [grads])
+            optimizer.multi_tensor_step(group, params, grads)
         torch.autograd.graph.increment_version(params)
     finally:
         optimizer.state.clear()
         optimizer.forget_tables()
+    for stale, param in zip(stale_params, params, strict=bool(stale_params)):
+        stale.copy_(param)
     return 0

@@ -100,6 +100,16 @@ class FastFileWriter(BaseFileWriter):
             self._closed = True
             self.flush()
 
+    def split_index_list(self, storage_obj_list: Sequence[Any], num_splits: int) -> list[int]:
+        """Split the list into `num_splits` runs of about equal size; return the end index of each run."""
+        sizes = [as_bytes(storage).numel() for storage in storage_obj_list]
+        total, seen, ends = sum(sizes), 0, []
+        for index, size in enumerate(sizes):
+            seen += size
+            while len(ends) < num_splits - 1 and seen * num_splits >= total * (len(ends) + 1):
+                ends.append(index + 1)
+        return ends + [len(sizes)] * (num_splits - len(ends))
+
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[Any], save_size: bool) -> list[int]:
         """Write storages one after the other, each preceded by its number of elements (8 bytes, little-endian) if
         `save_size`, as in torch's old file format; return the file offset of each."""

@@ -98,6 +98,11 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             self.own_state_names = (FEEDBACK, OWN_VARIANCE)
             self.update_traits = replace(type(self).update_traits, rank_state=self.own_state_names)
 
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Return whether the variance is frozen."""
+        return self.updates >= self.freeze_step
+
     def warms_up(self, update: int) -> bool:
         return update <= self.freeze_step
 

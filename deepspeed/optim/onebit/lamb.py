@@ -108,6 +108,11 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         self.factor_max, self.factor_min = float(factor_max), float(factor_min)
         self.factor_threshold = float(factor_threshold)
 
+    @property
+    def lamb_freeze_key(self) -> bool:
+        """Return whether variances and trust ratios are frozen."""
+        return self.updates >= self.freeze_step
+
     def warms_up(self, update: int) -> bool:
         return update <= self.freeze_step
 

@@ -136,6 +136,11 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self.exchanges = 0
         """Number of sign exchanges."""
 
+    @property
+    def freeze_key(self) -> bool:
+        """Return whether the variance is frozen."""
+        return self.updates >= self.var_freeze_step
+
     def warms_up(self, update: int) -> bool:
         return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
 

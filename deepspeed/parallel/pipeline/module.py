@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.logging import logger
 from deepspeed.base.rng import set_random_seed
+from deepspeed.checkpoint import names
 from deepspeed.checkpoint.numbered import shared_lists
 from deepspeed.checkpoint.reader import first_file_of
 from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of
@@ -358,6 +360,13 @@ class PipelineModule(Partitioned, nn.Module):
 
     # Checkpoint files of layers -------------------------------------------------------------------------------
 
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Return the path prefix of this rank's part of the model: the tag's folder and the rank's coordinates except
+        the replica.
+        """
+        place = self._topo.get_rank_repr(rank=self._grid.global_rank, omit_axes=("data",))
+        return os.path.join(checkpoints_path, str(tag), place)
+
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Return the file of a layer, given its index on this stage: "layer_03-model_00-model_states.pt"."""
         return self._layer_file(ckpt_dir, self._layer_indices[local_layer_idx])
@@ -365,6 +374,11 @@ class PipelineModule(Partitioned, nn.Module):
     def _layer_file(self, folder: str, layer: int) -> str:
         place = self._topo.get_rank_repr(rank=self._grid.global_rank)
         return os.path.join(folder, f"layer_{layer:02d}{f'-{place}' if place else ''}-model_states.pt")
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """Return the files of a layer's tensor-parallel parts, in rank order."""
+        layer = self._layer_indices[local_layer_idx]
+        return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{layer:02d}-*model_states.pt"))
 
     def _saved_modules(self) -> dict[int, nn.Module]:
         """Map layer indices to the modules that this stage saves. A tie is saved by the first stage that has it."""

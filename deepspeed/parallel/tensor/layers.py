@@ -105,11 +105,23 @@ class TensorParallelLayer(nn.Module):
     def tp_world_size(self) -> int:
         return self.group.size
 
+    @classmethod
+    def set_keep_module_on_host(cls, value: bool) -> None:
+        """Set whether ``move`` leaves tensors in host memory."""
+        cls.keep_module_on_host = value
+
     def move(self, tensor: Tensor) -> Tensor:
         """Return a copy of ``tensor`` on the device."""
         kept = self.keep_module_on_host
         device = tensor.device if kept else torch.device(get_accelerator().current_device_name())
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
+
+    def is_training_mode(self) -> bool:
+        """Return True: layers can always be trained."""
+        return True
+
+    def config_requires_grad(self, weight: Tensor | None) -> None:
+        """Do nothing: parameters keep their ``requires_grad``."""
 
     def config_tp_params(self, weight: Tensor | None) -> None:
         """Attach this layer's ``gather_params`` and ``_tp_partition`` to the parameter."""

@@ -142,6 +142,9 @@ class InsertPostInitMethodToModuleSubClasses:
         active_contexts.unpatch()
         _patch()
 
+    def unpatch_init_and_builtins(self) -> None:
+        active_contexts.unpatch()
+
 
 class Init(InsertPostInitMethodToModuleSubClasses):
     """Partition parameters while a model is being built, so that it never exists whole.
@@ -238,6 +241,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     @property
     def num_partitions(self) -> int:
         return self.communicator.size
+
+    def get_dp_process_group(self) -> Any:
+        return self.communicator.group
 
 
 # The patches ------------------------------------------------------------------------------------------------

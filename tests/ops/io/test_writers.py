@@ -69,6 +69,8 @@ def test_storages(tmp_path: Path) -> None:
     path = tmp_path / "file"
     storages = [torch.arange(n, dtype=torch.float32).untyped_storage() for n in (10, 20, 30)]
     with FastFileWriter(str(path), config(4096)) as writer:
+        assert writer.split_index_list(storages, 2) == [2, 3]
+        assert writer.split_index_list(storages, 5)[-1] == 3
         assert writer.save_torch_storage_object_list(storages, True) == [0, 48, 136]
     data = path.read_bytes()
     assert len(data) == 264 and int.from_bytes(data[48:56], "little") == 80

@@ -106,13 +106,20 @@ def test_one_file_of_all_stages(stages: int, stage: int, tmp_path: Path) -> None
 
 
 @distributed(world_size=4)
-def test_names_of_files() -> None:
+def test_names_of_files(tmp_path: Path) -> None:
     module = PipelineModule(
         layers(), topology=PipeModelDataParallelTopology(2, 2, 1), partition_method="uniform"
     )
     stage, model = dist.get_rank() // 2, dist.get_rank() % 2
+    assert module.ckpt_prefix("/a", "tag") == f"/a/tag/pipe_{stage:02d}-model_{model:02d}"
     number = module.partitions()[stage] + 1
     assert module.ckpt_layer_path("/a", 1) == f"/a/layer_{number:02d}-model_{model:02d}-model_states.pt"
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    parts = [str(folder / f"layer_{number:02d}-model_{part:02d}-model_states.pt") for part in range(101)]
+    for part in parts:
+        Path(part).touch()
+    assert module.ckpt_layer_path_list(str(folder), 1) == parts
     assert module.stage_owner(0) == 0 and module.stage_owner(5) == 1
     with pytest.raises(FileNotFoundError, match=f"layer_{number - 1:02d}"):
         module.load_state_dir("/nowhere", None)

@@ -65,6 +65,8 @@ def test_presets_and_merging() -> None:
         preset = AutoTPPresets.get_preset(family)
         assert preset is not None and preset.layer_specs
     assert AutoTPPresets.get_preset("no_such_family") is None
+    gqa = AutoTPPresets.llama_gqa(8, 2, 4).find_matching_spec(QKV)
+    assert gqa is not None and gqa.get_sub_param_sizes() == (32, 8, 8)
 
     own = AutoTPConfig(layer_specs=[TPLayerSpec([r".*o_proj.*"], PartitionType.SKIP)], tp_size=2)
     merged = merge_autotp_configs(AutoTPPresets.llama(), own)

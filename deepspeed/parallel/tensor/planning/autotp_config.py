@@ -181,6 +181,14 @@ class AutoTPPresets:
         return AutoTPConfig(layer_specs=specs)
 
     @staticmethod
+    def llama_gqa(num_heads: int, num_kv_heads: int, head_dim: int) -> AutoTPConfig:
+        """Return rules for a fused q, k and v projection with fewer k and v heads."""
+        sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        fused = _column(r"self_attn\.qkv_proj", shape=(sizes, -1), partition_dim=0)
+        specs = [fused, *AutoTPPresets.llama().layer_specs]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
     def bloom() -> AutoTPConfig:
         specs = [
             _column(r"self_attention\.query_key_value", r"mlp\.dense_h_to_4h"),
