@@ -242,7 +242,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "engine/hybrid_engine.py:_prompts": ("call",),
     "engine/initialize.py:_check_optimizer": (("optimizer.params.no_argument", NO_ARGUMENT),),
-    "engine/initialize.py:_kind": ("model",),
+    "engine/initialize.py:_engine_class": ("model",),
     "engine/observers/compression.py:CompressionSchedule._find_written": (
         ("compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward", IN_FP32),
     ),

@@ -1,4 +1,4 @@
-"""Where a layer of GPT-2 has its weights, for scripts that read them or name the layer (``injection_policy``)."""
+"""Describe where GPT-2 layers have their weights, for scripts that read them or name a layer (``injection_policy``)."""
 
 from __future__ import annotations
 

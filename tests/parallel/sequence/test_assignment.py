@@ -17,8 +17,8 @@ def test_every_head_of_every_part_has_one_rank_and_its_keys(ranks: int) -> None:
         assert plan.width * plan.head_groups == ranks and (plan.head_groups == 1) == (
             ranks <= heads or ranks == 1
         )
-        for group in range(plan.head_groups):
-            members = range(group * plan.width, (group + 1) * plan.width)
+        for number in range(plan.head_groups):
+            members = range(number * plan.width, (number + 1) * plan.width)
             computed = [head for rank in members for head in plan.queries_of(rank)]
             assert computed == list(range(heads))
             sizes = [len(plan.queries_of(rank)) for rank in members]
