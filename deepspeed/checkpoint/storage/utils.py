@@ -14,8 +14,8 @@ def create_checkpoint_engine(
     """Create the engine for single files that ``checkpoint.writer`` and ``datastates_ckpt`` of ``config_params``, a
     DeepSpeedConfig, select.
 
-    ``groups``, ``zero_stage`` and ``has_moe_layers`` tell which ranks hold the same data; they have no effect, since each
-    rank writes what it holds.
+    ``groups``, ``zero_stage`` and ``has_moe_layers`` tell which ranks hold the same data; they have no effect, since
+    each rank writes what it holds.
     """
     if config_params is None:
         return TorchCheckpointEngine()
