@@ -2,9 +2,9 @@
 
 Transformers selects the tokens, with its own random numbers, processors, streamers and criteria. Only the forward is
 replaced: it runs the fused layout over a paged cache instead of the cache of ``generate``; without a streamer, the loop
-around it is replaced, too (`token_loop.py`). Identical prompts are computed once. Calls that need more than the logits
-of the last tokens (beams, an assistant, hidden states), and models or batches that the fused layout does not support,
-use the module's own ``generate``.
+around it is replaced, too. Identical prompts are computed once. Calls that need more than the logits of the last tokens
+(beams, an assistant, hidden states), and models or batches that the fused layout does not support, use the module's own
+``generate``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ to its input; a norm; and a linear layer to the vocabulary. Examples: Llama, Mis
 
 Two checks exclude models of another architecture. A value that a module's code reads and that is unknown here (a clamp,
 a cap of the logits) is refused, as it may affect only values that no trial covers. A model that reads the same names
-but computes something else gives other logits in the trial (`probing.py`).
+but computes something else gives other logits in the trial (`runner.py`).
 """
 
 from __future__ import annotations
