@@ -164,8 +164,8 @@ class SmallProducts:
 
 
 def _described(matrix: GraphMatrix) -> tuple[Any, ...]:
-    """Return everything that the library is told about a matrix: addresses, not tensors, since those of a tensor whose
-    ``data`` is replaced (streamed weights) change."""
+    """Return the library's description of a matrix: addresses, not tensors, since a tensor's address changes when its
+    ``data`` is replaced (streamed weights)."""
     scales, bias = matrix.scales, matrix.bias
     return (
         matrix.kind,

@@ -272,12 +272,12 @@ class Generator:
 
 
 def default_cache_bytes() -> int:
-    """Return the size of caches that nothing is said about, from the memory that is free now."""
+    """Return the default size of a cache in bytes, from the memory that is free now."""
     return int(_PART_OF_MEMORY * get_accelerator().available_memory())
 
 
 def longest_request(runner: ModelRunner, max_length: int | None) -> int:
-    """Return the tokens of the longest request with its result. ValueError: the model was not made for so many."""
+    """Return the maximum tokens of a request with its result. ValueError: more than the model supports."""
     made_for = runner.facts.max_length
     length = max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if made_for is not None and length > made_for:
@@ -301,7 +301,7 @@ def _note_prompt(chunk: Chunk, logits: Tensor) -> None:
     """Add the log-probabilities of the prompt's tokens that ``logits`` [tokens of the chunk, vocabulary] predict."""
     request, params = chunk.request, chunk.request.params
     predicted = request.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, len(request.prompt))]
-    known = len(request.prompt_logprobs) - chunk.start  # of a request that was preempted and starts anew
+    known = len(request.prompt_logprobs) - chunk.start  # of a preempted request that starts over
     found = logprobs_of(
         logits[known : len(predicted)], predicted[known:], [params.top_logprobs] * len(predicted)
     )

@@ -82,9 +82,8 @@ class Models:
 
     def add(self, name: str, folder: str, base: str = "", *, anew: bool = False) -> None:
         """Load an adapter of the model ``base``. ``anew``: replace one of this name; running requests keep the old one.
-        ModelError: no such model. ValueError: the name is taken, there are too many adapters, or the folder holds none
-            for
-        this model."""
+        ModelError: no such model. ValueError: the name is taken, there are too many adapters, or the folder has none
+        for this model."""
         model = self._base(base)
         if model.load_adapter is None:
             raise ValueError(
