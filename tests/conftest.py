@@ -35,7 +35,7 @@ def _the_same_numbers_in_any_order() -> None:
 
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Begin and size of the memory for which huge pages are asked of the system, which is not asked."""
+    """Return start and size of the memory for which huge pages would be requested, without a system call."""
     from deepspeed.ops import huge_pages
 
     asked: list[tuple[int, int]] = []

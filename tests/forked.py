@@ -1,4 +1,4 @@
-"""Scripts in a process of their own, without the seconds that every import of torch takes.
+"""Scripts in separate processes, without the seconds that every import of torch takes.
 
 `start([...], env=..., cwd=...)` stands for `subprocess.Popen([sys.executable, ...])` where the process is what a test
 is about and its start is not: how it ends, what it prints, what the other processes notice. It is forked from the

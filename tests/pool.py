@@ -348,7 +348,7 @@ class Pool:
         return self._answer()
 
     def _forget_dead(self) -> None:
-        """Drop idle ranks that somebody killed: their connection is at its end."""
+        """Drop idle ranks that were killed from outside: their connection is closed."""
         dead = [rank for rank in self.idle if rank.connection.poll()]
         self.idle = [rank for rank in self.idle if rank not in dead]
         self._kill(dead)

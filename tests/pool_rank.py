@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What follows `python` on a command line, and where it is said."""
+    """Return what follows `python` on a command line, and how it was given."""
 
     arguments: list[str]
     env: dict[str, str]

@@ -1,6 +1,6 @@
 """``python -m tests.cells --count 200 --seed 7``: draws cells, runs them, appends JSON lines, prints a table.
 
-Cells that the file has already are not run again, so that a run that was stopped goes on.
+Cells that are in the file already are not run again, so an interrupted run resumes.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ FAMILIES = (
     "starcoder2 granite smollm3 nemotron persimmon exaone4 mixtral qwen2_moe qwen3_moe deepseek_v3 "
     "gpt_oss bert roberta distilbert electra vit t5 bart"
 ).split()
-"""Tiny models of Transformers (`tests/clients/architectures.py`), which are drawn by themselves: not every installation
-has it. ``lora`` is PEFT's of these."""
+"""Tiny models of Transformers (`tests/clients/architectures.py`), drawn separately: it may not be installed. Their
+``lora`` is PEFT's."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
@@ -81,7 +81,7 @@ REMOVABLE_LAST = ("ranks", "axes", "stage")
 
 @dataclass(frozen=True)
 class Cell:
-    """Each field is one of ``CHOICES``. ``seed`` draws data, and nothing else."""
+    """A cell. Each field is one of ``CHOICES``. ``seed`` affects only the data."""
 
     model: str = "blocks"
     ranks: int = 1

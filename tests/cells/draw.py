@@ -21,7 +21,7 @@ _TRIES = 400
 CANDIDATES = 6
 """Cells that are thought of for each one that is drawn."""
 EACH_FAMILY = 10
-"""Of so many cells, one is of a family of Transformers."""
+"""One in this many cells is of a Transformers family."""
 OWN = ("recompute", "compression", "attention", "parameters", "fp8", "layer_drop", "order")
 """What models of Transformers leave to others."""
 

@@ -24,8 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "bf16 masters": torch.bfloat16, "fp16": torch.
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``loss`` and ``norm`` are relative. A weight may differ by ``moved`` of how far it moved from its start, plus
-    ``rounding`` of its own norm."""
+    """``loss`` and ``norm`` are relative. A weight may differ by ``moved`` times its distance from the initial value,
+    plus ``rounding`` times its norm."""
 
     loss: float
     norm: float
@@ -150,7 +150,8 @@ class Expected:
         return 2 * max((float((own - other).abs().max()) for own, other in pairs), default=0.0)
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
-        """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""
+        """Return the distance of a tensor from its initial value; ``like_others``: at least the mean of tensors of its
+        size."""
         own = float((self.weights[name] - self.start[name]).norm())
         if not like_others:
             return own
@@ -262,7 +263,7 @@ class Alone:
         self.choices, self.kept = [iter(each) for each in choices], [iter(each) for each in kept]
 
     def send_by(self, wires: list[Wire]) -> None:
-        """Sends weights and gradients by these from now on; what is owed goes on if they are the same."""
+        """Use these wire formats for weights and gradients from now on; error feedback is kept if they are the same."""
         if wires != self.wires.all:
             self.wires = Wires(wires)
             self.publish()

@@ -322,5 +322,5 @@ def _export(cell: Cell, folder: str, expected: Expected, allowed: Tolerance) -> 
 
 
 def renamed(cell: Cell, name: str) -> str:
-    """A tied pipeline's head is a norm of its own."""
+    """The head of a tied pipeline has its own norm."""
     return name

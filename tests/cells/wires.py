@@ -35,13 +35,13 @@ class Wire:
     numel: int
     """With padding."""
     rows: int
-    """Parts that are encoded by themselves."""
+    """Parts that are encoded separately."""
     bits: int = 8
     feedback: bool = False
     groups: int = 0
     """Whose sums are encoded; 0: every rank's gradient."""
     often: bool = False
-    """Whether each micro-batch's gradient travels by itself."""
+    """Whether the gradient of each micro-batch is sent separately."""
 
     def flat(self, values: Gradients) -> Tensor:
         """End to end [numel] in fp32; zeros where there is none."""

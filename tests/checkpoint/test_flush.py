@@ -1,4 +1,4 @@
-"""What the disk has: in which order, who waits for it, and what is said when it refuses."""
+"""Flushing: the order on disk, who waits, and the messages of a disk that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arguments of saving and loading do, and what is said when something is wrong."""
+"""Effects of the arguments of saving and loading, and their error messages."""
 
 from __future__ import annotations
 

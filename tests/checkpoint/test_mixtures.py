@@ -265,7 +265,7 @@ def test_weights_alone_are_as_precise_as_the_file(tmp_path, stage):
 @pytest.mark.parametrize("background", [False, True])
 @distributed(world_size=2)
 def test_a_layer_file_of_another_save_is_refused(tmp_path, background):
-    """A strict load refuses one more entry in a state dict: what says of which save it is stands beside the entries."""
+    """A strict load refuses an extra entry in a state dict, so the id of the save is stored outside the entries."""
     options = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}} if background else {}
     model = PipelineModule([LayerSpec(nn.Linear, 3, 3)] * 2, num_stages=2, loss_fn=nn.MSELoss())
     engine: Any = deepspeed.initialize(

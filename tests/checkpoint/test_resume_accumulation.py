@@ -1,4 +1,4 @@
-"""A run that was saved between two updates goes on bit for bit, wherever it stood."""
+"""A run saved between two updates resumes bit for bit, at any micro-batch."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_save_model_and_state_dict(tmp_path: Path, stage: int) -> None:
 
 @distributed(world_size=2)
 def test_several_plugins_and_engines() -> None:
-    """A student at stage 2 beside a frozen teacher at stage 3, each with its own plugin, as Accelerate documents."""
+    """A student at stage 2 and a frozen teacher at stage 3, each with its own plugin, as Accelerate documents."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import get_active_deepspeed_plugin
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled

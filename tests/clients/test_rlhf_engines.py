@@ -197,7 +197,7 @@ def test_states_are_elsewhere_while_the_actor_generates(stage: int) -> None:
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter beside it, with the names that DeepSpeed-Chat's layer has."""
+    """A linear layer with an adapter, with the names of DeepSpeed-Chat's layer."""
 
     def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Embeddings over HTTP are the pooled hidden states of Transformers, whatever else is computed beside them."""
+"""Embeddings over HTTP equal the pooled hidden states of Transformers, regardless of other requests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def unit(vector: torch.Tensor) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_pooled_states_are_those_of_transformers(kind: str, pooling: str) -> None:
-    """Cut into chunks, preempted, with shared beginnings, and beside requests that generate; in a model of the packed
-    layout and in one of the padded layout."""
+    """In chunks, preempted, with shared prefixes, and together with requests that generate; for models of the packed
+    and of the padded layout."""
     module = make(kind).eval()
     generator = Generator(
         module, token_budget=16, max_sequences=4, num_blocks=12, block_size=4, max_length=40

@@ -38,7 +38,7 @@ def names_that_stay(before: set[str], for_s: float = 10.0) -> set[str]:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Ranks believe that each half of them is on a host of its own."""
+    """Let the ranks believe that each half of them is on a separate host."""
     original = hosts.host_identity
     size, rank = dist.get_world_size(), dist.get_rank()
     hosts.host_identity = lambda: f"host {rank // (size // 2)}".encode()

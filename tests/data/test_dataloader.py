@@ -56,7 +56,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Continues by itself and refuses to be read twice."""
+    """Continues on its own, and must not be read twice."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

@@ -1,4 +1,4 @@
-"""A run that stops at any point goes on with the same samples in the same order: none twice, none lost."""
+"""A run stopped at any point resumes with the same samples in the same order: none repeated, none lost."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def _section(name: str) -> str:
 
 
 def _has_parser(path: Path) -> bool:
-    """Also one in a module beside it, which it imports."""
+    """Also a module in the same folder, which it imports."""
     text = path.read_text(encoding="utf-8")
     beside = [
         path.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", text, flags=re.M)

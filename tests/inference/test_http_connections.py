@@ -116,7 +116,7 @@ def test_a_client_that_leaves_early_leaves_no_traceback(
 def test_the_end_of_a_drain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is not finished then is told so, in the form of errors; a client that keeps its connection is cut off."""
+    """Unfinished answers then end with errors; a client that keeps its connection open is disconnected."""
     monkeypatch.setattr(listening, "_LAST_WORDS_S", 0.2)
     with server(Parrot(delay=0.01), drain_seconds=0.2) as running:
         body = {"prompt": "a", "max_tokens": 1000}
@@ -162,7 +162,7 @@ def test_a_server_without_open_requests_ends_at_once() -> None:
 
 
 def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
-    """On sockets that it then goes on with: who connects is never turned away."""
+    """On the sockets that it uses later, so that no connection is ever refused."""
     LoadingAnswers("127.0.0.1", 0).close()
     loading = LoadingAnswers("127.0.0.1", 0)
     try:

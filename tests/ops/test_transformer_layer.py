@@ -89,7 +89,7 @@ def test_it_is_the_layer_of_bert(pre: bool, option: str | None) -> None:
 
 
 def kept(made: DeepSpeedTransformerLayer, x: Tensor) -> int:
-    """Elements kept for backward beside the parameters, and what a next layer keeps anyway."""
+    """Elements saved for backward, excluding the parameters and what the next layer saves anyway."""
     own = {p.untyped_storage().data_ptr() for p in made.parameters()}
     found: dict[int, Tensor] = {}
 

@@ -398,7 +398,7 @@ def test_losses_fall_like_those_of_the_plain_optimizer(kind: str, more: dict[str
 
 @distributed(world_size=2)
 def test_groups_frozen_and_unused_parameters() -> None:
-    """Rows and tensors without a gradient in warm-up do not fly away, and a parameter that nobody uses stays."""
+    """Rows and tensors without a gradient in warm-up do not diverge, and an unused parameter is unchanged."""
 
     class Sparse(nn.Module):
         def __init__(self) -> None:

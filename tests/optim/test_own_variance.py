@@ -1,4 +1,4 @@
-"""Variances that ranks continue with gradients of their own, against plain PyTorch."""
+"""Variances that ranks update with their own gradients, compared with plain PyTorch."""
 
 from __future__ import annotations
 

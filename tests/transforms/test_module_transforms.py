@@ -77,7 +77,7 @@ def test_no_order(transforms: tuple[Named, ...], message: str) -> None:
 
 @distributed(world_size=1)
 def test_reports() -> None:
-    """One from the config and three by request; each is told at the start."""
+    """One from the config and three by request; each is reported at the start."""
     lines: list[str] = []
     grown = Named("grown", change=lambda module, _: module.register_buffer("more", torch.zeros(3)))
     with pytest.MonkeyPatch.context() as patch:

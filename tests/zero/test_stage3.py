@@ -158,7 +158,7 @@ def test_submodules_called_directly() -> None:
 
 
 class Functional(nn.Module):
-    """Reads another module's weight, and parameters of its own at the beginning of forward."""
+    """Reads another module's weight, and its own parameters, at the beginning of forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""A run with every monitor at once through the real client libraries, offline; what is in their files is read back.
+"""A run with all monitors at once through the real client libraries, offline; their files are read back.
 
-In a process of its own: each library starts threads and changes what the process prints.
+In a separate process: each library starts threads and changes what the process prints.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The monitors by themselves: what they write, where, and that none of them can stop a run.
+"""The monitors alone: what they write, where, and that none of them can stop a run.
 
-The client libraries are played by objects of this file, so that nothing depends on which are installed; the real
+The client libraries are replaced by fakes in this file, so that nothing depends on which are installed; the real
 ones are in `test_client_libraries.py`.
 """
 
@@ -479,7 +479,7 @@ def test_an_event_that_is_none_is_left_out(tmp_path: Path, wrong: Any, warnings_
 
 
 def test_the_writer_of_a_dropped_monitor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a thread of its own."""
+    """It has its own thread."""
     closed = threading.Event()
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = lambda log_dir: types.SimpleNamespace(close=closed.set)  # type: ignore[attr-defined]

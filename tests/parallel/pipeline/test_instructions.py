@@ -1,4 +1,4 @@
-"""Trainers that build on the pipeline engine: instructions, schedules and partitions of their own."""
+"""Trainers that build on the pipeline engine, with their own instructions, schedules and partitions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def build(
     kind: type[PipelineEngine] = PipelineEngine, *, stages: int = 2, stage: int = 0, **more: Any
 ) -> Any:
-    """An engine of class ``kind``, made as a trainer makes one of its own class."""
+    """Make an engine of class ``kind``, as a trainer makes one of its own class."""
     module = more.pop("module", None) or PipelineModule(layers(tied=True), num_stages=stages, loss_fn=loss_of)
     set_weights(module)
     config = {
@@ -128,7 +128,7 @@ class AllForwardsFirst(PipeSchedule):
 
 
 class OwnTrainer(OwnForward):
-    """Has ``train_batch`` and ``eval_batch`` of its own, which return several losses of every micro-batch."""
+    """Has its own ``train_batch`` and ``eval_batch``, which return several losses per micro-batch."""
 
     def train_batch(self, data_iter: Any = None) -> Any:
         self.reset_activation_shape()
@@ -368,7 +368,7 @@ class ReferencePass(BufferOpInstruction):
 
 
 class WithReference(AllForwardsFirst):
-    """Preference training: a forward without gradients of each micro-batch beside the one that trains."""
+    """Preference training: each micro-batch has a forward without gradients in addition to the training one."""
 
     def num_pipe_buffers(self) -> int:
         return self.micro_batches + 1

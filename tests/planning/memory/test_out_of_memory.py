@@ -1,4 +1,4 @@
-"""After an out-of-memory error the rank that had it logs the cheapest change, and the error goes on as it was."""
+"""After an out-of-memory error, its rank logs the cheapest change, and the error is raised unchanged."""
 
 from __future__ import annotations
 

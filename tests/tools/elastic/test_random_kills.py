@@ -1,4 +1,4 @@
-"""SIGKILL of any process of a job at any time: it is over, or goes on, and nothing is lost or left behind.
+"""SIGKILL of any process of a job at any time: the job ends or continues, and nothing is lost or left behind.
 
 DS_KILLS sets the number of jobs, DS_KILLS_SEED the seed.
 """

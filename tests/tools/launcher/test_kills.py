@@ -279,7 +279,7 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
 
 
 def test_a_signal_waits_until_threads_are_started() -> None:
-    """A handler that raises inside Thread.start leaves a thread that ends with a KeyError of its own."""
+    """A handler that raises inside Thread.start leaves a thread that ends with a KeyError."""
 
     class Stopped(Exception):
         pass

@@ -61,7 +61,7 @@ def start(folder, *arguments: str) -> subprocess.Popen[str]:
 
 
 def told(stdout: str, pattern: str) -> list[str]:
-    """What ranks wrote. Gloo writes lines of its own between with torch 2.8."""
+    """Return what ranks wrote, without lines that gloo writes in between with torch 2.8."""
     return re.findall(pattern, stdout)
 
 
