@@ -24,7 +24,7 @@ def _pool_ends_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers_in_any_order() -> None:
-    """What a test draws does not depend on the tests before it; ranks of the pool are seeded there."""
+    """Seed the test, so that its random numbers do not depend on earlier tests; ranks of the pool seed themselves."""
     import numpy
     import torch
 

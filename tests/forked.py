@@ -24,7 +24,7 @@ from tests.pool_rank import Script
 
 
 class Process(Protocol):
-    """What tests use of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests use."""
 
     pid: int
     returncode: Any
@@ -80,7 +80,7 @@ class Forked:
         self._connection.send(Script(list(arguments), dict(env), str(cwd or os.getcwd())))
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """What it printed, once it has ended. subprocess.TimeoutExpired: it has not, in this many seconds."""
+        """Return the output once the process has ended. subprocess.TimeoutExpired: it has not, in this many seconds."""
         self._wait(timeout)
         texts = []
         for file in (self._output, self._errors):

@@ -136,7 +136,7 @@ def live_pool() -> Pool:
 
 
 def wants_fresh() -> bool:
-    """Whether every process is to be a new one."""
+    """Return whether every test gets new processes."""
     return os.environ.get("DS_TEST_FRESH", "0") not in ("", "0")
 
 
@@ -168,7 +168,7 @@ class Rank:
     log: IO[bytes]
 
     def take_output(self) -> str:
-        """What the rank printed since it was last asked."""
+        """Return the rank's output since the last call."""
         self.log.seek(0)
         data = self.log.read()
         self.log.truncate(0)

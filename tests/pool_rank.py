@@ -77,7 +77,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a rank says after a phase of a job: `kind` is passed, failed, skipped or leaked."""
+    """Result of a rank after a phase of a job: `kind` is passed, failed, skipped or leaked."""
 
     kind: str
     value: Any = None
@@ -150,7 +150,7 @@ def _die_with_parent() -> None:
 
 
 def _run_script(connection: Connection, output: int, errors: int) -> int:
-    """What `python ARGUMENTS` does, in this process. The connection closes when the process ends."""
+    """Run `python ARGUMENTS` in this process. The connection closes when the process ends."""
     script: Script = connection.recv()
     _connections.append(connection)
     os.dup2(output, 1)

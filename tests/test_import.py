@@ -31,7 +31,7 @@ init_inference add_config_arguments types check_config
 
 
 def fresh(code: str) -> str:
-    """What `code` prints in a new interpreter."""
+    """Return the output of `code` in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -110,7 +110,7 @@ def quantized(values: Tensor, dim: int | None) -> Tensor:
 
 
 class Compressed(nn.Linear):
-    """What ``compression`` makes of a layer ``up``."""
+    """Return a layer ``up`` transformed by ``compression``."""
 
     def __init__(self, inputs: int, outputs: int, kind: str) -> None:
         super().__init__(inputs, outputs)

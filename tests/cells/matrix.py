@@ -197,7 +197,7 @@ def possible() -> set[tuple[str, str]]:
 
 
 def _features(labels: list[str], results: Results) -> Iterator[str]:
-    """What a feature was drawn with, as rows."""
+    """Return table rows of the features with which each feature was drawn."""
     can = possible()
     for name in labels:
         pairs = {
@@ -238,7 +238,7 @@ def image(labels: list[str], results: Results) -> str:
 
 
 def _open(results: Results) -> list[str]:
-    """What ended otherwise than equal or refused."""
+    """Return lines for the cells that were neither equal nor refused."""
     lines = [f"- `{cell}` (seed {seed}): {what}" for cell, seed, what in results.faults]
     return lines or ["Nothing."]
 

@@ -419,7 +419,7 @@ class Alone:
 
 
 def keeps_own_gradients(cell: Cell, step: int) -> bool:
-    """Whether no rank has the gradient of all ranks' data at this step, from 0."""
+    """Return whether no rank has the gradient of all ranks' data in this step, counted from 0."""
     full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
     return cell.sends_signs and not full
 
@@ -434,7 +434,7 @@ def mean_square(sums: list[Tensor], size: int) -> float:
 
 
 def balances(cell: Cell) -> bool:
-    """Whether the balancing loss counts: where ranks share tokens, or pass tensors alone, it is left out."""
+    """Return whether the balancing loss counts: it is omitted if ranks share tokens, or pass only tensors."""
     return cell.model == "moe" and all(cell.axis(name) == 1 for name in ("tp", "sp", "pp"))
 
 

@@ -121,7 +121,7 @@ class Wires:
 
 
 def has_formula(cell: Cell) -> bool:
-    """Whether the oracle can lay out what ranks send, and has it nearly enough: 16 bits turn many codes."""
+    """Return whether the oracle can reproduce the payloads of the ranks closely enough: 16 bits change many codes."""
     axes = {axis for axis in ("tp", "sp", "pp", "ep") if cell.axis(axis) > 1}
     if cell.wire == "qwz":
         axes -= {"sp"}

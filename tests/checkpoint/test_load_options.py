@@ -30,7 +30,7 @@ from tests.pool import distributed
 
 
 class Lines:
-    """What the package's logger says while it is open."""
+    """Capture the messages of the package's logger."""
 
     def __enter__(self) -> Lines:
         self.said: list[str] = []

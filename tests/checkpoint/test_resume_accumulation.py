@@ -112,7 +112,7 @@ def test_at_every_position(tmp_path, stage, precision):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_inside_sums_of_one_rank(tmp_path, stage, precision):
-    """What ``no_sync`` has summed up keeps its dtype."""
+    """Gradients accumulated under ``no_sync`` keep their dtype."""
 
     def alone(engine: Any, number: int) -> None:
         with engine.no_sync():

@@ -1,4 +1,4 @@
-"""What a client saves comes back equal, types included, or saving refuses it with the key path."""
+"""A client's state is restored equal, including types, or saving refuses it with the key path."""
 
 from __future__ import annotations
 

@@ -191,7 +191,8 @@ def test_two_trained_engines() -> None:
 
 @distributed(world_size=1)
 def test_config_by_environment_and_auto() -> None:
-    """What `accelerate launch` hands over: the plugin reads environment variables; "auto" gets its values."""
+    """The settings that `accelerate launch` passes in environment variables are read by the plugin; "auto" gets its
+    values."""
     with clean_clients():
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true",

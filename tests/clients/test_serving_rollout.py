@@ -35,7 +35,7 @@ def ending(engine: Any) -> Any:
 
 
 def alone(weights: dict[str, torch.Tensor], request: RolloutRequest, count: int) -> torch.Tensor:
-    """What a plain model with ``weights`` answers greedily, padded as its ``generate`` does."""
+    """Return the greedy answers of a plain model with ``weights``, padded as by its ``generate``."""
     plain = llama()
     plain.load_state_dict(weights)
     return plain.eval().generate(

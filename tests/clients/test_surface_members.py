@@ -159,7 +159,7 @@ OFFLOAD = "zero-3 optimizer.parameter_offload: "
 
 
 def rehooked(live: Live) -> bool:
-    """What TRL does around generation: hooks off, a forward without them inside a gather, hooks on."""
+    """As TRL does around generation: remove the hooks, run a forward without them inside a gather, add them again."""
     expected = live.sharded(torch.ones(2, 4)).detach()
     offload = live.sharded.optimizer.parameter_offload
     for handle in [*offload.forward_hooks, *offload.backward_hooks]:

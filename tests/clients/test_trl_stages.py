@@ -109,7 +109,7 @@ def trainer(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def trained(kind: str, folder: Path, stage: int | None, **changes: Any) -> Log:
-    """What is logged in each step; ``stage`` None: under torch's DDP."""
+    """Return the logs of each step; ``stage`` None: under torch's DDP."""
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

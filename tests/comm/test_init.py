@@ -1,4 +1,4 @@
-"""Who a process is, by environment; and the process group that comes of it."""
+"""Rank and world size from the environment, and the resulting process group."""
 
 from __future__ import annotations
 

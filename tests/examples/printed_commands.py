@@ -139,7 +139,7 @@ def check(command: Command) -> None:
 
 
 class Checker:
-    """Of one command: finds the parser of its program, and of the script which that starts."""
+    """Find the parser of one command's program, and of the script that it starts."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -167,7 +167,7 @@ class Checker:
             raise Wrong("no known program")
 
     def parse(self, function: Callable[[], object], words: Sequence[str]) -> list[str]:
-        """What the parser that ``function`` calls leaves over of ``words``."""
+        """Return the ``words`` that the parser called by ``function`` leaves over."""
         return after_parsing(function, words, only_options=self.command.mention)
 
     def known(self, word: str, words: Sequence[str]) -> None:

@@ -507,7 +507,7 @@ def test_cancelled_while_the_prompt_is_computed() -> None:
 
 
 def test_a_reader_that_does_not_read_stops_nobody() -> None:
-    """What it is sent lies in memory; its sequences end, others are served."""
+    """Its responses stay in memory; its sequences end, and others are served."""
     with server(max_requests=8) as running, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", running.port))

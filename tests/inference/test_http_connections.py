@@ -38,7 +38,7 @@ def asked(body: Any) -> bytes:
 
 
 def heard(connection: socket.socket, end: bytes) -> bytes:
-    """What comes until ``end``."""
+    """Read until ``end``."""
     found = b""
     while end not in found:
         part = connection.recv(65536)
@@ -48,7 +48,7 @@ def heard(connection: socket.socket, end: bytes) -> bytes:
 
 
 def counts(running: Running) -> dict[str, int]:
-    """How many requests have ended, by reason."""
+    """Return the number of ended requests by reason."""
     lines = [line for line in running.call("GET", "/metrics")[1].splitlines() if "requests_total{" in line]
     return {line.split('"')[3]: int(line.split()[-1]) for line in lines}
 

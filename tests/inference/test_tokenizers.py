@@ -1,4 +1,4 @@
-"""What a server adds to a tokenizer: many at once, and no work for texts that cannot fit."""
+"""Additions of a server to a tokenizer: concurrent use, and no work for texts that cannot fit."""
 
 from __future__ import annotations
 

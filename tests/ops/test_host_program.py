@@ -31,7 +31,7 @@ def close(found: Tensor, exact: Tensor) -> None:
 
 
 def on_every_set(work: Callable[[], Tensor]) -> Tensor:
-    """What ``work`` gives, which is the same for every set and number of threads."""
+    """Return the result of ``work``, which is the same for every instruction set and number of threads."""
     lib: Any = native.library()
     best, found = lib.ds_isa(), []
     try:

@@ -187,7 +187,7 @@ _COLLECTIVES = (
 
 
 class _Transfer:
-    """What ``send`` and ``recv`` return: the future of a transfer."""
+    """Returned by ``send`` and ``recv``: the future of a transfer."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

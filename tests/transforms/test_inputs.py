@@ -1,4 +1,4 @@
-"""What a forward gets may be changed: shards of a sequence, sequences cut short; in training and in evaluation."""
+"""Transforms of inputs: shards of a sequence, truncated sequences; in training and in evaluation."""
 
 from __future__ import annotations
 

@@ -239,8 +239,8 @@ MADE_BEFORE: dict[str, Any] = {
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world_size=1)
 def test_optimizers_follow(made: str, stage: int) -> None:
-    """What a script handed over before the transforms holds the new parameters afterwards, each in the group of the
-    one that it came from."""
+    """Objects passed by a script before the transforms hold the new parameters afterwards, each in the group of the one
+    that it replaces."""
     model = make_model()
     request(model, Fusion())
     request(model, replace(Adapters("both"), after=("fusion",)))

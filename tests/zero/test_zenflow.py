@@ -288,7 +288,7 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
 
 @distributed(world_size=2)
 def test_split_layers_begin_anew(tmp_path: Any) -> None:
-    """What was deferred and chosen of parts of tensors means nothing to ranks that have others."""
+    """Deferred gradients and selections of parts of tensors are ignored by ranks with other parts."""
     split = {"tensor_parallel": {"autotp_size": 2}}
 
     def started(more: dict[str, Any]) -> Any:

@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 def curves_of(losses: list[float]) -> dict[str, list[tuple[int, float]]]:
-    """What every monitor is to hold: x is in samples, 4 per step."""
+    """Expected contents of every monitor: x is in samples, 4 per step."""
     return {
         "Train/Samples/train_loss": [(4 * step, loss) for step, loss in enumerate(losses, 1)],
         "Train/Samples/lr": [(4 * step, 0.25) for step in (1, 2, 3)],

@@ -115,7 +115,7 @@ def decoded(contexts: list[int], slopes: Tensor | None, order: list[int], window
 @pytest.mark.parametrize("window", [0, 20])
 @interpreted
 def test_long_contexts_in_parts_with_alibi(window: int) -> None:
-    """What a sequence gets does not depend on the others: the same bits alone and in any order."""
+    """The result of a sequence does not depend on the others: the same bits alone and in any order."""
     from deepspeed.ops.gpu import paged_attention as gpu
 
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])

@@ -195,7 +195,7 @@ def test_our_own_schedules_by_instructions_give_the_same_bits() -> None:
 
 @distributed(world_size=2)
 def test_an_optimizer_that_comes_after_the_engine() -> None:
-    """What trainers do whose optimizer needs the engine."""
+    """As trainers do whose optimizer needs the engine."""
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True, "adam_w_mode": False}}}
     expected = build(**adam)
     losses = trained(expected)
@@ -231,7 +231,7 @@ def _steps_that_load_first(self: TrainSchedule) -> Iterator[list[PipeInstruction
 
 @distributed(world_size=4)
 def test_patched_steps_and_instructions_are_followed() -> None:
-    """What diffusion trainers do: patch ``TrainSchedule.steps``, and the map with a function."""
+    """As diffusion trainers do: patch ``TrainSchedule.steps``, and the map with a function."""
     expected = build(stages=4)
     losses = trained(expected)
     expected.destroy()
@@ -341,7 +341,7 @@ def _exec_weights_only(self: Any, buffer_id: int) -> None:
 
 @distributed(world_size=2)
 def test_a_schedule_and_instructions_that_split_backwards() -> None:
-    """What zero-bubble options do: another ``TrainSchedule``, new instructions that call autograd themselves."""
+    """As with zero-bubble options: another ``TrainSchedule``, new instructions that call autograd themselves."""
     expected = build()
     losses = trained(expected)
     expected.destroy()

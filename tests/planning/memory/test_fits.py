@@ -84,7 +84,7 @@ def test_a_run_that_cannot_fit_is_told_what_helps(room: Any, tmp_path: Path) -> 
 
 
 def test_estimates_and_temporaries_refuse_nothing(room: Any) -> None:
-    """What is compared is what must exist, not the peak that is planned."""
+    """Compared is the minimum that must exist, not the planned peak."""
     with torch.device("meta"):
         model = Gpt(blocks=12, width=256)
     states = 16 * sum(p.numel() for p in model.parameters())

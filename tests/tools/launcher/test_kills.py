@@ -1,4 +1,4 @@
-"""Whatever is killed, no process of the job stays alive, and the exit code says why."""
+"""After any kill, no process of the job stays alive, and the exit code tells why."""
 
 from __future__ import annotations
 

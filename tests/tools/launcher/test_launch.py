@@ -66,7 +66,7 @@ def told(stdout: str, pattern: str) -> list[str]:
 
 
 def shown(stdout: str) -> list[dict]:
-    """What each rank showed, by rank."""
+    """Return each rank's record, by rank."""
     ranks = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
     return sorted(ranks, key=lambda rank: int(rank["RANK"]))
 

@@ -1,4 +1,4 @@
-"""What srun says of its ranks, and the exit code that the command makes of it."""
+"""srun's messages about its ranks, and the resulting exit code of the command."""
 
 from __future__ import annotations
 
