@@ -20,12 +20,6 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        from deepspeed.checkpoint.files.archive_writer import (  # an engine has one from the start
-            naming,
-            write_archive,
-        )
-        from deepspeed.checkpoint.files.flush import flush
-
         with naming(Path(path)):
             write_archive(Path(path), state_dict)
             flush(Path(path))
