@@ -34,7 +34,7 @@ def test_a_page_has_all_its_parts() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert re.match(r"# .+\n\nFor anyone who ", text), page
-        short = text.split("## In short form\n")[1]
+        short = text.split("## Try it on a small model\n")[1]
         example = re.search(r"examples/(\w+)/\w+\.py(?: (\w+))?", short)
         assert example is not None, page
         if page.stem in ELSEWHERE:
