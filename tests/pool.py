@@ -130,7 +130,7 @@ def _run(
 
 def live_pool() -> Pool:
     """The pool of this session."""
-    if _pool().server.poll() is not None:  # somebody killed it, and its ranks with it
+    if _pool().server.poll() is not None:  # killed from outside, and its ranks with it
         close_pool()
     return _pool()
 

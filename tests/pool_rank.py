@@ -222,7 +222,7 @@ def _serve_job(connection: Connection, job: Job) -> bool:
     if outcome.kind == "failed":
         return False
     try:
-        connection.recv_bytes()  # all ranks are through: from here on nobody waits for anybody
+        connection.recv_bytes()  # all ranks have finished: from here on no rank waits for another
     except EOFError:
         return False
     outcome = _attempt(lambda: _tear_down(job))
@@ -280,7 +280,7 @@ def _set_environment(job: Job) -> None:
         DEEPSPEED_PROGRESS=job.env.get("DEEPSPEED_PROGRESS", "0"),  # else engines plan their memory to tell
     )
     sys.path[:] = job.sys_path
-    sys.excepthook = sys.__excepthook__  # init_process_group wraps it anew each time
+    sys.excepthook = sys.__excepthook__  # init_process_group wraps it again each time
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -34,7 +34,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    # Sums in another order, over 3 steps of Adam with an eps that is not small beside the gradients.
+    # Sums in another order, over 3 steps of Adam with an eps that is not small compared with the gradients.
     "fp32": Tolerance(2e-5, 1e-4, 2e-3, 1e-6),
     # Products in 8 (11) bits; the oracle rounds at the same places, but sums are in another order.
     "bf16": Tolerance(1e-2, 5e-2, 0.15, 2**-8),

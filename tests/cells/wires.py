@@ -125,7 +125,7 @@ def has_formula(cell: Cell) -> bool:
     axes = {axis for axis in ("tp", "sp", "pp", "ep") if cell.axis(axis) > 1}
     if cell.wire == "qwz":
         axes -= {"sp"}
-    # sums of groups are rounded again; micro-batches that are put off may be added in 16 bits
+    # sums of groups are rounded again; deferred micro-batches may be added in 16 bits
     own_order = cell.wire == "bf16" and (cell.shards == "mics" or cell.backward == "no_sync")
     # ranks say it before their first update; later gradients are summed within groups alone
     unknown = cell.sends_signs and (cell.parameters == "late" or cell.shards == "mics")

@@ -70,7 +70,7 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
         path for path in sorted(new.rglob("*.pt")) if path.parent.name != "empty"
     ]  # of which nothing is read
     for path in files if stage == 2 else files[:: len(files) // 8]:
-        torch.load(path, mmap=True, weights_only=False)  # a note beside the content is nothing to torch
+        torch.load(path, mmap=True, weights_only=False)  # torch ignores a note outside the content
         shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
         shutil.copy(old / path.relative_to(new), tmp_path / "made/mixed" / path.relative_to(new))
         (tmp_path / "made/latest_universal").write_text("mixed")

@@ -89,7 +89,7 @@ def test_forms_of_input_and_output(module: Any) -> None:
         found = running.post({"input": TEXTS, "encoding_format": "base64", "dimensions": 8}, path)[1]["data"]
         vectors = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in found]
         assert vectors == [unit(each[:8]) for each in expected]
-        # More inputs than are served at one time, from several clients, beside one that generates.
+        # More inputs than are served at once, from several clients, together with one that generates.
         with ThreadPoolExecutor(3) as pool:
             many = [pool.submit(running.post, {"input": TEXTS * 10}, path) for _ in range(2)]
             text = pool.submit(running.post, {"prompt": "Hi", "max_tokens": 5})

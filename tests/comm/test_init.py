@@ -327,7 +327,7 @@ def test_a_rank_goes_on_as_soon_as_rank_0_listens():
 def test_waiting_for_rank_0_leaves_errors_to_torch(monkeypatch):
     monkeypatch.setattr(init, "_PATIENCE_S", 0.05)
     begin = time.monotonic()
-    init._await_rank_zero("127.0.0.1", str(free_port()))  # nobody comes
+    init._await_rank_zero("127.0.0.1", str(free_port()))  # no other rank joins
     assert time.monotonic() - begin < 60  # torch's own timeout is half an hour
     for address, port in (
         (None, "1"),

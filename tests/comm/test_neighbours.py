@@ -68,7 +68,7 @@ def test_as_many_blocks_as_are_held() -> None:
             del everything[:-held]
             dist.barrier()
     if isinstance(end, NeighbourSender):
-        send(end, torch.zeros(100_000))  # larger than any: takes the place of a free block
+        send(end, torch.zeros(100_000))  # larger than any: replaces a free block
         assert len(end._blocks) == held + 1
     else:
         assert end.receive()[1].numel() == 400_000

@@ -290,7 +290,7 @@ def test_iterable_data_sets_resume(dataset: type[Stream]) -> None:
     resumed = _loader(source := dataset(11))
     resumed.load_state_dict(first.state_dict())
     assert _lists(resumed) == [[6, 7, 8], [9, 10]]
-    assert isinstance(source, StatefulStream) is (getattr(source, "read", 11) == 5)  # it skipped by itself
+    assert isinstance(source, StatefulStream) is (getattr(source, "read", 11) == 5)  # it skipped on its own
     assert _lists(resumed) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     with pytest.raises(TypeError):
         len(resumed)

@@ -39,7 +39,7 @@ UNINDENTED = re.compile(
 ANY = re.compile(rf"^(?:\"{{3}})? *(?:\$ )?(?:[A-Z_]+=\S+ +)*{PROGRAM} +[^\s=]|`{PROGRAM} ", flags=re.M)
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.S | re.M)
 OF_A_SHELL = ("", "sh", "bash", "console", "text")
-# What follows a command: a comment, or its explanation in a column of its own.
+# Text after a command: a comment, or its explanation in a separate column.
 REMARK = re.compile(r"\s+#\s.*|\s{3,}[^-\s].*")
 # Files and folders of the reader, and what a command writes. Anything else that looks like a path has to exist.
 READERS_SCRIPTS = (
@@ -57,7 +57,7 @@ READERS = re.compile(
 PATH = re.compile(r"\S*/\S*|\S+\.(py|json|jsonl|yaml|toml|txt|png|md)")
 NUMBERS = {"PID": "1", "N": "1"}  # words in capitals where a parser wants a number
 SLOW = {"--choices", "--calibrate", "--calibration"}  # options of `ds plan`
-# Programs that read their own words: all that may be printed after them, beside words in capitals.
+# Programs that parse their own arguments: all that may be printed after them, besides words in capitals.
 WITHOUT_PARSER = {"tests.tools.launcher.real_machines": ["install"]}
 
 
@@ -325,7 +325,7 @@ def _has_parser(path: Path) -> bool:
 def is_quick(command: Command) -> bool:
     """Checks and plans, except those that measure or compare for seconds, or need a measurement or a library."""
     program, *words = shlex.split(command.text)
-    # Recipes plan with configs of their own: tests/examples/test_recipes.py runs those.
+    # Recipes plan with their own configs: tests/examples/test_recipes.py runs those.
     if command.mention or program not in ("ds", "ds_check") or command.source.parent.name == "recipes":
         return False
     if program == "ds_check" or words[:1] == ["check"]:

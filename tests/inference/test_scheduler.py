@@ -226,7 +226,7 @@ def test_preempted_requests_get_the_same_tokens(num_blocks: int) -> None:
     assert plan.counts.preemptions > 0
     for each in requests:
         assert each.tokens == generate(list(each.prompt), 14)
-    assert requests[0].preemptions == 0  # whoever came first is served first
+    assert requests[0].preemptions == 0  # the first request is served first
 
 
 def test_a_common_beginning_is_computed_once() -> None:

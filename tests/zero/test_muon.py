@@ -328,7 +328,7 @@ def test_momentum_stays_in_shards_and_the_wire_is_counted() -> None:
     total = torch.tensor(local)
     dist.all_reduce(total)
     assert local < hidden
-    assert total == hidden - 42  # but those of the layer that nobody used
+    assert total == hidden - 42  # except those of the unused layer
     wire = engine.mesh.communicator("dp", "sp")
     before = wire.collectives["all_to_all"]
     run(engine, 1, 2)

@@ -198,7 +198,7 @@ def test_comet(run: tuple[Path, list[float]]) -> None:
             payload = message["payload"]
             if message["type"] == "metric_msg":
                 metric = payload["metric"]
-                if metric["metricName"].startswith(("Train/", "mine")):  # beside measurements of the machine
+                if metric["metricName"].startswith(("Train/", "mine")):  # not measurements of the machine
                     point = (metric["step"], float(metric["metricValue"]))
                     found.setdefault(metric["metricName"], []).append(point)
             elif message["type"] == "log_other" and payload["key"] == "Name":

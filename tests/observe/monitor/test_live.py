@@ -306,7 +306,7 @@ def test_a_full_disk_is_said_once_and_tried_again(
     recording._file._file = Full()
     record(recording, clock, range(3, 40))
     assert len(warnings_of) == 1 and "record is not written" in warnings_of[0]
-    assert len(rows_of(recording.history)) == 39  # the page goes on
+    assert len(rows_of(recording.history)) == 39  # the page continues
     recording._file._file = real
     record(recording, clock, range(40, 80))
     recording.look(last=True)

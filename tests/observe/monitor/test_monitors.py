@@ -249,7 +249,7 @@ def test_wandb_shares_a_run_of_its_project_only(wandb: Any) -> None:
     section = config(wandb={"project": "p"}).wandb
     first, second = WandbMonitor(section), WandbMonitor(section)
     assert second.run is first.run and len(wandb.made) == 1
-    second.close()  # the engine of a script that goes on with its own run
+    second.close()  # the engine of a script that continues its own run
     assert not first.run.finished
     other = WandbMonitor(config(wandb={"project": "q"}).wandb)
     assert other.run is not first.run and other.run.options["reinit"] == "create_new"
@@ -353,7 +353,7 @@ def test_only_rank_0_opens_anything(
     master.write_events([(LOSS, 1.0, 8)])
     master.close()
     assert master.enabled and master.backends == []
-    # what scripts ask for before they write something of their own
+    # read by scripts before they write their own values
     assert master.wandb_monitor is None and master.comet_monitor is None and master.csv_monitor is None
     alone = CometMonitor(monitors)
     alone.write_events([(LOSS, 1.0, 8)])

@@ -107,7 +107,7 @@ def test_disks_are_checked(room: Any, tmp_path: Path) -> None:
 
 def test_ranks_on_one_host_share_its_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room(150 * MIB)
-    check(config_for(0), ranks=4)  # nobody says how many are here
+    check(config_for(0), ranks=4)  # the number of local ranks is unknown
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(MemoryPlanError, match="4 ranks x"):
         check(config_for(0), ranks=4)

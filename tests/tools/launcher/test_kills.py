@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 LIMIT_S = 60.0  # of a busy machine; what stays would sleep for twice that
 
-# A rank with a child that ignores polite signals, one in a session of its own, and an orphan.
+# A rank with a child that ignores SIGTERM and SIGINT, one in a separate session, and an orphan.
 FAMILY = """\
 import os, pathlib, signal, subprocess, sys, time
 deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(120)"

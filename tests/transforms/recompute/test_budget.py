@@ -328,7 +328,7 @@ def test_what_other_ranks_add_in_place_is_not_kept(limit: float, zeros: bool) ->
     model = Model(Split, communicator(dist.group.WORLD))
     with torch.no_grad():
         for block in model.blocks:
-            # Zeros: nobody sees that a sum was made.
+            # Zeros: the sum would not be noticed.
             block.down.weight.mul_(0 if zeros else dist.get_rank() + 1)
     torch.manual_seed(1)
     batch = torch.randn(5, 16)
