@@ -184,7 +184,7 @@ def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[st
 
     Returns:
         ``largest`` and ``mean`` of the absolute differences; ``kl``: the mean of rollout minus training, an estimate of
-        the KL divergence of the training model from the generating one.
+        KL(rollout || training).
     """
     log_ratio = (rollout.detach().double() - training.detach().double()) * mask
     count = max(float(mask.sum()), 1.0)
