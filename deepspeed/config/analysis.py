@@ -231,7 +231,7 @@ def _unknown_key(
 
 
 def _free_spellings(model: type[BaseModel], siblings: Mapping[str, Any]) -> list[str]:
-    """Spellings that a misspelt key can mean: those of keys not already in the section."""
+    """Return the spellings that a misspelt key may mean: keys that are not already in the section."""
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
@@ -247,8 +247,8 @@ def _is_another_section(value: Any, meant: Key) -> bool:
 
 
 def _foreign_reason(name: str, value: Any) -> str | None:
-    """Explain why a section under a name of ours is meant for something else: no key of it is, or is like, one of ours,
-    or it is loss scaling under `fp8`, as clients' files have it. None: it is ours."""
+    """Explain why a section with one of our names belongs to another tool: none of its keys is or resembles one of
+    ours, or it is loss scaling under `fp8`, as in clients' files. None: it is ours."""
     if name not in OWN_SECTIONS or not isinstance(value, Mapping) or not value:
         return None
     section = keys_of(TrainingConfig)[name].section

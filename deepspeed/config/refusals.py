@@ -97,7 +97,7 @@ def _expected(found: Any, path: Path) -> str:
 
 
 def value_at(data: Any, path: Path, default: Any) -> Any:
-    """The value at a path of a config as written."""
+    """Return the value at a path of a config as written."""
     for part in path:
         if not _has(data, part):
             return default

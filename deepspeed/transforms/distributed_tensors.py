@@ -62,8 +62,8 @@ class DTensorLayout:
 
 
 class SumGradient(torch.autograd.Function):
-    """The identity on a parameter of which each rank's gradient covers only its own part of the layer: the gradient is
-    summed."""
+    """Identity on a replicated parameter of which each rank's gradient covers only its part of the layer: backward sums
+    the gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, group: Any) -> Tensor:

@@ -173,7 +173,7 @@ class Experts(nn.Module):
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def set_rank(self, number: int, count: int) -> None:
-        """These are the experts of rank ``number`` of the ``count`` that share the layer's."""
+        """Number these experts as those of rank ``number`` of the ``count`` over which the layer's are spread."""
         each = self.num_local_experts
         self.deepspeed_experts.renumber(number * each, count * each)
         if count > 1:

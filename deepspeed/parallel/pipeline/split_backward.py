@@ -42,11 +42,11 @@ class SplitLayer(Protocol):
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor | None:
-        """The gradient of ``inputs``, from that of the output."""
+        """Return the gradient of ``inputs``, given ``grad``, that of the output."""
         ...
 
     def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
-        """The gradient of the weight, and then that of the bias."""
+        """Yield the gradient of the weight, then that of the bias."""
         ...
 
 
@@ -165,7 +165,7 @@ class _Convolution:
         return self._backward(inputs, weight, grad, [True, False, False])[0]
 
     def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
-        weight = grad.new_empty(1).expand(self.shape)  # of which only the shape is looked at
+        weight = grad.new_empty(1).expand(self.shape)  # only its shape is used
         _, *found = self._backward(inputs, weight, grad, [False, True, self.biases is not None])
         yield from (each for each in found if each is not None)
 
@@ -224,14 +224,13 @@ class WeightQueue:
 
 
 class _DeferredLayer:
-    """A layer that is split: ``numbers`` of its weight, and of its bias if it has one."""
+    """The forward of a layer with split backward; ``numbers``: of its weight, and of its bias if it has one."""
 
     def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
         self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DeferredLayer:
-        """Return a handle for a copied module, such as an average of the weights: it does all of its backward at
-        once."""
+        """Return the forward for a copied module, such as an average of the weights, whose backward is not split."""
         return _DeferredLayer(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_discard))
 
     @property
@@ -251,7 +250,7 @@ class _DeferredLayer:
         kind = inputs.device.type
         if not torch.is_autocast_enabled(kind):
             return _SplitBackward.apply(queue.anchor, *tensors, self)
-        if self.form.narrows:  # what autocast does for such an operation
+        if self.form.narrows:  # as autocast does for such an operation
             dtype = torch.get_autocast_dtype(kind)
             tensors = [
                 each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
@@ -261,7 +260,8 @@ class _DeferredLayer:
 
 
 class _SplitBackward(torch.autograd.Function):
-    """``weight`` and ``bias`` are detached: their gradients do not come from autograd."""
+    """Computes a layer whose ``weight`` and ``bias`` are detached: their gradients come from the queue, not from
+    autograd."""
 
     @staticmethod
     def forward(

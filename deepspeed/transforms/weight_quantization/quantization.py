@@ -59,7 +59,7 @@ _BECAME = "_ds_quantized"
 
 
 class _QuantizedBase(nn.Module):
-    """Common part of both kinds of layers: the weight's bytes, and its values."""
+    """Base class of both layers: the quantized weight, and its values."""
 
     weight: nn.Parameter
     like: Tensor
@@ -85,7 +85,7 @@ class _QuantizedBase(nn.Module):
 
 
 class GroupwiseLinear(_QuantizedBase, nn.Linear):
-    """In the place of ``pre_quant_layer``; its bias is the same. ValueError: groups do not divide the weight."""
+    """Replaces ``pre_quant_layer``, and keeps its bias. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -102,7 +102,7 @@ class GroupwiseLinear(_QuantizedBase, nn.Linear):
 
 
 class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
-    """In the place of ``pre_quant_layer``. ValueError: groups do not divide the weight."""
+    """Replaces ``pre_quant_layer``. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -150,7 +150,7 @@ class WeightQuantization:
         self.config = config
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
-        """DeepSpeedConfigError: settings are wrong, or fit no layer of the model."""
+        """Quantize ``module``. DeepSpeedConfigError: settings are invalid, or match no layer of the model."""
         summary = quantize_layers(module, self.config, context)
         if summary is None and any(isinstance(each, _KINDS) for each in module.modules()):
             summary = "the model's weights are quantized already"
