@@ -253,7 +253,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             "The same share of a GPU's peak is what benchmarks/gpu/offload.py and benchmarks/gpu/train_step.py would show.",
         ),
     ),
-    "Training with less": (
+    "Efficient training": (
         Claim(
             "Data efficiency: up to 2 x less data and time at the same quality, or better quality",
             "GPT-3 and BERT pre-training, GPT and ViT fine-tuning; curriculum with random-LTD",
@@ -517,16 +517,16 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 
 HEAD = """# Claims
 
-For those who come from DeepSpeed's documents and ask what this package shows of their headline results. Each row has the
-claim and its conditions, what stands for it here with the command that measures it, what it printed, and how far that carries.
-`benchmarks/claims.py` writes this page from the saved reports in `benchmarks/results`, which hold commit, date and machine;
-no result is typed by hand. No GPU was available: what needs one names the script in `benchmarks/gpu` where there is one.
+For anyone who knows DeepSpeed's documents and asks which of their headline results this package reproduces. Each row has
+the claim with its conditions, the corresponding measurement here with its command, the result, and how far it supports the
+claim. `benchmarks/claims.py` writes this page from the saved reports in `benchmarks/results`, which record commit, date and
+machine; no number is typed by hand. No GPU was available: claims that need one name the script in `benchmarks/gpu`, if any.
 """
 SHOWN = {
     "yes": "shown",
     "in part": "shown in part",
     "no": "measured and not shown",
-    "no number": "without a number",
+    "no number": "not measured",
 }
 
 

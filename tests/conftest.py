@@ -24,7 +24,7 @@ def _pool_ends_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers_in_any_order() -> None:
-    """What a test draws does not depend on the tests before it; ranks of the pool are seeded there."""
+    """Seed the test, so that its random numbers do not depend on earlier tests; ranks of the pool seed themselves."""
     import numpy
     import torch
 
@@ -35,7 +35,7 @@ def _the_same_numbers_in_any_order() -> None:
 
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Begin and size of the memory for which huge pages are asked of the system, which is not asked."""
+    """Return start and size of the memory for which huge pages would be requested, without a system call."""
     from deepspeed.ops import huge_pages
 
     asked: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Scripts in a process of their own, without the seconds that every import of torch takes.
+"""Scripts in separate processes, without the seconds that every import of torch takes.
 
 `start([...], env=..., cwd=...)` stands for `subprocess.Popen([sys.executable, ...])` where the process is what a test
 is about and its start is not: how it ends, what it prints, what the other processes notice. It is forked from the
@@ -24,7 +24,7 @@ from tests.pool_rank import Script
 
 
 class Process(Protocol):
-    """What tests use of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests use."""
 
     pid: int
     returncode: Any
@@ -80,7 +80,7 @@ class Forked:
         self._connection.send(Script(list(arguments), dict(env), str(cwd or os.getcwd())))
 
     def communicate(self, *, timeout: float | None = None) -> tuple[str, str]:
-        """What it printed, once it has ended. subprocess.TimeoutExpired: it has not, in this many seconds."""
+        """Return the output once the process has ended. subprocess.TimeoutExpired: it has not, in this many seconds."""
         self._wait(timeout)
         texts = []
         for file in (self._output, self._errors):

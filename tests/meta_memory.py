@@ -50,7 +50,7 @@ class MetaMemory(TorchDispatchMode):
         return result
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator returns. Shapes of new tensors are remembered: torch finds them slowly."""
+        """Return the result of the operator. Shapes of new tensors are cached, since torch computes them slowly."""
         leaves = tree_leaves((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         if not tensors or not all(each.is_meta for each in tensors):

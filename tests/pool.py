@@ -130,13 +130,13 @@ def _run(
 
 def live_pool() -> Pool:
     """The pool of this session."""
-    if _pool().server.poll() is not None:  # somebody killed it, and its ranks with it
+    if _pool().server.poll() is not None:  # killed from outside, and its ranks with it
         close_pool()
     return _pool()
 
 
 def wants_fresh() -> bool:
-    """Whether every process is to be a new one."""
+    """Return whether every test gets new processes."""
     return os.environ.get("DS_TEST_FRESH", "0") not in ("", "0")
 
 
@@ -168,7 +168,7 @@ class Rank:
     log: IO[bytes]
 
     def take_output(self) -> str:
-        """What the rank printed since it was last asked."""
+        """Return the rank's output since the last call."""
         self.log.seek(0)
         data = self.log.read()
         self.log.truncate(0)
@@ -348,7 +348,7 @@ class Pool:
         return self._answer()
 
     def _forget_dead(self) -> None:
-        """Drop idle ranks that somebody killed: their connection is at its end."""
+        """Drop idle ranks that were killed from outside: their connection is closed."""
         dead = [rank for rank in self.idle if rank.connection.poll()]
         self.idle = [rank for rank in self.idle if rank not in dead]
         self._kill(dead)

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What follows `python` on a command line, and where it is said."""
+    """Return what follows `python` on a command line, and how it was given."""
 
     arguments: list[str]
     env: dict[str, str]
@@ -77,7 +77,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a rank says after a phase of a job: `kind` is passed, failed, skipped or leaked."""
+    """Result of a rank after a phase of a job: `kind` is passed, failed, skipped or leaked."""
 
     kind: str
     value: Any = None
@@ -150,7 +150,7 @@ def _die_with_parent() -> None:
 
 
 def _run_script(connection: Connection, output: int, errors: int) -> int:
-    """What `python ARGUMENTS` does, in this process. The connection closes when the process ends."""
+    """Run `python ARGUMENTS` in this process. The connection closes when the process ends."""
     script: Script = connection.recv()
     _connections.append(connection)
     os.dup2(output, 1)
@@ -222,7 +222,7 @@ def _serve_job(connection: Connection, job: Job) -> bool:
     if outcome.kind == "failed":
         return False
     try:
-        connection.recv_bytes()  # all ranks are through: from here on nobody waits for anybody
+        connection.recv_bytes()  # all ranks have finished: from here on no rank waits for another
     except EOFError:
         return False
     outcome = _attempt(lambda: _tear_down(job))
@@ -280,7 +280,7 @@ def _set_environment(job: Job) -> None:
         DEEPSPEED_PROGRESS=job.env.get("DEEPSPEED_PROGRESS", "0"),  # else engines plan their memory to tell
     )
     sys.path[:] = job.sys_path
-    sys.excepthook = sys.__excepthook__  # init_process_group wraps it anew each time
+    sys.excepthook = sys.__excepthook__  # init_process_group wraps it again each time
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

@@ -184,7 +184,7 @@ def test_only_tools_use_the_public_interface() -> None:
 
 
 def test_the_launcher_does_without_the_packages_of_its_ranks() -> None:
-    """What is wrong in the environment of a rank is that rank's error, told once, and not the launcher's."""
+    """An invalid environment of a rank is that rank's error, reported once, and not the launcher's."""
     of_the_ranks = {
         f"{module} imports {target}"
         for module, targets in loads().items()
@@ -282,7 +282,7 @@ def test_files_named_in_documents_exist() -> None:
 
 
 def test_modules_and_names_of_the_glossary_exist() -> None:
-    """Of each row: the paths in its last column, and `Class.method` wherever it stands."""
+    """Yield, for each row, the paths in its last column, and `Class.method` anywhere in it."""
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| *")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources().values())
     package = ROOT / "deepspeed"

@@ -31,7 +31,7 @@ init_inference add_config_arguments types check_config
 
 
 def fresh(code: str) -> str:
-    """What `code` prints in a new interpreter."""
+    """Return the output of `code` in a new interpreter."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -183,7 +183,7 @@ def test_a_first_step_does_not_import_the_compiler(stage: int) -> None:
 
 
 def test_modules_are_reached_by_attributes_after_only_the_import_of_the_package():
-    """As upstream's own modules are, which one start imports; here each is imported when it is asked for."""
+    """Like upstream's own modules, which one start imports; here each is imported on demand."""
     code = """
 import sys, deepspeed
 for path in (

@@ -1,4 +1,4 @@
-"""What a process has once, however many engines it has: every variable of a module that can change, with the reason.
+"""State that a process has once, for all engines: every mutable module variable, with its reason.
 
 An engine's own state hangs on the engine (tests/engine/test_two_engines.py). New process-wide state fails here until it
 is listed with a reason.

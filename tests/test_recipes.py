@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "docs/recipes").glob("*.diff"))
 MAX_LINES = 60
-# An editable installation answers every import of the package with this tree, before any path is asked.
+# An editable installation resolves every import of the package to this tree, before any path is searched.
 NOT_EDITABLE = (
     "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
 )

@@ -45,7 +45,7 @@ INTRODUCTION = """\
 
 <!-- Written by tools/gen_config_docs.py from the schema; change the schema, not this file. -->
 
-For whoever looks up a key: this page lists every one of the config. `deepspeed.initialize(config=...)` takes a dict,
+For anyone who looks up a key: this page lists every one of the config. `deepspeed.initialize(config=...)` takes a dict,
 the path of a JSON or HJSON file, or urlsafe-base64 JSON text:
 
 ```json

@@ -1,6 +1,6 @@
-"""Documented paths and names, and where they are here. Only `finder.py` reads these tables.
+"""Documented paths and names, and their counterparts here. Only `finder.py` reads these tables.
 
-Most documented module paths are simply where our code is; only the others have a row.
+Most documented module paths are also the paths of our modules; only the others have a row.
 """
 
 # Documented module -> ours: the import returns the same module object, so that a client that replaces a
@@ -140,7 +140,7 @@ MODULES = {
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.gathering.leaf_modules",
     "deepspeed.utils.zero_to_fp32": "deepspeed.tools.zero_to_fp32",
 }
-# These two packages are documented without `runtime` too.
+# The documents also name these two packages without `runtime`.
 MODULES |= {
     path.replace(".runtime", "", 1): ours
     for path, ours in MODULES.items()
@@ -173,7 +173,7 @@ _NAMES_BY_MODULE = {
         "deepspeed.compression.scheduler": "compression_scheduler",
         "deepspeed.compression.compress": "init_compression redundancy_clean",
     },
-    # installed as the entry of `ds_check` by earlier builds
+    # earlier builds installed it as the entry point of `ds_check`
     "deepspeed.config_check": {
         "deepspeed.tools.config.command": "check_config main",
     },
@@ -343,7 +343,7 @@ NAMES = {
     }
     for documented, by_module in _NAMES_BY_MODULE.items()
 }
-# Packages of ours whose documented submodules clients reach by dotted access after only `import deepspeed`.
+# Our packages whose documented submodules clients reach by attribute access after only `import deepspeed`.
 SUBMODULES = {
     "deepspeed.moe": ("layer", "utils"),
     "deepspeed.launcher": ("multinode_runner", "runner"),

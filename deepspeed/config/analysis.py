@@ -1,8 +1,7 @@
-"""From a config as written to a validated one: every error and every remark, found in one pass.
+"""Validation of a config: every error and every note, found in one pass.
 
-The order is: unknown keys, old spellings, types and bounds, rules between sections, features that do not
-exist yet, the batch triangle. Whatever is invalid is removed before the next step, so that one mistake never
-hides another.
+Order: unknown keys, old spellings, types and bounds, rules between sections, features that do not exist yet, the
+batch triangle. Each step removes what is invalid before the next one, so that one mistake never hides another.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ from deepspeed.config.sections.zero import ZERO_OPTIMIZATION, read_zero_config_d
 
 OPTIMIZER_SECTION = "optimizer"
 PASSED = {OPTIMIZER_SECTION: "an optimizer", "scheduler": "a scheduler"}
-"""Sections that describe what a client may pass to `initialize` instead."""
+"""Sections for which a client may pass an object to `initialize` instead."""
 UNFINISHED = frozenset({"compile", "expert_parallel", "graph_harvesting", "nebula", "tensor_parallel"})
-"""Top-level keys below which something is refused by name: without them `availability.py` is not asked."""
+"""Top-level keys with unsupported values below them; without any of them `availability.py` is not consulted."""
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
-# Keys that clients write next to ours and that are not read here. Dotted keys (TRL) and comments are recognised
-# by their form.
+# Keys that clients write for themselves and that are ignored here. Dotted keys (TRL) and comments are recognized by
+# their form.
 FOREIGN_KEYS = frozenset(
     {"cuda_visible_devices", "comment", "comments", "$schema", "allgather_size", "description"}
 )
 OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
-# A misspelt key that published configs carry with its default, where it has never done anything.
+# A misspelt key in published configs, with its default value, where it has never had an effect.
 MISSPELT_DEFAULTS = (("grandient_accumulation_steps", 1),)
-# Keys of published configs that have never done anything, and what was meant. The first is a misspelling that a
-# released client writes by itself: ArcticTraining, into the config of DPO's reference model.
+# Keys of published configs that have never had an effect, and the key that was meant. The first is a misspelling that a
+# released client writes: ArcticTraining, into the config of DPO's reference model.
 IDLE_KEYS = {
     "train_micro_batch_size_per_gp": "train_micro_batch_size_per_gpu",
     "micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
@@ -75,7 +74,7 @@ SILENT_SECTIONS = frozenset({"quantize_training"})
 
 @dataclass
 class Analysis:
-    """Findings about a config. `config` and `batch` are None when too little of the config was valid to build them."""
+    """Findings about a config. `config` and `batch` are None if too little of the config was valid to build them."""
 
     source: ConfigSource
     config: TrainingConfig | None = None
@@ -83,9 +82,9 @@ class Analysis:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    """Keys whose value is "auto" and was not filled in; each stands for its default."""
+    """Keys whose value is "auto" and was not filled in; their defaults apply."""
     doubtful: set[str] = field(default_factory=set)
-    """Keys whose value is not known because it was refused, or stands under a misspelt key."""
+    """Keys of unknown value: their value was refused, or is under a misspelt key."""
 
     def error(
         self,
@@ -104,7 +103,7 @@ class Analysis:
 def analyse(
     source: ConfigSource, axes: Axes | None, *, allow_auto: bool = False, unused: Collection[str] = ()
 ) -> Analysis:
-    """Validate a config for ranks with these axes (None: they are not known, and the batch triangle is skipped).
+    """Validate a config for ranks with these axes (None: unknown, and the batch triangle is skipped).
 
     With `allow_auto`, batch keys that are "auto" are left for someone else to fill in, so their absence is
     not an error. `unused`: sections that are left alone, whatever they say, as in release 0.19.
@@ -141,7 +140,7 @@ def analyse(
 def _known_part(
     data: Mapping[str, Any], model: type[BaseModel], path: Path, result: Analysis
 ) -> dict[str, Any]:
-    """A copy of a section without its unknown keys; each of those is an error or a note."""
+    """Return a copy of a section without its unknown keys; each of these is an error or a note."""
     table = keys_of(model)
     known: dict[str, Any] = {}
     unknown = 0
@@ -215,7 +214,7 @@ def _unknown_key(
         return
     elsewhere = [each for each in paths_by_key(TrainingConfig).get(key, []) if each != key or path]
     if len(elsewhere) > 1 and "_" not in key:
-        elsewhere = []  # "enabled" or "device" is no key of one section, so where else it stands says nothing
+        elsewhere = []  # "enabled" and "device" are keys of many sections, so other occurrences say nothing
     if not elsewhere and path in ((), (OPTIMIZER_SECTION,)) and key in OPTIMIZER:
         elsewhere = [f"optimizer.params.{key}"]
     hint = f"; it belongs to {' or '.join(repr(each) for each in elsewhere[:3])}" if elsewhere else ""
@@ -232,15 +231,15 @@ def _unknown_key(
 
 
 def _free_spellings(model: type[BaseModel], siblings: Mapping[str, Any]) -> list[str]:
-    """Spellings that a misspelt key can mean: those of keys not already in the section."""
+    """Return the spellings that a misspelt key may mean: keys that are not already in the section."""
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
 
 
 def _is_another_section(value: Any, meant: Key) -> bool:
-    """Tell whether a section is too unlike the one that its name resembles: it has a switch, and that one has none.
-    Scripts have loss scaling under "data_type", which is not `data_types`; 0.19 does not look at it."""
+    """Tell whether a section is too unlike the one that its name resembles: it has a switch, and that one has none. For
+    example, scripts have loss scaling under "data_type", which is not `data_types`; 0.19 ignores it."""
     if not isinstance(value, Mapping) or meant.section is None or meant.container is not None:
         return False
     table = keys_of(meant.section)
@@ -248,8 +247,8 @@ def _is_another_section(value: Any, meant: Key) -> bool:
 
 
 def _foreign_reason(name: str, value: Any) -> str | None:
-    """Explain why a section under a name of ours is meant for something else: no key of it is, or is like, one of ours,
-    or it is loss scaling under `fp8`, as clients' files have it. None: it is ours."""
+    """Explain why a section with one of our names belongs to another tool: none of its keys is or resembles one of
+    ours, or it is loss scaling under `fp8`, as in clients' files. None: it is ours."""
     if name not in OWN_SECTIONS or not isinstance(value, Mapping) or not value:
         return None
     section = keys_of(TrainingConfig)[name].section
@@ -271,7 +270,7 @@ def _foreign_reason(name: str, value: Any) -> str | None:
 def _old_section(
     key: str, value: Any, data: Mapping[str, Any], known: dict[str, Any], result: Analysis
 ) -> None:
-    """A section under its old name: read unless the new name is present too."""
+    """Move a section from its old name to the new one, unless the new one is present too."""
     new = OLD_TOP_LEVEL[key]
     note(f"config key '{key}' is deprecated, use '{new}'")
     if new not in data:
@@ -285,9 +284,8 @@ def _convert_old_sections(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
 
 
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
-    """Paths of the "auto" values that are still to be filled in (not of keys for which "auto" is a valid
-    choice).
-    """
+    """Return the paths of "auto" values that are still to be filled in (not of keys for which "auto" is a valid
+    choice)."""
     if is_auto(value):
         if path[:2] == ("optimizer", "params") and path[-1] in TAKES_AUTO:
             return []
@@ -304,14 +302,14 @@ def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
 
 
 def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
-    """The model of the valid part of `data`; the rest is reported, removed and remembered as doubtful."""
+    """Build the model of the valid part of `data`; the rest is reported, removed, and marked as doubtful."""
     refused: set[str] = set()
     while True:
         try:
             return TrainingConfig(**data)
         except ValidationError as error:
             from deepspeed.config.refusals import (
-                plain_meaning,  # for configs with mistakes
+                plain_meaning,  # only for configs with mistakes
                 refusals,
                 value_at,
             )
@@ -350,7 +348,7 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
             return
     if isinstance(owner, dict):
         owner.pop(leaf, None)
-    elif isinstance(owner, list):  # the other items keep their numbers, so the whole list goes
+    elif isinstance(owner, list):  # the whole list is removed, so that other items keep their indices
         _remove(data, ".".join(parents))
 
 
@@ -389,7 +387,7 @@ def _resolve_batch(config: TrainingConfig, axes: Axes, allow_auto: bool, result:
     given = [getattr(config, key) for key in BATCH_KEYS]
     sharing = axes.layout.tp if axes.layout is not None else 1
     if sharing > 1 and all(given) and given[0] == math.prod(given[1:]) * axes.data_parallel * sharing:
-        given[0] //= sharing  # clients count every rank: they do not know of those that share layers
+        given[0] //= sharing  # clients count all ranks, including those that share layers
     open_keys = [key for key in BATCH_KEYS if key in result.auto_keys]
     if open_keys and allow_auto and given[0] is None and given[1] is None:
         return
@@ -406,7 +404,7 @@ def _resolve_batch(config: TrainingConfig, axes: Axes, allow_auto: bool, result:
 
 
 def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analysis) -> None:
-    """The batch that the `elasticity` section means for these ranks, whatever the batch keys say."""
+    """Compute the batch that the `elasticity` section implies for these ranks, whatever the batch keys say."""
     if any(problem.path[:1] == (ELASTICITY,) for problem in result.errors):
         return
     shared = axes.layout.sp * axes.layout.tp if axes.layout is not None else section.model_parallel_size
@@ -417,7 +415,7 @@ def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analys
             "(tensor-parallel times sequence-parallel ranks)",
         )
         return
-    from deepspeed.config.elastic_batch import elastic_batch  # its sizes are searched for
+    from deepspeed.config.elastic_batch import elastic_batch  # only for elastic runs
 
     try:
         found = elastic_batch(section, axes.data_parallel)

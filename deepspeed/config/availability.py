@@ -1,8 +1,7 @@
-"""Features that are in the schema but not in this release yet. One row per feature, deleted when the feature
-arrives.
+"""Features that are in the schema but not implemented yet: one row per feature, deleted when it is implemented.
 
-A feature that could change a training run's numerics is refused by name; one that cannot (monitors,
-profilers, other ways of writing checkpoints) only gets one warning.
+A feature that could change a run's numerics is refused by name; any other (monitors, profilers, other ways of writing
+checkpoints) only causes one warning.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Missing:
     instead: str
     changes_numbers: bool = True
     value: str = ""
-    """The values that are refused, if others of the key are not (for docs/config.md)."""
+    """The refused values, if the key also has accepted ones (for docs/config.md)."""
 
     @property
     def message(self) -> str:
@@ -35,14 +34,15 @@ class Missing:
 
 
 def _unsplit(config: TrainingConfig) -> bool:
-    """Tell whether a pass is asked for that shares work which nothing else in the config shares."""
+    """Tell whether a compile pass is requested that distributes work which nothing else in the config distributes."""
     wanted = (config.compile.passes or ()) if config.compile.deepcompile else ()
     sequence, layers = config.sequence_parallel_size or 1, config.tensor_parallel.autotp_size
     return ("autosp" in wanted and sequence == 1) or ("autotp" in wanted and layers <= 1)
 
 
 def _differs(owner: str, key: str) -> Predicate:
-    """Tell whether the section ``owner`` is there, is on if it has a switch, and differs from its default."""
+    """Return a predicate: the section ``owner`` is present, enabled if it has a switch, and differs from its default in
+    ``key``."""
 
     def requested(config: TrainingConfig) -> bool:
         section: Any = config
@@ -56,7 +56,7 @@ def _differs(owner: str, key: str) -> Predicate:
 
 
 SWITCHES = {"expert_parallel": "enabled", "compile": "deepcompile"}
-"""Keys without which nothing else of a section is asked for."""
+"""Switches without which the other keys of a section have no effect."""
 
 ROUTING = """
     score_func score_apply route_norm route_scale top_k routed_scaling_factor num_expert_groups num_limited_groups
@@ -73,7 +73,7 @@ COMMUNICATING = """
 
 
 def _missing(owner: str, keys: str, instead: str, changes_numbers: bool = False) -> tuple[Missing, ...]:
-    """Make the rows of keys of one section."""
+    """Make the rows of a section's keys."""
     return tuple(
         Missing(f"{owner}.{key}".lstrip("."), _differs(owner, key), instead, changes_numbers)
         for key in keys.split()
@@ -88,7 +88,7 @@ MISSING: tuple[Missing, ...] = (
         "set activation_checkpointing.cpu_checkpointing, and checkpoint the blocks",
         True,
     ),
-    # What cannot change the numerics
+    # Features that cannot change the numerics
     *_missing(
         "expert_parallel",
         NAMING,

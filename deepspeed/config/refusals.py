@@ -1,4 +1,4 @@
-"""Values that the schema refuses, in words: the key, the value, what is expected and what was probably meant."""
+"""Messages for values that the schema refuses: the key, the value, what is expected and what was probably meant."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
 def refusals(
     schema: type[BaseModel], error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> list[tuple[Path, str, str]]:
-    """(path, message, missing key) for each value that an error concerns.
+    """Return (path, message, missing key) for each value that an error concerns.
 
-    `data` is what `schema` was given, `raw` has the values as written.
+    `data`: the input of `schema`; `raw`: the values as written.
     """
     found: dict[Path, tuple[Path, str, str]] = {}
     for entry in error.errors():
@@ -32,9 +32,8 @@ def refusals(
 
 
 def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
-    """The part of a pydantic location that exists in the config (without the tags for alternatives).
-
-    Also the name of the missing key if the location ends at one.
+    """Return the part of a pydantic location that exists in the config (without the tags of union members), and the
+    name of the missing key if the location ends at one.
     """
     path: list[str | int] = []
     missing = ""
@@ -59,7 +58,7 @@ def _message(schema: type[BaseModel], path: Path, entry: Any, raw: Mapping[str, 
         else ""
     )
     if isinstance(value, (dict, BaseModel)) and own_text:
-        return own_text  # a rule about a whole section
+        return own_text  # a rule of the whole section
     message = f"{shown(value)} is not allowed"
     if found is not None:
         message += f"; expected {_expected(found, path)}"
@@ -98,7 +97,7 @@ def _expected(found: Any, path: Path) -> str:
 
 
 def value_at(data: Any, path: Path, default: Any) -> Any:
-    """The value at a path of a config as written."""
+    """Return the value at a path of a config as written."""
     for part in path:
         if not _has(data, part):
             return default
@@ -113,11 +112,11 @@ def _has(data: Any, part: str | int) -> bool:
     return isinstance(data, Mapping) and part in data
 
 
-# The plain meaning of a value of the wrong type: `"fp16": true` is `{"enabled": true}`.
+# The plain meaning of a value of the wrong type: `"fp16": true` means `{"enabled": true}`.
 
 
 def plain_meaning(schema: type[BaseModel], path: Path, value: Any) -> Remedy | None:
-    """The value that was meant at a path of a config of this schema; None if that would be a guess."""
+    """Return the value that was meant at a path of a config with this schema; None if that would be a guess."""
     field = field_at(schema, path)
     if field is None:
         return None

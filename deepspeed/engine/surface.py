@@ -1,4 +1,4 @@
-"""The methods of the engine that its parts answer, in one list: the engine's own file holds what it does itself."""
+"""Methods of the engine that its parts implement, in one list. ``engine.py`` holds what the engine does itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
 
 
-# Getters of the config's values: ``engine.zero_optimization_stage()`` returns ``config.zero_optimization_stage``.
+# Getters of config values: ``engine.zero_optimization_stage()`` returns ``config.zero_optimization_stage``.
 
 _V = TypeVar("_V")
 
@@ -34,9 +34,9 @@ def setting(path: str, kind: Any = None, derive: Callable[[Any], Any] | None = N
     """Make a method of the engine that returns the value at ``path`` in its ``DeepSpeedConfig``.
 
     Args:
-        path: attributes or keys of dicts, joined by dots. Below a section that is missing the value is None.
-        kind: type of what the method returns, for type checkers; default: any.
-        derive: makes what the method returns of the value; default: the value itself.
+        path: attributes or dict keys, joined by dots. If a section on the path is missing, the value is None.
+        kind: return type of the method, for type checkers; default: any.
+        derive: computes the returned value from that of the config; default: the identity.
     """
     parts = path.split(".")
 
@@ -53,7 +53,7 @@ def setting(path: str, kind: Any = None, derive: Callable[[Any], Any] | None = N
 
 
 class EngineSettings:
-    """The getters of ``DeepSpeedEngine``: a row for each, with where its value stands in the config."""
+    """Getters of ``DeepSpeedEngine``: one row each, with the path of its value in the config."""
 
     _config: Any
 
@@ -243,13 +243,13 @@ PARTS = {
     SparseSums: "sparse_sums",
     StateMoves: "moves",
 }
-"""Attribute of the engine that holds the part of each class."""
+"""Engine attribute that holds the part of each class."""
 _PART_OF = {kind.__name__: attribute for kind, attribute in PARTS.items()}
 
 
 def answered_by(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Make a method of the engine with the signature and the docstring of ``method``, which is called on the engine's
-    part of that class: ``compile = answered_by(Compilation.compile)``."""
+    """Make an engine method with the signature and docstring of ``method``, which is called on the engine's part of
+    that class: ``compile = answered_by(Compilation.compile)``."""
     part, name = _PART_OF[method.__qualname__.split(".")[0]], method.__name__
 
     @functools.wraps(method)
@@ -260,7 +260,7 @@ def answered_by(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
 
 
 class Shown(Generic[_R]):
-    """An attribute of the engine that its part ``part`` has under the same name: reads and writes go there."""
+    """An engine attribute that reads and writes the attribute of the same name of its part ``part``."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -277,7 +277,7 @@ class Shown(Generic[_R]):
 
 
 class EngineSurface(EngineSettings):
-    """Documented members of ``DeepSpeedEngine`` by the part that answers them; those of the config are inherited."""
+    """Documented members of ``DeepSpeedEngine`` that its parts implement; config getters are inherited."""
 
     get_global_grad_norm = answered_by(Facts.get_global_grad_norm)
     was_step_applied = answered_by(Facts.was_step_applied)
@@ -304,11 +304,11 @@ class EngineSurface(EngineSettings):
         return self.seq_parallel_group
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's number among those with different data."""
+        """Return this rank's index among the ranks with different data."""
         return self.mesh.rank("dp")  # type: ignore[attr-defined]
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's number among the tensor-parallel ones."""
+        """Return this rank's index among the tensor-parallel ranks."""
         return self.mesh.rank("tp")  # type: ignore[attr-defined]
 
     get_tensor_parallel_rank = get_model_parallel_rank

@@ -1,4 +1,4 @@
-"""Load causal language models with Transformers: from a folder or the hub, quantized or not, or from a GGUF file."""
+"""Loading of causal language models with Transformers: from a folder, the Hub or a GGUF file, quantized or not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def classifier_in(folder: str) -> str | None:
-    """Return the name of the class if the model in ``folder`` classifies texts (a cross-encoder): loaded as one that
-    generates, it would have a head of random weights. Only the file is looked at."""
+    """Return the class name if the model in ``folder`` classifies texts (a cross-encoder), which would get a random
+    head if loaded as a generating model. Reads only the config file."""
     try:
         named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, LookupError, TypeError):
-        return None  # whoever loads it tells
+        return None  # loading it will report the error
     return _classifier_of(named)
 
 
@@ -35,7 +35,7 @@ def _classifier_of(architectures: Iterable[Any] | None) -> str | None:
 
 
 class Pretrained:
-    """A model of a folder, of the hub, or of a ``.gguf`` file. Its config is read once.
+    """A model in a folder, on the Hub, or in a ``.gguf`` file. Its config is read once.
 
     OSError, ValueError: there is no such model. ``config`` is None for a GGUF file, which Transformers reads whole.
     """
@@ -52,18 +52,18 @@ class Pretrained:
 
     @property
     def is_classifier(self) -> bool:
-        """Return whether it classifies texts: see `classifier_in`."""
+        """Return whether the model classifies texts: see `classifier_in`."""
         return _classifier_of(getattr(self.config, "architectures", None)) is not None
 
     def load_causal(self, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
-        """Load the model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its
-        device.
+        """Load the model on the host, in evaluation mode. If it is split over ranks, each rank's part is moved to its
+        device then.
 
         Args:
-            dtype: of weights that were packed; None: what the config says. Other weights have the folder's.
-            keeps_integers: leave integers as they are where kernels compute with them (`quantized/stored.py`).
+            dtype: of weights that were packed; None: that of the config. Other weights keep the dtype of the folder.
+            keeps_integers: keep integer weights for which there are kernels (`quantized/stored.py`).
 
-        OSError, ValueError: its weights cannot be read.
+        OSError, ValueError: the weights cannot be read.
         """
         import transformers
         from transformers import AutoModelForCausalLM
@@ -78,7 +78,8 @@ class Pretrained:
 
     @property
     def is_encoder(self) -> bool:
-        """Return whether each token of a text sees all others; as one that generates, it would have random weights."""
+        """Return whether tokens attend in both directions; loaded as a generating model, it would have random
+        weights."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
         if self.config is None or self.config.model_type not in ENCODERS:
@@ -87,7 +88,7 @@ class Pretrained:
 
     @property
     def _kind(self) -> Any:
-        """Return the class that loads it."""
+        """Return the class to load the model with."""
         from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
         if self.is_classifier:
@@ -95,12 +96,12 @@ class Pretrained:
         return AutoModel if self.is_encoder else AutoModelForCausalLM
 
     def load_encoder(self) -> nn.Module:
-        """Load an encoder, with its head if it classifies. OSError, ValueError: its weights cannot be read."""
+        """Load an encoder, with its head if it classifies. OSError, ValueError: the weights cannot be read."""
         return self._kind.from_pretrained(self.name, config=self.config)
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer: of a GGUF file, the one beside it, if there is one, else its own. OSError, ValueError:
-        there is none."""
+        """Load the tokenizer; for a GGUF file, the one next to it, else the one in it. OSError, ValueError: there is
+        none."""
         from transformers import AutoTokenizer
 
         arguments: dict[str, Any] = dict(self._arguments)
@@ -111,7 +112,8 @@ class Pretrained:
         return AutoTokenizer.from_pretrained(**arguments)
 
     def check_quantization(self, method: str) -> None:
-        """ValueError: the weights are not stored by ``method``, as vLLM calls it (``gptq_marlin`` is gptq)."""
+        """Check the quantization. ValueError: weights are not stored by ``method``, a vLLM name (``gptq_marlin`` is
+        gptq)."""
         found = self._quantization
         stored = None if found is None else method_of(found)
         if method.removesuffix("_marlin") != stored:
@@ -121,15 +123,15 @@ class Pretrained:
             )
 
     def least_bytes(self, dtype: torch.dtype | None, tokens: int | None) -> tuple[int, int]:
-        """Return bytes that weights in ``dtype`` (None: the config's) take at least, and those of keys and values of
-        ``tokens`` tokens (None: as many as a server takes by default). Nothing is loaded."""
+        """Return lower bounds in bytes: of the weights in ``dtype`` (None: the config's), and of keys and values of
+        ``tokens`` tokens (None: the default of a server). Loads nothing."""
         if self.config is None:
             return Path(self.name).stat().st_size, 0
         config = copy.deepcopy(self.config)
         with torch.device("meta"):
             module = self._kind.from_config(config)
         used: torch.dtype = dtype or getattr(config, "dtype", None) or torch.float32
-        # Of packed weights a part may have 2 bits.
+        # Packed weights may partly have 2 bits.
         weights = sum(param.numel() for param in module.parameters()) * used.itemsize
         weights = weights // 8 if can_unpack(self._quantization) else weights
         if self.is_classifier or self.is_encoder:

@@ -1,4 +1,4 @@
-"""Speed of each op on this machine: short measurements for `ds_report --bench`, on the path that the op takes."""
+"""Speed of each op on this machine: short measurements for `ds_report --bench`, on the path that the op would take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deepspeed.ops.op_builder.flat_tensors import flatten
 from deepspeed.ops.sgd import SGD
 
 SECONDS = 0.25  # per measurement, at least three calls
-NUMEL = 8 << 20  # elements of an operand: beyond the caches of most processors
+NUMEL = 8 << 20  # elements of an operand: larger than most caches
 FILE_BYTES = 64 << 20
 OPTIMIZERS: dict[str, Callable[..., MultiTensorOptimizer]] = {
     "cpu_adam": DeepSpeedCPUAdam,
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., MultiTensorOptimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Work done in a number of seconds; `what` names it."""
+    """Work done in a number of seconds; `what` describes it."""
 
     what: str
     nbytes: int
@@ -60,7 +60,8 @@ class Speed:
 
 
 def of_op(builder: OpBuilder, folder: str | None = None) -> list[Speed]:
-    """Speeds of one op; empty if it cannot be used or has nothing to time. `folder`: for the file of `async_io`."""
+    """Measure an op; an empty list if it cannot be used or there is nothing to time. `folder`: for `async_io`'s
+    file."""
     if not builder.path():
         return []
     if builder.NAME in OPTIMIZERS:
@@ -77,7 +78,7 @@ def of_op(builder: OpBuilder, folder: str | None = None) -> list[Speed]:
 
 
 def of_other_kernels() -> dict[str, Speed]:
-    """Speeds of the host kernels that are not part of a documented op."""
+    """Measure the host kernels that are not part of a documented op."""
     values = torch.randn(NUMEL)
     others = [torch.randn(NUMEL) for _ in range(2)]
     low = torch.empty(NUMEL, dtype=torch.bfloat16)
@@ -99,8 +100,8 @@ def seconds_of(
     before: Callable[[], Any] = lambda: None,
     span: float | None = None,
 ) -> float:
-    """Time of the fastest call in ``span`` seconds (None: ``SECONDS``); the first one, which creates state and touches
-    memory, does not count, nor does what is done ``before`` each."""
+    """Return the time of the fastest call within ``span`` seconds (None: ``SECONDS``). Excluded: the first call, which
+    creates state and touches memory, and the calls of ``before`` ahead of each."""
     run()
     synchronize()
     best, calls, begin = float("inf"), 0, time.perf_counter()
@@ -124,8 +125,8 @@ def _optimizer(make: Callable[..., MultiTensorOptimizer], device: torch.device) 
         lambda: optimizer.multi_tensor_step(group, [param], [grad], low_precision=[low]),
         get_accelerator().synchronize if device.type != "cpu" else lambda: None,
     )
-    moments = len(optimizer.state[param]) - 1  # besides the step
-    # the gradient is read, the parameter and its moments are read and written, the copy is written
+    moments = len(optimizer.state[param]) - 1  # excluding the step
+    # reads the gradient, reads and writes the parameter and its moments, writes the copy
     return Speed("fp32 with a bf16 copy", NUMEL * (4 + 8 * (1 + moments) + 2), seconds, NUMEL)
 
 
@@ -150,7 +151,7 @@ def _files(folder: str) -> list[Speed]:
 
 
 def _shared_memory() -> list[Speed]:
-    """An all-reduce between two ranks, both in this process."""
+    """Measure an all-reduce between two ranks, both in this process."""
     segment = shared_memory.create_segment(2)
     if segment is None:
         return []

@@ -1,9 +1,9 @@
-"""Attention of one block of queries to one block of keys, with the log-sum-exp that joins blocks.
+"""Attention of one block of queries to one block of keys, with the log-sum-exp that merges blocks.
 
-Each kernel says what it ``takes``, and is a pair: ``forward(q, k, v, mask, scale) -> (out, lse)`` and
+Each kernel has ``supports``, and a pair of functions: ``forward(q, k, v, mask, scale) -> (out, lse)`` and
 ``backward(grad, q, k, v, out, lse, mask, scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all*
-blocks. q and out are [batch, heads, rows, head size], k and v [batch, heads that share them, columns, head size], lse
-[batch, heads, rows] in fp32 (fp64 for such queries). The log-sum-exp of a row that sees nothing is -inf, its output 0.
+blocks. q and out are [batch, heads, rows, head size], k and v [batch, kv heads, columns, head size], lse [batch, heads,
+rows] in fp32 (fp64 for such queries). The log-sum-exp of a fully masked row is -inf, its output 0.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _aten = torch.ops.aten
 
 
 class BlockOrder(enum.Enum):
-    """Visibility of columns to a row by position alone."""
+    """Masking of columns by position alone."""
 
     CAUSAL = "rows and columns are the same tokens; each sees itself and those before it"
 
 
 CAUSAL = BlockOrder.CAUSAL
 Mask: TypeAlias = Tensor | BlockOrder | None
-"""Bool, or floats that are added to the scores (-inf: not seen), broadcastable to [batch, heads, rows, columns];
-CAUSAL; or None: every row sees every column."""
+"""Bool, or floats that are added to the scores (-inf: masked), broadcastable to [batch, heads, rows, columns]; CAUSAL;
+or None: nothing is masked."""
 
 
 class BlockKernel(Protocol):
     def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
-        """Tell whether it computes blocks of such tensors."""
+        """Return whether the kernel supports blocks of such tensors."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]: ...
@@ -51,7 +51,7 @@ class BlockKernel(Protocol):
 
 
 class Plain:
-    """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; needs rows x columns memory."""
+    """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; uses rows x columns memory."""
 
     def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
         return True
@@ -97,17 +97,17 @@ class Plain:
 
 
 class CpuFlash:
-    """Torch's flash attention for CPUs, which takes masks and shared heads, and gives its log-sum-exp."""
+    """Torch's flash attention for CPUs, which supports masks and grouped heads, and returns the log-sum-exp."""
 
     def supports(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
-        """Also tensors without values: to count memory as of flash attention."""
+        """Return whether the kernel applies; also for tensors without values, for which memory is counted."""
         return (q.is_cpu or q.is_meta) and q.shape[-1] == v.shape[-1]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
         )
-        if isinstance(mask, Tensor):  # the kernel gives 0 for rows that see nothing
+        if isinstance(mask, Tensor):  # the kernel returns 0 for fully masked rows
             seen = mask > -math.inf if mask.is_floating_point() else mask
             lse = lse.masked_fill(~seen.any(-1), -math.inf)
         return out, lse
@@ -138,8 +138,8 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """Torch's flash attention for CUDA: 16-bit, no masks but CAUSAL; takes shared heads, and needs no rows x columns
-    memory. T. Dao: FlashAttention-2: Faster attention with better parallelism and work partitioning, 2023."""
+    """Torch's flash attention for CUDA: 16-bit, no mask but CAUSAL, grouped heads, without rows x columns memory. T.
+    Dao: FlashAttention-2: Faster attention with better parallelism and work partitioning, 2023."""
 
     SIZES = range(8, 257, 8)
 
@@ -166,7 +166,7 @@ class CudaFlash:
         mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without dropout nobody reads it
+        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused without dropout
         rows, columns = q.shape[2], k.shape[2]
         return _aten._scaled_dot_product_flash_attention_backward(
             grad,
@@ -194,16 +194,16 @@ class CudaFlash:
 
 PLAIN, CPU_FLASH, CUDA_FLASH = Plain(), CpuFlash(), CudaFlash()
 KERNELS: tuple[BlockKernel, ...] = (CPU_FLASH, CUDA_FLASH, PLAIN)
-"""The fastest first; the last takes everything."""
+"""Fastest first; the last one supports everything."""
 
 
 def kernel_for(q: Tensor, v: Tensor, mask: Mask) -> BlockKernel:
-    """Return the fastest kernel that computes blocks of these tensors."""
+    """Return the fastest kernel that supports blocks of these tensors."""
     return next(kernel for kernel in KERNELS if kernel.supports(q, v, mask))
 
 
 class JoinedBlocks:
-    """The attention to all blocks so far: ``out`` and the log-sum-exp of its weights, ``lse``."""
+    """Accumulates the attention to several blocks: ``out``, and the log-sum-exp of its weights, ``lse``."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -219,7 +219,7 @@ class JoinedBlocks:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Rows that see nothing have no weights whatever is subtracted: exp(-inf - 0) = 0."""
+    """Replace -inf by 0: fully masked rows then have zero weights, exp(-inf - 0) = 0."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
@@ -232,7 +232,7 @@ def _additive(mask: Mask, dtype: torch.dtype) -> Tensor | None:
 
 
 def _repeated(k: Tensor, q: Tensor) -> Tensor:
-    """One head of keys for each head of queries."""
+    """Repeat each head of keys for the query heads that share it."""
     group = q.shape[1] // k.shape[1]
     return k if group == 1 else k.repeat_interleave(group, dim=1)
 

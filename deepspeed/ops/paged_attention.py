@@ -1,4 +1,4 @@
-"""The host kernel for attention over a paged cache; ``deepspeed.inference.model.attention`` has the same in torch."""
+"""Host kernel for attention over a paged cache; ``deepspeed.inference.model.attention`` is the reference in torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from deepspeed.ops.native import DTYPE_CODES, library
 
 
 class PagedPieces:
-    """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, whose
-    tokens lie one after another. ``attends``: whether the kernel computes a piece's attention, or only stores its keys
-    and values."""
+    """The sequences of one forward, for all layers: (blocks, position of the first token, number of tokens) of each,
+    with tokens stored one sequence after another. ``attends``: whether the kernel computes a piece's attention, or only
+    stores its keys and values."""
 
     def __init__(self, pieces: Sequence[tuple[Sequence[int], int, int]], attends: Sequence[bool]) -> None:
         made, self._blocks, row = [], [], 0
         for (blocks, start, count), wanted in zip(pieces, attends, strict=True):
             numbers = (ctypes.c_int64 * len(blocks))(*blocks)
-            self._blocks.append(numbers)  # the array below has their address only
+            self._blocks.append(numbers)  # keeps it alive: the array below has only its address
             made.append((ctypes.addressof(numbers), start, count, row, 1, int(wanted)))
             row += count
         self.array = (PagedPiece * len(made))(*made)
@@ -51,13 +51,13 @@ def paged_attention(
         query: [heads, tokens, key size].
         key, value: [kv heads, tokens, key size or value size], all of one dtype.
         pages: keys [blocks, kv heads, key size, block size] and values [.., block size, value size] of the cache.
-        scale: of the products of queries and keys.
-        window: a token sees itself and the ``window - 1`` before it; 0: all before it.
-        softcap: scores s become softcap * tanh(s / softcap); 0: they do not.
-        sinks: [heads], scores that take part in each softmax without a value.
+        scale: factor of the scores.
+        window: a token attends to itself and the ``window - 1`` before it; 0: to all before it.
+        softcap: scores s become softcap * tanh(s / softcap); 0: unchanged.
+        sinks: [heads], scores added to each softmax without a value.
 
     Returns:
-        [tokens, heads, value size]; rows of pieces that are not attended are not set.
+        [tokens, heads, value size]; rows of pieces without attention are unset.
     """
     lib = library()
     assert lib is not None

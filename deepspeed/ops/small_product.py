@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix of weights that is read once: bfloat16, or integers with scales."""
+"""Products of few rows with a weight matrix that is read once: bfloat16, or integers with scales."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed.ops.host_graph import Weights as Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
 MAX_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
-"""For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""
+"""Maximum rows for which the kernel is faster than torch, which must dequantize integers first."""
 MAX_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
-"""The same where torch has no product of bfloat16 to speak of (with AVX2 a sixth of the kernel's speed)."""
+"""The same for CPUs on which torch's bfloat16 product is slow (with AVX2 a sixth of the kernel's speed)."""
 PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
-"""Likewise for a whole forward as one program, which spares what torch's small operations cost."""
+"""The same for a whole forward as one program, which avoids the overhead of torch's small operations."""
 GPU_ROWS = 64
-"""The same for integers on a GPU. Not measured: there, weights are what a step of decoding waits for."""
+"""The same for integers on a GPU. Not measured: there, a decode step is bound by reading weights."""
 LANES = 16
 RUNS = {8: 64, 4: 128}
-"""Columns that lie together, by the bits of an integer: groups are multiples of it."""
+"""Columns per run, by bits of an integer: groups are multiples of it."""
 
 
 def padded_columns(columns: int, bits: int) -> int:
@@ -36,11 +36,11 @@ def padded_columns(columns: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [outputs, columns] of integers with ``bits`` 8 or 4, symmetric around 0: the values are the integers
-    times their group's scale.
+    """A matrix [outputs, columns] of 8- or 4-bit integers (``bits``), symmetric around 0. A value is the integer times
+    the scale of its group.
 
-    ``words``: int32 [outputs, padded columns * bits / 32]; in a run of 64 columns (128 of 4 bits), number n of word i
-    is column 16 n + i. ``scales``: fp32 [outputs, groups].
+    ``words``: int32 [outputs, padded columns * bits / 32]; in a run of 64 columns (128 with 4 bits), element n of word
+    i is column 16 n + i. ``scales``: fp32 [outputs, groups].
     """
 
     bits: int
@@ -50,8 +50,8 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, matrix: Tensor, bits: int, group: int | None = None) -> QuantizedMatrix:
-        """Rounded to nearest; the largest value of each ``group`` columns of a row (None: of the row) is the largest
-        integer.
+        """Quantize a matrix by rounding to nearest; the largest magnitude of each ``group`` columns of a row (None: of
+        the row) becomes the largest integer.
 
         ValueError: not 4 or 8 bits, or the group is not a multiple of a run, or does not divide the padded columns.
         """
@@ -71,7 +71,7 @@ class QuantizedMatrix:
 
     @staticmethod
     def from_levels(whole: Tensor, bits: int) -> Tensor:
-        """``words`` of integers (int32 [outputs, columns], whole runs) that are known already."""
+        """Return ``words`` of given integers (int32 [outputs, columns], whole runs)."""
         return _packed(whole, bits)
 
     @property
@@ -80,16 +80,16 @@ class QuantizedMatrix:
 
     @property
     def group(self) -> int:
-        """Columns with one scale."""
+        """Number of columns per scale."""
         return self.words.shape[1] * (32 // self.bits) // self.scales.shape[1]
 
     def described(self, bias: Tensor | None = None) -> GraphMatrix:
-        """For the kernels."""
+        """Return the description of the matrix for the kernels."""
         kind = Weights.INT8 if self.bits == 8 else Weights.INT4
         return GraphMatrix(kind, self.words, self.columns, bias, self.scales, self.group)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, columns]."""
+        """Return the values [outputs, columns]."""
         whole = _unpacked(self.words, self.bits)
         grouped = whole.view(whole.shape[0], self.scales.shape[1], -1)
         return (grouped * self.scales[..., None]).view(whole.shape)[:, : self.columns].to(dtype)
@@ -110,26 +110,24 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def by_kernel(kind: Weights, rows: int) -> bool:
-    """Return whether a product of ``rows`` rows is computed by the host kernel, or by torch: the one place that decides
-    it.
-    """
+    """Return whether the host kernel, rather than torch, computes a product of ``rows`` rows. Decided only here."""
     return 1 <= rows <= most_rows(kind) and library() is not None
 
 
 @cache
 def most_rows(kind: Weights) -> int:
-    """See ``MAX_ROWS``."""
+    """Return the maximum rows for the kernel; see ``MAX_ROWS``."""
     narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
     return (MAX_ROWS_WITHOUT_AVX512 if narrow else MAX_ROWS).get(kind, MAX_ROWS[kind])
 
 
 def program_rows(kind: Weights) -> int:
-    """Up to how many rows a whole forward is faster as a program of kernels than by torch, with weights of ``kind``."""
+    """Return the maximum rows for which a whole forward is faster as a program of kernels, with weights of ``kind``."""
     return PROGRAM_ROWS[kind]
 
 
 def takes_bfloat16(weight: Tensor) -> bool:
-    """Return whether ``product`` has a kernel for such a weight."""
+    """Return whether ``product`` has a kernel for this weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
@@ -139,7 +137,7 @@ def takes_bfloat16(weight: Tensor) -> bool:
 
 
 class SmallProducts:
-    """Products with one matrix after another, described to the library once for each matrix. Copies know nothing."""
+    """Products with a sequence of matrices, each described to the library only once. Copies start empty."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, ...] | None = None
@@ -150,7 +148,7 @@ class SmallProducts:
         return (SmallProducts, ())
 
     def __call__(self, input: Tensor, matrix: GraphMatrix) -> Tensor:
-        """[.., columns] -> [.., outputs], in the dtype of the input."""
+        """Multiply: [.., columns] -> [.., outputs], in the dtype of the input."""
         input = input if input.is_contiguous() else input.contiguous()
         output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
         wanted = _described(matrix)
@@ -166,8 +164,8 @@ class SmallProducts:
 
 
 def _described(matrix: GraphMatrix) -> tuple[Any, ...]:
-    """All that the library is told of it. Addresses, not tensors: those of a tensor whose ``data`` is replaced
-    (weights that stream) change."""
+    """Return the library's description of a matrix: addresses, not tensors, since a tensor's address changes when its
+    ``data`` is replaced (streamed weights)."""
     scales, bias = matrix.scales, matrix.bias
     return (
         matrix.kind,
@@ -183,8 +181,8 @@ def _described(matrix: GraphMatrix) -> tuple[Any, ...]:
 def product(
     input: Tensor, weight: Tensor, bias: Tensor | None, products: SmallProducts | None = None
 ) -> Tensor:
-    """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. A few rows by the kernel, without a graph.
-    ``products``: of a layer that calls this again and again."""
+    """Compute ``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. Few rows use the kernel, without
+    autograd. ``products``: cache of a layer that calls this repeatedly."""
     columns = weight.shape[1]
     rows = input.numel() // columns if columns else 0
     graph = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
@@ -195,15 +193,14 @@ def product(
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [.., columns] and fp32 [.., 1]: numbers of 8 bits to nearest, the largest of a row becomes 127, and
-    scales."""
+    """Quantize rows to int8 [.., columns], the largest magnitude of a row becoming 127, with scales fp32 [.., 1]."""
     levels, scales = symmetric_levels(x.detach().float(), 8, narrow=True)
     return levels.to(torch.int8), scales
 
 
 def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """``quantized_product`` of inputs that are rounded to 8 bits, each row by its largest magnitude (W8A8): on a GPU a
-    product of integers, elsewhere of the values that they stand for."""
+    """Compute ``quantized_product`` with inputs rounded to 8 bits, each row by its largest magnitude (W8A8): on a GPU
+    as a product of integers, elsewhere with the values that they represent."""
     whole, scales = rounded_rows(input)
     if input.numel() and gpu.usable(input, matrix.words, matrix.scales, bias):
         from deepspeed.ops.gpu import integer_products  # imports Triton
@@ -224,8 +221,8 @@ def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
 def quantized_product(
     input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: SmallProducts | None = None
 ) -> Tensor:
-    """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel, of the host or of a GPU; for
-    more, the values are made for the product and forgotten."""
+    """Multiply: [.., columns] -> [.., outputs], in the dtype of the input. Few rows use a kernel of host or GPU; for
+    more, the weights are dequantized temporarily."""
     rows = input.numel() // matrix.columns if matrix.columns else 0
     if 1 <= rows <= GPU_ROWS and gpu.usable(input, matrix.words, matrix.scales, bias):
         from deepspeed.ops.gpu import integer_products  # imports Triton

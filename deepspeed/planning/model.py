@@ -77,7 +77,7 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
 
 
 def hooked_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the hooked modules of stage 3 in registration order (``parameter_offload.py``)."""
+    """Return the hooked modules of stage 3 in registration order (``zero/parameter_offload.py``)."""
     return [owner for owner, _ in _hooked(module)]
 
 

@@ -1,4 +1,4 @@
-"""Step times in `ds plan`: calibration and prediction, for the options in ``options.py``."""
+"""Step times in `ds plan`: calibration and prediction, for the options in ``planning/step_time/options.py``."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from deepspeed.tools.serve_loading import LoadedServer, clients_of, load
 
 @exit_quietly("ds serve")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
+    """Serve until stopped. Returns 2 for invalid or contradictory arguments."""
     args = serve_options.parser().parse_args(argv)
     problem = problem_of(args)
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
         return 2
-    if int(os.environ.get("RANK", 0)):  # it hears no clients
+    if int(os.environ.get("RANK", 0)):  # only rank 0 listens for clients
         return _load_and_serve(args)
     from deepspeed.inference.serving.listening import LoadingAnswers
 
@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
-    """``loading``: answers clients while the model is loaded."""
+    """Load the models and serve them. ``loading``: answers clients during loading. Returns the exit status."""
     try:
         loaded = load(args)
     except (OSError, ValueError) as error:
         print(f"ds serve: {error}", file=sys.stderr)
         return 2
     if loaded.app is None:
-        # The first rank finishes answers, and says when it ends.
+        # The first rank finishes pending answers, and tells this one when to end.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         loaded.services.follow()
         return 0
@@ -62,12 +62,12 @@ def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
 
 
 def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int:
-    """On the rank that hears clients."""
+    """Listen for clients, on rank 0. Returns the exit status."""
     from deepspeed.inference.serving.app import endpoints
     from deepspeed.inference.serving.listening import make_listener
 
     app, services = loaded.app, loaded.services.start()
-    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
+    signal.signal(signal.SIGTERM, _end)  # uvicorn raises it again when all connections are closed
 
     def ready(address: str) -> None:
         report(f"ds serve: ready at {address}: {loaded.summary}; endpoints {', '.join(endpoints(app))}")
@@ -89,7 +89,7 @@ def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int
         ready=ready,
         certificate=_certificate_of(args),
     )
-    # What is loaded now stays until the end: the collector need not visit it, and would for a second after SIGTERM.
+    # Loaded objects live until the end: without this, the collector would traverse them for a second after SIGTERM.
     gc.freeze()
     try:
         listener.run(loading and loading.hand_over())
@@ -107,7 +107,7 @@ def _end(*_: Any) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> str | None:
-    """Why a server is not to be started like this."""
+    """Return why a server with these options cannot be started; None: it can."""
     if not is_local(args.host) and not (args.token or args.api_key_file):
         return (
             f"--host {args.host} can be reached from other hosts: set --token or ${serve_options.TOKEN_VARIABLE}, "
@@ -149,7 +149,7 @@ def problem_of(args: argparse.Namespace) -> str | None:
 
 
 def _problem_of_model(args: argparse.Namespace) -> str | None:
-    """Why a model is not to be loaded like this. OSError, ValueError: as well."""
+    """Return why a model with these options cannot be loaded; None: it can. OSError, ValueError: likewise."""
     if args.lora_modules and args.tp_size > 1:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:

@@ -1,4 +1,4 @@
-"""Load the models of ``ds serve``: all weights first, then the caches that share what memory is left."""
+"""Load the models of ``ds serve``: first all weights, then the caches, which share the remaining memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from deepspeed.inference.serving.tool_requests import Formats
 
 @dataclass(frozen=True, slots=True)
 class LoadedServer:
-    """``services``: not started. ``app``: what answers its clients; None on ranks that hear none. ``summary``: of the
+    """``services``: not started yet. ``app``: answers clients; None on ranks that have none. ``summary``: describes the
     models, for a log."""
 
     services: Services
@@ -44,7 +44,8 @@ class LoadedServer:
 
 
 def load(args: argparse.Namespace) -> LoadedServer:
-    """Load the models that the options name. OSError, ValueError: one cannot be, or they do not fit into memory."""
+    """Load the models that the options name. OSError, ValueError: one cannot be loaded, or they do not fit into
+    memory."""
     from deepspeed.inference.serving.app import ServerSettings, make_app
 
     settings = ServerSettings(**clients_of(args))
@@ -68,8 +69,8 @@ def load(args: argparse.Namespace) -> LoadedServer:
 
 
 def _of_model(one: argparse.Namespace, work: Any, *given: Any) -> Any:
-    """ValueError: what ``work`` raises (Transformers' for a model that is not there, ours for what does not fit), with
-    the model's folder."""
+    """Call ``work``, and prefix its errors by the model's folder. ValueError: ``work`` raised (Transformers for a
+    missing model, ours for one that does not fit)."""
     try:
         return work(*given)
     except (OSError, ValueError) as error:
@@ -78,7 +79,7 @@ def _of_model(one: argparse.Namespace, work: Any, *given: Any) -> Any:
 
 
 class _Causal:
-    """A model that generates, without a cache. ``largest_cache``: bytes that all its requests can use at a time."""
+    """A generating model, without its cache. ``largest_cache``: bytes that its requests can use at most."""
 
     def __init__(self, args: argparse.Namespace, source: Pretrained) -> None:
         if args.quantization:
@@ -104,7 +105,8 @@ class _Causal:
         self.summary = ""
 
     def serve(self, cache_bytes: int) -> ServedModel:
-        """ValueError: ``cache_bytes`` hold no cache, or options do not fit the model."""
+        """Create the cache and the service. ValueError: ``cache_bytes`` is too small, or options do not fit the
+        model."""
         args, runner, group = self.args, self.runner, self.group
         drawn = int(torch.randint(2**31, ())) if group is None else 0
         generator = Generator(
@@ -131,7 +133,7 @@ class _Causal:
         self.summary = f"model {args.name}, {memory_line(generator)}; {formats_line}"
         load_one = None
         if args.tp_size == 1:
-            # The layers are found now, as later the model is in use.
+            # Find the layers now: later the model is in use.
             load_one = partial(load_adapter, runner.module, adaptable=adaptable_layers(runner.module))
         return ServedModel(
             name=args.name,
@@ -149,7 +151,7 @@ class _Causal:
 
 
 class _Encoder:
-    """A model that gives vectors of texts or scores pairs of them, and needs no cache."""
+    """A model that embeds texts or scores pairs of texts, and needs no cache."""
 
     largest_cache, leads = 0, True
 
@@ -189,13 +191,13 @@ def _service_of(args: argparse.Namespace, engine: Any, announcer: Any = None) ->
 
 
 def dtype_of(args: argparse.Namespace) -> torch.dtype | None:
-    """Return the dtype of weights; None: the folder's."""
+    """Return the dtype of weights; None: that of the folder."""
     return None if args.dtype == "auto" else DtypeEnum.from_str(args.dtype).value[0]
 
 
 def check_memory(args: argparse.Namespace, sources: Sequence[tuple[argparse.Namespace, Pretrained]]) -> None:
-    """ValueError: weights, and caches of the size that is asked for, else of one longest sequence of each model, do not
-    fit into the memory that is free. Counted is what they take at least."""
+    """Check that weights and caches fit into free memory. A cache counts with its requested size, else with that of the
+    longest sequence of its model. ValueError: even these minimum sizes do not fit."""
     asked = args.kv_cache_memory_bytes if args.cache_gb is None else int(args.cache_gb * 2**30)
     least = {one.name: source.least_bytes(dtype_of(one), one.max_length) for one, source in sources}
     whole = sum(weights + (0 if asked else cache) for weights, cache in least.values()) + (asked or 0)
@@ -209,8 +211,8 @@ def check_memory(args: argparse.Namespace, sources: Sequence[tuple[argparse.Name
 
 
 def cache_parts(args: argparse.Namespace, largest: Sequence[int]) -> list[int]:
-    """Return the bytes of each model's cache: what its own options say; of the rest, its share. ValueError: nothing is
-    left for a model."""
+    """Return the bytes of each model's cache: as its own options say, else its share of the rest. ValueError: nothing
+    is left for a model."""
     own = [cache_bytes_of(one) for one in args.each]
     given = cache_bytes_of(args)
     total = default_cache_bytes() if given is None else given
@@ -227,7 +229,7 @@ def cache_parts(args: argparse.Namespace, largest: Sequence[int]) -> list[int]:
 
 
 def clients_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of who may ask, and how often. OSError, ValueError: the file of keys cannot be read."""
+    """Return the settings of authentication and rate limits. OSError, ValueError: the file of keys cannot be read."""
     return {
         "token": args.token,
         "keys": {} if args.api_key_file is None else read_keys(args.api_key_file),
@@ -237,7 +239,7 @@ def clients_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, the folder and the model's name of each adapter. ValueError: an entry is none."""
+    """Yield the name, folder and base model of each adapter. ValueError: an entry is invalid."""
     for one in args.each:
         for entry in one.lora_modules:
             try:
@@ -252,7 +254,7 @@ def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 
 def template_of(given: str) -> str:
-    """Return the template in a file; or ``given``, if it is one itself. ValueError: there is no such file."""
+    """Return the chat template in a file, or ``given`` if it is a template itself. ValueError: no such file."""
     if "{" in given or "\n" in given:
         return given
     try:
@@ -262,14 +264,14 @@ def template_of(given: str) -> str:
 
 
 def formats_of(args: argparse.Namespace, template: str) -> Formats:
-    """Return how the model writes calls and reasoning: as the options say, else as its template does."""
+    """Return the formats of tool calls and reasoning: as in the options, else as detected from the template."""
     tools = args.tool_call_parser or guessed_tool_format(template)
     reasoning = args.reasoning_parser or guessed_reasoning_format(template)
     return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
 
 
 def memory_line(generator: Generator) -> str:
-    """Return what weights and cache take on this rank."""
+    """Describe the memory of weights and cache on this rank."""
     runner = generator.runner
     module = runner.module
     tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}.values()
@@ -283,7 +285,7 @@ def memory_line(generator: Generator) -> str:
 
 
 def cache_bytes_of(args: argparse.Namespace) -> int | None:
-    """Return the size that is asked for. ValueError: nothing is left for the cache."""
+    """Return the requested size of the cache; None: the default. ValueError: nothing is left for the cache."""
     if args.gpu_memory_utilization is None:
         return args.kv_cache_memory_bytes if args.cache_gb is None else int(args.cache_gb * 2**30)
     device = get_accelerator()
@@ -299,7 +301,7 @@ def cache_bytes_of(args: argparse.Namespace) -> int | None:
 
 
 def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Proposer | None:
-    """Return what ``--speculative-config`` asks for. ValueError: the draft model has other tokens than ``model``."""
+    """Return the proposer of ``--speculative-config``. ValueError: the draft model has another vocabulary."""
     if not args.speculative_config:
         return None
     from deepspeed.inference.generation.draft import DraftModel

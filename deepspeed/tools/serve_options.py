@@ -1,4 +1,4 @@
-"""Options of ``ds serve``. Help and mistakes in them cost no import of torch."""
+"""Options of ``ds serve``. Help and argument errors do not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
 
 
 class _Parser(argparse.ArgumentParser):
-    """The options of a file that ``--config`` names are the defaults of the others."""
+    """Takes defaults from the file that ``--config`` names."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         found = super().parse_args(args, namespace)
@@ -48,9 +48,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _each_of(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the options of each model. Those that tell of a model are the first one's; the others hold for all, and
-    the options of its own override them. Sizes of caches are those of all together, but for a model's own. ValueError:
-    ``--model`` has no options of a model."""
+    """Return the options of each model. Options of a model apply to the first one; all others apply to every model, and
+    a model's own options override them. Cache sizes are totals, except in a model's own options. ValueError:
+    ``--model`` has something other than options of a model."""
     given: list[dict[str, Any]] = [] if args.model is None else [{"model": args.model}]
     given += map(_options_of_model, args.models)
     made, defaults = [], parser()
@@ -65,7 +65,7 @@ def _each_of(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def _options_of_model(text: str) -> dict[str, Any]:
-    """Read ``[name=]folder``, or an object of options in JSON. ValueError: it is none, or has other options."""
+    """Read ``[name=]folder``, or a JSON object of options. ValueError: it is invalid, or has options of the server."""
     if not text.startswith("{"):
         name, separator, folder = text.partition("=")
         return {"name": name, "model": folder} if separator and not Path(text).exists() else {"model": text}
@@ -83,7 +83,7 @@ def _options_of_model(text: str) -> dict[str, Any]:
 
 
 def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse what ``args`` say, without defaults."""
+    """Parse only the options in ``args``, without defaults."""
     alone = parser()
     for action in alone._actions:
         action.default = argparse.SUPPRESS
@@ -91,8 +91,7 @@ def _given_by(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _values_of(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """The values of options by their names, as on the command line, by their destinations. ValueError: there is no such
-    option, or a value is missing."""
+    """Map options by command-line name to values by destination. ValueError: an unknown option, or a missing value."""
     options = {name.removeprefix("--"): action for name, action in parser()._option_string_actions.items()}
     known = [name for name in options if name[0] != "-" and name not in ("config", "help", "local_rank")]
     arguments = []
@@ -137,7 +136,7 @@ def _mapping_in(path: str) -> dict[Any, Any]:
 
 
 def _read(path: str) -> str:
-    """Read a file; a pipe only once, as `ds` and the server both parse."""
+    """Read a file. A pipe is read only once: both `ds` and the server parse the options."""
     if Path(path).is_file():
         return Path(path).read_text(encoding="utf-8")
     return _text_of_pipe(path)
@@ -276,11 +275,11 @@ def _destinations(*tables: Mapping[str, Any]) -> set[str]:
 
 
 _SIZES = frozenset(_destinations(_CACHE_SIZES))
-"""Of which one counts."""
+"""Options of which only one takes effect."""
 _OF_FIRST = {*_destinations(_MODEL, _CHATS), "cache_share"} - {"dtype", "tp_size", "seed"}
-"""What an option says of the first model, and of no other."""
+"""Options that apply only to the first model."""
 _OF_ONE = _destinations(_MODEL, _LIMITS, _CACHE_SIZES, _CACHE, _CHATS) - {"tp_size", "gpu_memory_utilization"}
-"""What the options of one model may say."""
+"""Options that a model may set for itself."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,12 +1,12 @@
-"""Models whose parameters are DTensors already, split over tensor-parallel ranks: ``from_pretrained(tp_plan="auto")``
-of Transformers, or ``parallelize_module`` of torch.
+"""Support for models whose parameters are already DTensors, split over tensor-parallel ranks by
+``from_pretrained(tp_plan="auto")`` of Transformers or ``parallelize_module`` of torch.
 
-Each such parameter is replaced by a plain one that holds this rank's part and carries its placement: all that ZeRO
-needs. The forward that uses it still sees a DTensor, made of the part around each call, so that its gradient arrives in
-the layout of the part, already summed where the model left a partial sum. State dicts of the module hold DTensors as
-before, and those that are loaded may hold DTensors, this rank's parts, or whole tensors.
+Each such parameter is replaced by a plain one with this rank's part and its placement, which is all that ZeRO needs.
+The forward that uses it still sees a DTensor, made from the part for each call, so that the gradient arrives in the
+layout of the part, with partial sums already reduced. State dicts of the module hold DTensors as before;
+``load_state_dict`` accepts DTensors, this rank's parts, or whole tensors.
 
-torch's DTensors are imported only where a parameter is one: that takes most of a second.
+torch's DTensors are imported only if a parameter is one, since the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DTensorLayout:
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
     def distributed(self, part: Tensor) -> Tensor:
-        """``part`` [this rank's shape] as a DTensor; its gradient becomes that of the part."""
+        """Return ``part`` [this rank's shape] as a DTensor, whose gradient flows to the part."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -62,8 +62,8 @@ class DTensorLayout:
 
 
 class SumGradient(torch.autograd.Function):
-    """The identity on a parameter of which each rank's gradient covers only its own part of the layer: the gradient is
-    summed."""
+    """Identity on a replicated parameter of which each rank's gradient covers only its part of the layer: backward sums
+    the gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, group: Any) -> Tensor:
@@ -78,10 +78,11 @@ class SumGradient(torch.autograd.Function):
 
 
 def take_distributed(model: nn.Module) -> int | None:
-    """Have ``initialize`` take the DTensors of ``model``, if it has any; over how many ranks they are split, else None.
+    """Request the transform ``LocalParts`` for ``model``, if it has DTensors. Returns the number of ranks over which
+    they are split, or None.
 
     Raises:
-        NotImplementedError: DTensors that are not split by tensor parallelism over one axis: FSDP2, several axes.
+        NotImplementedError: the DTensors are not tensor-parallel over a single axis (FSDP2, several axes).
     """
     found = {n: p for n, p in model.named_parameters() if is_dtensor(p)}
     if found:
@@ -115,7 +116,7 @@ def _layouts(module: nn.Module) -> dict[str, DTensorLayout]:
 
 
 class LocalParts:
-    """The transform: DTensor parameters become plain ones of this rank's part."""
+    """Transform that replaces DTensor parameters by plain ones with this rank's part."""
 
     name, after = NAME, ()
     before = ("layer_reduction",)  # all others see plain parameters
@@ -173,7 +174,7 @@ def _replace_params(
 def _viewing(
     owner: nn.Module, forward: Callable[..., Any], views: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> Callable[..., Any]:
-    """``forward`` that finds ``views`` of the parameters in place of them."""
+    """Return ``forward`` with some parameters of ``owner`` replaced, during the call, by ``views`` of them."""
 
     @functools.wraps(forward)
     def viewing(*args: Any, **kwargs: Any) -> Any:
@@ -190,13 +191,13 @@ def _viewing(
     return viewing
 
 
-# Copies whose gradient is partial -----------------------------------------------------------------------------
+# Replicated parameters with partial gradients -----------------------------------------------------------------
 
 
 def _sum_gradients_of_copies(owner: nn.Module, context: TransformContext) -> None:
-    """Transformers sums the gradients of norms between split layers (its style ``replicated_with_grad_allreduce``) by
-    hooks that it adds during the first forward: after ours, which have taken the gradient by then. Here the sum
-    happens before."""
+    """Sum the partial gradients of norms between split layers before ZeRO's hooks take them. Transformers sums them
+    (style ``replicated_with_grad_allreduce``) in hooks added during the first forward, which run after ours: too
+    late."""
     found = _innermost(vars(owner).get("forward"), "ReplicatedWithGradAllReduce")
     if found is None:
         return
@@ -213,14 +214,15 @@ def _summed(param: Tensor, group: Any) -> Tensor:
 
 
 def _innermost(forward: Any, style: str) -> Callable[..., Any] | None:
-    """The forward that the closure of a parallel style of Transformers wraps; None if ``forward`` is not one."""
+    """Return the forward wrapped by the closure of a parallel style of Transformers; None if ``forward`` is not such a
+    closure."""
     if not getattr(forward, "__qualname__", "").startswith(f"{style}.install_forward"):
         return None
     return inspect.getclosurevars(forward).nonlocals.get("original_forward")
 
 
 def _remove_hooks(param: Any) -> None:
-    """Those of the style that a forward before has added."""
+    """Remove the style's hooks that an earlier forward has added."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for key, hook in list(hooks.items()):
         if getattr(hook, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
@@ -233,8 +235,8 @@ def _remove_hooks(param: Any) -> None:
 def _distribute_state(
     owner: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]
 ) -> None:
-    """Show DTensors in ``module.state_dict()``, as before. Not where parameters themselves are asked for
-    (``keep_vars``), nor where they are sharded further."""
+    """Return DTensors in ``module.state_dict()``, as before the transform; but parameters themselves with
+    ``keep_vars``, and ZeRO-sharded parameters as they are."""
     for name, value, layout in _entries(owner, state, prefix):
         if not isinstance(value, nn.Parameter) and not is_zero_param(owner._parameters[name]):
             state[prefix + name] = layout.distributed(value)
@@ -261,18 +263,18 @@ def _entries(
             yield name, value, layout
 
 
-# Reads the placement of a DTensor. A module of its own: importing torch's DTensors takes most of a second.
+# Placements of DTensors ---------------------------------------------------------------------------------------
 
 Interval = tuple[int, int]
 
 
 def placement_of_dtensor(tensor: DTensor, axes: Sequence[str] | None = None) -> Placement:
-    """Return the placement of the local part of a DTensor. ``axes``: our names of the dims of its mesh, by default
-    their own.
+    """Return the placement of the local part of a DTensor. ``axes``: our names for the dims of its mesh; default: its
+    own names.
 
-    Dims of the mesh split one after the other, each what the ones before it left, into chunks as ``torch.chunk`` makes
-    them. ValueError: a placement that is neither ``Shard`` nor ``Replicate`` (partial sums), or a strided shard (the
-    matrices of a fused projection, each of which is split) together with another one of the same dim.
+    The dims of the mesh split in order, each the part left by the previous ones, into the chunks of ``torch.chunk``.
+    ValueError: a placement that is neither ``Shard`` nor ``Replicate`` (partial sums), or a strided shard (each matrix
+    of a fused projection is split) together with another shard of the same dim.
     """
     mesh = tensor.device_mesh
     names = tuple(axes or mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim)))
@@ -304,17 +306,17 @@ def placement_of_dtensor(tensor: DTensor, axes: Sequence[str] | None = None) -> 
 
 
 def _dim(how: Layout, ndim: int) -> int | None:
-    """The dim that it splits; None if it splits none."""
+    """Return the dim that a placement splits; None if it splits none."""
     return how.dim % ndim if isinstance(how, (Shard, _StridedShard)) else None
 
 
 def _factor(how: Layout) -> int:
-    """Return how many matrices lie side by side."""
+    """Return the number of matrices side by side."""
     return int(how.split_factor) if isinstance(how, _StridedShard) else 1
 
 
 def _boxes(held: Sequence[Sequence[Interval]]) -> tuple[Box, ...]:
-    """At most one dim has several intervals."""
+    """Return the boxes of intervals by dim, of which at most one dim has several."""
     count = max(map(len, held), default=1)
     return tuple(tuple(sides[min(number, len(sides) - 1)] for sides in held) for number in range(count))
 

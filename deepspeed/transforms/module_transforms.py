@@ -119,8 +119,8 @@ def transform_module(
     mesh: ProcessMesh,
     from_config: Sequence[ModuleTransform],
 ) -> Transforms:
-    """Apply the transforms ``from_config`` (``selection.py``) and those requested for the module, in order. Those that
-    already ran on this module (for an earlier engine) are skipped. If one fails, all are rolled back.
+    """Apply the transforms ``from_config`` (``parallel/selection.py``) and those requested for the module, in order.
+    Those that already ran on this module (for an earlier engine) are skipped. If one fails, all are rolled back.
 
     Raises:
         ValueError: their constraints have no order.

@@ -1,4 +1,4 @@
-"""What all accelerators share, against torch's module of a device that only writes down what it is asked."""
+"""Behaviour common to all accelerators, tested with a fake device module of torch that records its calls."""
 
 from __future__ import annotations
 

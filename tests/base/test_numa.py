@@ -30,7 +30,7 @@ def test_format() -> None:
 
 def test_shares_of_ranks() -> None:
     assert [numa.cores_of_rank("0-3,8-11", 2, rank) for rank in (0, 1)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
-    assert numa.cores_of_rank("0-6", 3, 2) == [4, 5]  # what is left over belongs to nobody
+    assert numa.cores_of_rank("0-6", 3, 2) == [4, 5]  # the remaining core is not assigned
     everything = numa.available_cores()
     assert numa.cores_of_rank(None, 1, 0) == everything
     with pytest.raises(ValueError, match=r"--bind_core_list: 4 ranks do not fit on the 3 cores '0-2'"):

@@ -1,4 +1,4 @@
-"""What is said of a model that Transformers does not find."""
+"""Errors for a model that Transformers does not find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`untraced` marks a function before the compiler exists, and the compiler then treats it as one of its own."""
+"""`untraced` marks a function before the compiler is imported, and the compiler respects the mark as if it were its
+own."""
 
 from __future__ import annotations
 

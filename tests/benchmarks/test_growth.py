@@ -22,7 +22,7 @@ CONSTANT = {
 
 
 def rows_of(axes: list[str]) -> dict[str, dict[str, str]]:
-    """Of each table: what its rows end with, by their name."""
+    """Last words of the rows of each table, by its name."""
     command = [sys.executable, str(BENCHMARKS / "growth.py"), "--quick", "--axes", *axes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -111,7 +111,7 @@ def test_help(script: str) -> None:
 
 
 def in_benchmarks(code: str) -> str:
-    """What ``code`` prints when run beside the scripts (they import each other by file name)."""
+    """Return the output of ``code``, run in the folder of the scripts (they import each other by file name)."""
     done = forked.run(["-c", code], cwd=BENCHMARKS, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -1,4 +1,4 @@
-"""What one rank does does not grow with their number: counted for 64 and 1,024 ranks by ``benchmarks/scale.py``."""
+"""The work of one rank does not grow with the number of ranks: counts of ``benchmarks/scale.py`` for 64 and 1,024."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``python -m tests.cells --count 200 --seed 7``: draws cells, runs them, appends JSON lines, prints a table.
 
-Cells that the file has already are not run again, so that a run that was stopped goes on.
+Cells that are in the file already are not run again, so an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _one(cell: Cell, seed: int) -> int:
 
 
 def _row(result: Result, seed: int, *, shrinks: bool) -> dict[str, Any]:
-    """What is written of a result; a fault with its smallest cell and the script of it."""
+    """Return the JSON row of a result; a failure includes its smallest cell and the script for it."""
     row = result.line(seed=seed)
     if shrinks and result.is_fault:
         small = shrink.shrunk(result.cell, lambda cell: run_cell(cell, seed).outcome == result.outcome)

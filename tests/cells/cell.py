@@ -25,8 +25,8 @@ FAMILIES = (
     "starcoder2 granite smollm3 nemotron persimmon exaone4 mixtral qwen2_moe qwen3_moe deepseek_v3 "
     "gpt_oss bert roberta distilbert electra vit t5 bart"
 ).split()
-"""Tiny models of Transformers (`tests/clients/architectures.py`), which are drawn by themselves: not every installation
-has it. ``lora`` is PEFT's of these."""
+"""Tiny models of Transformers (`tests/clients/architectures.py`), drawn separately: it may not be installed. Their
+``lora`` is PEFT's."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
@@ -81,7 +81,7 @@ REMOVABLE_LAST = ("ranks", "axes", "stage")
 
 @dataclass(frozen=True)
 class Cell:
-    """Each field is one of ``CHOICES``. ``seed`` draws data, and nothing else."""
+    """A cell. Each field is one of ``CHOICES``. ``seed`` affects only the data."""
 
     model: str = "blocks"
     ranks: int = 1
@@ -120,7 +120,7 @@ class Cell:
         return " ".join(said) or "plain"
 
     def features(self) -> dict[str, Any]:
-        """What is not plain."""
+        """Return the fields with non-default values."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value != CHOICES[name][0]}
 
@@ -130,12 +130,12 @@ class Cell:
         return {(first, second) for at, first in enumerate(said) for second in said[at + 1 :]}
 
     def axis(self, name: str) -> int:
-        """How many ranks share this axis: 1 or 2 for ``tp``, ``sp``, ``pp`` and ``ep``."""
+        """Return the number of ranks on this axis: 1 or 2 for ``tp``, ``sp``, ``pp`` and ``ep``."""
         return 2 if name in self.axes.split("+") else 1
 
     @property
     def replicas(self) -> int:
-        """How many different streams of data there are."""
+        """Return the number of different data streams."""
         return self.ranks // (self.axis("tp") * self.axis("sp") * self.axis("pp"))
 
     def accumulation_at(self, step: int) -> int:
@@ -149,7 +149,7 @@ class Cell:
 
     @property
     def sends_signs(self) -> bool:
-        """Whether after two updates ranks know only their own gradients."""
+        """Return whether ranks have only their own gradients after two updates."""
         return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
 
 

@@ -21,7 +21,7 @@ _TRIES = 400
 CANDIDATES = 6
 """Cells that are thought of for each one that is drawn."""
 EACH_FAMILY = 10
-"""Of so many cells, one is of a family of Transformers."""
+"""One in this many cells is of a Transformers family."""
 OWN = ("recompute", "compression", "attention", "parameters", "fp8", "layer_drop", "order")
 """What models of Transformers leave to others."""
 
@@ -68,7 +68,7 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
 
 
 def known_refusal(cell: Cell) -> bool:
-    """Whether the cell is refused for a reason of principle: drawn only if the pair itself asks for it."""
+    """Return whether the cell is refused on principle: drawn only if the requested pair itself implies it."""
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
     return (
         (cell.tier == "zenflow" and cell.optimizer not in elementwise)
@@ -78,7 +78,7 @@ def known_refusal(cell: Cell) -> bool:
 
 
 def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
-    """What these features cannot do without."""
+    """Return the features that these features require."""
     axes, needed = str(given.get("axes", "")), dict[str, Any]()
     if "+" in axes or given.get("shards", "all") != "all":
         needed["ranks"] = 4
@@ -147,7 +147,7 @@ def pairs_of(cell: Cell) -> Iterator[tuple[Feature, Feature]]:
 
 
 def worth(cell: Cell, counts: Mapping[tuple[Feature, Feature], int]) -> float:
-    """How much the cell adds to pairs that were drawn as often as ``counts`` says, for its time."""
+    """Return the gain of a cell for pairs drawn as often as in ``counts``, relative to its time."""
     added = sum(4.0 ** -counts[pair] for pair in pairs_of(cell) if pair in counts)
     return added / (cell.ranks if cell.compile == "no" else 2 * cell.ranks) ** 0.5
 
@@ -163,7 +163,7 @@ def of_families(seed: int) -> Iterator[Cell]:
 
 
 def coverage(drawn: Iterable[Cell]) -> collections.Counter[tuple[str, str]]:
-    """How many of the cells have each pair of features, written as in the cells' lines."""
+    """Return the number of cells with each pair of features, written as in the cells' lines."""
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for cell in drawn:
         counts.update(cell.pairs())

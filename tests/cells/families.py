@@ -44,7 +44,7 @@ class Family(nn.Module):
 
 
 def with_adapters(model: Any) -> Any:
-    """PEFT's, beside every linear layer but the head; they alone are trained."""
+    """Add PEFT adapters to every linear layer except the head; only they are trained."""
     import peft
 
     config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_RANK * LORA_SCALE, target_modules="all-linear")

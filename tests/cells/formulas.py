@@ -47,7 +47,7 @@ def window(tokens: int) -> Tensor:
 
 
 class Lora(nn.Module):
-    """A frozen linear layer and a low-rank one beside it, named as in ``deepspeed.linear``."""
+    """A frozen linear layer plus a low-rank one, named as in ``deepspeed.linear``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def quantized(values: Tensor, dim: int | None) -> Tensor:
 
 
 class Compressed(nn.Linear):
-    """What ``compression`` makes of a layer ``up``."""
+    """Return a layer ``up`` transformed by ``compression``."""
 
     def __init__(self, inputs: int, outputs: int, kind: str) -> None:
         super().__init__(inputs, outputs)
@@ -261,8 +261,8 @@ class ZeroOneAdam(Formula):
 
 
 class OneBitLamb(Lamb):
-    """1-bit LAMB (Li et al. 2021) whose exchange loses nothing: the average trust ratio of the first updates, times how
-    much a variance that goes on says that it would have changed."""
+    """1-bit LAMB (Li et al. 2021) with a lossless exchange: the mean trust ratio of the first updates, times the change
+    estimated from a variance that is still updated."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
         if self.updates <= FREEZE:

@@ -28,22 +28,22 @@ MATRIX: dict[str, tuple[Any, ...]] = {
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Models of Transformers have the features that do not change their layers. What a cell cannot say yet: more "
+    "Transformers models are drawn with the features that do not change their layers. Cells cannot express yet: more "
     "than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with the "
     "backends that trace and do not generate code); learned masks, ranges from statistics and MoQ; devices other "
-    "than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a formula of the "
+    "than CPUs. The 1-bit optimizers exchange their signs without loss here, so that the update is a formula of the "
     "gradients. Quantized weights (qwZ), quantized gradients (qgZ), the int8 codec and sums in bf16 are compared "
-    "with formulas of their own in fp32 cells with data parallelism alone; elsewhere with training that rounds "
-    "nothing, within a wider limit."
+    "with their own formulas in fp32 cells with data parallelism alone; elsewhere with training without quantization, "
+    "with a wider tolerance."
 )
 
 
 NEAR = (
-    "Losses and norms may differ by these shares, a weight by this share of its way from the start. Some cells are "
-    "more sensitive than others of their precision, such as an optimizer that divides by what 16 bits leave of a "
-    "gradient that is nearly zero. A cell outside of its limits is judged by itself: plain PyTorch trains it four "
-    "times more with weights that are off by half of their last digit, and twice the furthest that this moves a "
-    "number is allowed."
+    "Losses and norms may differ by these relative amounts, a weight by this fraction of its distance from the initial "
+    "value. Some cells are more sensitive than others of the same precision, for example if an optimizer divides by a "
+    "gradient that is nearly zero in 16 bits. A cell outside of these tolerances gets its own: plain PyTorch trains it "
+    "four more times with weights perturbed by half a unit in the last place, and twice the largest resulting "
+    "difference is allowed."
 )
 
 
@@ -144,46 +144,46 @@ def page(results: Results) -> str:
     shares = ", ".join(f"{count} {outcome}" for outcome, count in results.outcomes.most_common())
     labels = all_labels()
     lines = [
-        "# What may be combined",
+        "# Combining features",
         "",
         "<!-- written by python -m tests.cells.matrix from tests/cells/results -->",
         "",
-        "For whoever asks whether features work together. "
+        "For anyone who asks whether two features work together. "
         f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks, "
         f"{len(results.families)} families of Transformers): "
-        "combinations of features, drawn so that every pair has its turn, each trained for "
+        "combinations of features, drawn so that every pair occurs, each trained for "
         f"{STEPS} steps against plain PyTorch in one process that sees the data of all ranks. Losses of every "
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "
-        f"compared. {shares}: {results.outcomes['equal'] / total:.1%} are equal, {results.by_noise} of them no further "
-        "from plain PyTorch than other roundings move it, the rest within the limits below. "
+        f"compared. {shares}: {results.outcomes['equal'] / total:.1%} are equal, {results.by_noise} of them within the "
+        "difference that rounding alone causes in plain PyTorch, the rest within the tolerances below. "
         f"Of {len(draw.pairs())} pairs that a "
         f"config can express, {len(results.covered)} were drawn, "
         f"{sum(count > 1 for count in results.covered.values())} at least twice.",
         "",
-        "`make cells N=200 SEED=7` draws and runs more; a cell that fails is made small and written as a script.",
+        "`make cells N=200 SEED=7` draws and runs more; a failing cell is reduced and written as a script.",
         "",
-        "## The matrix",
+        "## Matrix",
         "",
-        "![features by features, each square as green as it has equal cells](images/composability.svg)",
+        "![matrix of features by features, colored by outcome](images/composability.svg)",
         "",
         "Green: all cells with both features were equal (darker: 1, 2, 4, 8 or more of them). Orange: some were "
-        "refused, for these two features or for a third; violet: all were. Grey: no config says both. White: not "
-        "drawn. A square of the image says its numbers where the mouse rests on it.",
+        "refused, because of these two features or of a third; violet: all were. Grey: no config has both. White: not "
+        "drawn. Hover over a square of the image for its counts.",
         "",
-        "| feature | equal | refused | drawn with, of those possible | not yet with | refused twice, never equal |",
+        "| feature | equal | refused | drawn with, of possible features | not yet with | refused twice, never equal |",
         "|---|---|---|---|---|---|",
         *_features(labels, results),
         "",
-        "## Refusals",
+        "## Unsupported combinations",
         "",
-        "| cells | what the error says | one of them |",
+        "| cells | error | example |",
         "|---|---|---|",
     ]
     for why, cells in sorted(results.refusals.items(), key=lambda each: -len(each[1])):
         lines.append(f"| {len(cells)} | {why.replace('|', '/')} | `{min(cells, key=len)}` |")
-    lines += ["", "## Open", "", *_open(results)]
-    lines += ["", "## Not drawn", "", *textwrap.wrap(NOT_DRAWN, 118)]
-    lines += ["", "## How near is equal", "", *textwrap.wrap(NEAR, 118), "", *_tolerances(), ""]
+    lines += ["", "## Known failures", "", *_open(results)]
+    lines += ["", "## Not covered", "", *textwrap.wrap(NOT_DRAWN, 118)]
+    lines += ["", "## Tolerances", "", *textwrap.wrap(NEAR, 118), "", *_tolerances(), ""]
     return "\n".join(lines)
 
 
@@ -197,7 +197,7 @@ def possible() -> set[tuple[str, str]]:
 
 
 def _features(labels: list[str], results: Results) -> Iterator[str]:
-    """What a feature was drawn with, as rows."""
+    """Return table rows of the features with which each feature was drawn."""
     can = possible()
     for name in labels:
         pairs = {
@@ -238,7 +238,7 @@ def image(labels: list[str], results: Results) -> str:
 
 
 def _open(results: Results) -> list[str]:
-    """What ended otherwise than equal or refused."""
+    """Return lines for the cells that were neither equal nor refused."""
     lines = [f"- `{cell}` (seed {seed}): {what}" for cell, seed, what in results.faults]
     return lines or ["Nothing."]
 

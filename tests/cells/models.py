@@ -27,7 +27,7 @@ Recompute = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kit:
-    """What a layer of an engine's model has that one of the oracle's has not. The defaults are the oracle's."""
+    """Differences of the layers of an engine's model from the oracle's, which are the defaults."""
 
     attend: Callable[[], nn.Module] | None = None
     """Makes a module of query, key, value [batch, tokens, heads, size] and the dimension of the batch."""
@@ -318,5 +318,5 @@ def tokens(cell: Cell, replica: int, number: int, seed: int = 0) -> tuple[Tensor
 
 
 def uses_sometimes(replica: int, number: int) -> bool:
-    """Which forwards run the part that is unused elsewhere."""
+    """Return the forwards that run the part that is unused in others."""
     return (replica + number) % 3 == 0

@@ -24,8 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "bf16 masters": torch.bfloat16, "fp16": torch.
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``loss`` and ``norm`` are relative. A weight may differ by ``moved`` of how far it moved from its start, plus
-    ``rounding`` of its own norm."""
+    """``loss`` and ``norm`` are relative. A weight may differ by ``moved`` times its distance from the initial value,
+    plus ``rounding`` times its norm."""
 
     loss: float
     norm: float
@@ -34,7 +34,7 @@ class Tolerance:
 
 
 TOLERANCES = {
-    # Sums in another order, over 3 steps of Adam with an eps that is not small beside the gradients.
+    # Sums in another order, over 3 steps of Adam with an eps that is not small compared with the gradients.
     "fp32": Tolerance(2e-5, 1e-4, 2e-3, 1e-6),
     # Products in 8 (11) bits; the oracle rounds at the same places, but sums are in another order.
     "bf16": Tolerance(1e-2, 5e-2, 0.15, 2**-8),
@@ -150,7 +150,8 @@ class Expected:
         return 2 * max((float((own - other).abs().max()) for own, other in pairs), default=0.0)
 
     def moved(self, name: str, *, like_others: bool = False) -> float:
-        """How far a tensor is from where it began; ``like_others``: at least as far as one of its size on average."""
+        """Return the distance of a tensor from its initial value; ``like_others``: at least the mean of tensors of its
+        size."""
         own = float((self.weights[name] - self.start[name]).norm())
         if not like_others:
             return own
@@ -262,7 +263,7 @@ class Alone:
         self.choices, self.kept = [iter(each) for each in choices], [iter(each) for each in kept]
 
     def send_by(self, wires: list[Wire]) -> None:
-        """Sends weights and gradients by these from now on; what is owed goes on if they are the same."""
+        """Use these wire formats for weights and gradients from now on; error feedback is kept if they are the same."""
         if wires != self.wires.all:
             self.wires = Wires(wires)
             self.publish()
@@ -418,7 +419,7 @@ class Alone:
 
 
 def keeps_own_gradients(cell: Cell, step: int) -> bool:
-    """Whether no rank has the gradient of all ranks' data at this step, from 0."""
+    """Return whether no rank has the gradient of all ranks' data in this step, counted from 0."""
     full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
     return cell.sends_signs and not full
 
@@ -433,7 +434,7 @@ def mean_square(sums: list[Tensor], size: int) -> float:
 
 
 def balances(cell: Cell) -> bool:
-    """Whether the balancing loss counts: where ranks share tokens, or pass tensors alone, it is left out."""
+    """Return whether the balancing loss counts: it is omitted if ranks share tokens, or pass only tensors."""
     return cell.model == "moe" and all(cell.axis(name) == 1 for name in ("tp", "sp", "pp"))
 
 

@@ -63,14 +63,14 @@ def noted(choices: list[Tensor], kept: list[Tensor]) -> Iterator[None]:
 
 
 def place_of(cell: Cell, rank: int) -> tuple[int, int]:
-    """Which stream of data a rank reads, and which part of its sequences. Pipelines are outermost, then data,
+    """Return the data stream that a rank reads, and its part of the sequences. Pipelines are outermost, then data,
     sequences, layers."""
     parts = rank % (cell.ranks // cell.axis("pp")) // cell.axis("tp")
     return parts // cell.axis("sp"), parts % cell.axis("sp")
 
 
 def by_place(cell: Cell, notes: list[list[Tensor]]) -> dict[tuple[int, int], list[Tensor]]:
-    """What ranks noted, by the tokens that they had. ValueError: those that had the same ones chose differently."""
+    """Merge the records of ranks, by their tokens. ValueError: ranks with the same tokens chose differently."""
     found: dict[tuple[int, int], list[Tensor]] = {}
     for rank, own in enumerate(notes):
         if own:

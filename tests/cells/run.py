@@ -97,7 +97,7 @@ def _usable(cell: Cell, **changes: Any) -> Cell:
 
 
 def run_cell(cell: Cell, seed: int = 0, timeout: float = TIMEOUT_S) -> Result:
-    """How the cell ends; never raises but for KeyboardInterrupt."""
+    """Run the cell. Returns its outcome; only KeyboardInterrupt is raised."""
     began = time.perf_counter()
     timeout *= 1 if cell.compile == "no" else COMPILING
     with tempfile.TemporaryDirectory(prefix="cell_") as folder:
@@ -157,7 +157,7 @@ def _on_ranks(cell: Cell, folder: str, first_step: int, seed: int, timeout: floa
 
 
 def refused_early(cell: Cell) -> str:
-    """What ``ds_check`` says against the config; empty: nothing."""
+    """Return the errors of ``ds_check`` about the config; empty: none."""
     import deepspeed
 
     logging.disable(logging.WARNING)
@@ -322,5 +322,5 @@ def _export(cell: Cell, folder: str, expected: Expected, allowed: Tolerance) -> 
 
 
 def renamed(cell: Cell, name: str) -> str:
-    """A tied pipeline's head is a norm of its own."""
+    """The head of a tied pipeline has its own norm."""
     return name

@@ -236,7 +236,7 @@ def test_a_resumed_run_has_two_layouts() -> None:
 
 
 def test_refusals_name_a_key() -> None:
-    """All that ``check_config`` refuses of the drawn cells names key and remedy; nothing else is refused late."""
+    """Every refusal of ``check_config`` among the drawn cells names key and remedy, and nothing is refused later."""
     for cell in draw_some(400):
         for problem in deepspeed.check_config(config_of(cell), world_size=cell.ranks).errors:
             assert problem.key and len(str(problem)) > len(problem.key) + 20, str(problem)

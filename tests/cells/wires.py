@@ -35,13 +35,13 @@ class Wire:
     numel: int
     """With padding."""
     rows: int
-    """Parts that are encoded by themselves."""
+    """Parts that are encoded separately."""
     bits: int = 8
     feedback: bool = False
     groups: int = 0
     """Whose sums are encoded; 0: every rank's gradient."""
     often: bool = False
-    """Whether each micro-batch's gradient travels by itself."""
+    """Whether the gradient of each micro-batch is sent separately."""
 
     def flat(self, values: Gradients) -> Tensor:
         """End to end [numel] in fp32; zeros where there is none."""
@@ -121,11 +121,11 @@ class Wires:
 
 
 def has_formula(cell: Cell) -> bool:
-    """Whether the oracle can lay out what ranks send, and has it nearly enough: 16 bits turn many codes."""
+    """Return whether the oracle can reproduce the payloads of the ranks closely enough: 16 bits change many codes."""
     axes = {axis for axis in ("tp", "sp", "pp", "ep") if cell.axis(axis) > 1}
     if cell.wire == "qwz":
         axes -= {"sp"}
-    # sums of groups are rounded again; micro-batches that are put off may be added in 16 bits
+    # sums of groups are rounded again; deferred micro-batches may be added in 16 bits
     own_order = cell.wire == "bf16" and (cell.shards == "mics" or cell.backward == "no_sync")
     # ranks say it before their first update; later gradients are summed within groups alone
     unknown = cell.sends_signs and (cell.parameters == "late" or cell.shards == "mics")

@@ -1,4 +1,4 @@
-"""What a rank does with a cell: builds its model, trains, and says what it saw."""
+"""One rank of a cell: builds its model, trains, and reports the results."""
 
 from __future__ import annotations
 

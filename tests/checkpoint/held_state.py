@@ -1,4 +1,4 @@
-"""What the stand-ins for an engine's training state have in common: entries, and the shards that this rank holds."""
+"""Base of the fakes of an engine's training state: entries, and the shards that this rank holds."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ from typing import Any
 
 CASES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
 EXTRAS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    # its conversion names these wrongly, so there is no oracle beside the model file
+    # its conversion names these wrongly, so the only oracle is the model file
     "stage2_round_robin": (
         2,
         "bf16",
         {"zero_optimization": {"round_robin_gradients": True, "reduce_bucket_size": 50}},
     ),
-    # the bf16 optimizer of its own, with other keys
+    # the separate bf16 optimizer, with other keys
     "stage1_fp32_accumulation": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
 }
 FIXTURES = Path(__file__).resolve().parents[1] / "files/upstream_checkpoints"

@@ -27,7 +27,7 @@ from deepspeed.checkpoint.names import CHECKSUMS
 
 
 class Foreign:
-    """A class that nobody allowed."""
+    """A class that is not allowed."""
 
 
 TENSORS = {

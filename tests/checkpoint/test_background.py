@@ -328,7 +328,7 @@ def test_engines_by_name(tmp_path, make):
     if engine.is_decoupled():  # the memory of the copies is used again
         assert [each.allocations for each in engine._snapshots] == [1]
         engine.save({"w": weight}, str(tmp_path / "missing" / "a.pt"))
-        with pytest.raises(CheckpointError, match="missing"):  # not lost if nobody commits
+        with pytest.raises(CheckpointError, match="missing"):  # not lost without a commit
             engine.cleanup()
         assert not engine._snapshots
     engine.cleanup()

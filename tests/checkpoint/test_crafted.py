@@ -135,7 +135,7 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path) -> None:
 
 @distributed(world_size=1)
 def test_tags_of_any_length(tmp_path: Path) -> None:
-    """Also ``latest`` as a link to something that is nobody's business."""
+    """Including ``latest`` as a link to an unrelated file."""
     engine = start(1)
     for tag in ("x" * 300, "/".join(["y" * 200] * 30)):
         for call in (engine.load_checkpoint, engine.save_checkpoint):

@@ -1,4 +1,4 @@
-"""Which file holds what: computed from the cuts and listed fragment by fragment, which must say the same."""
+"""The directory of files: computed from the cuts, and listed fragment by fragment, with the same result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_computed_and_listed_directories_name_the_same_files():
 
 
 def contents(file: int, *, of: int | None = None, kinds=lambda name: KINDS) -> Contents:
-    """What file ``file`` holds of two tensors that two ranks have cut; ``of``: it holds that file's fragments."""
+    """Return the contents of file ``file``, for two tensors cut over two ranks; ``of``: it holds that file's
+    fragments."""
     cuts, numels = {"a": ShardCut(0, 8, 2), "b": ShardCut(10, 8, 2)}, {"a": 10, "b": 6}
     held = directory.held(held_by(file if of is None else of, cuts, numels, kinds), list(cuts))
     return Contents(list(cuts), [(10,), (6,)], list(cuts.values()), held, file)

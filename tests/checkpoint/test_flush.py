@@ -1,4 +1,4 @@
-"""What the disk has: in which order, who waits for it, and what is said when it refuses."""
+"""Flushing: the order on disk, who waits, and the messages of a disk that fails."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_the_disk_refuses_is_logged_and_raised_by_the_next_who_waits(
     assert "the disk did not store" in caplog.text
     with pytest.raises(CheckpointError, match="/latest"):
         wait_for_flushes()
-    wait_for_flushes()  # it is said once
+    wait_for_flushes()  # reported only once
     disk.error = None
     save(tmp_path, "b")
     wait_for_flushes()

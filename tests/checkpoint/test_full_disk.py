@@ -101,7 +101,7 @@ def _save_with_a_limit(folder: str, stage: int) -> None:
     engine.load_checkpoint(folder)
     assert_restored(full_state(engine), saved)
     step(engine)
-    engine.save_checkpoint(folder, tag="same")  # it goes on as soon as there is room
+    engine.save_checkpoint(folder, tag="same")  # it works again as soon as there is space
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limits")

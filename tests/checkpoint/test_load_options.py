@@ -1,4 +1,4 @@
-"""What the arguments of saving and loading do, and what is said when something is wrong."""
+"""Effects of the arguments of saving and loading, and their error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.pool import distributed
 
 
 class Lines:
-    """What the package's logger says while it is open."""
+    """Capture the messages of the package's logger."""
 
     def __enter__(self) -> Lines:
         self.said: list[str] = []

@@ -78,7 +78,7 @@ def test_two_jobs_under_one_tag(tmp_path):
             staged.prepare()
         staged.discard()  # as `save` does after an error
         assert (tmp_path / ".a.tmp" / NAME).read_text() == "half"
-        save(tmp_path, "b")  # another tag is nobody's business
+        save(tmp_path, "b")  # another tag is independent
         assert (tmp_path / ".a.tmp" / NAME).read_text() == "half"
     save(tmp_path, "a")
     assert names(tmp_path) == ["a", "b"] and names(tmp_path / "a") == [NAME]
@@ -158,7 +158,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, code):
     monkeypatch.setattr(locks, "warning_once", said.append)
     save(tmp_path, "b")
     assert said and os.strerror(code) in said[0] and "another job" in said[0]
-    assert names(tmp_path) == [".a.lock", ".a.tmp", "b"]  # it cannot be known whether that save goes on
+    assert names(tmp_path) == [".a.lock", ".a.tmp", "b"]  # that save may still be running
     save(tmp_path, "a")
     assert names(tmp_path) == ["a", "b"]
 

@@ -36,7 +36,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def part(model: dict[str, torch.Tensor], rank: int, ranks: int, version: float) -> dict[str, torch.Tensor]:
-    """What one rank holds, by Megatron's rules for each version of a checkpoint."""
+    """Return one rank's part, by Megatron's rules for each checkpoint version."""
     found = {}
     for name, value in model.items():
         if "query_key_value" in name:

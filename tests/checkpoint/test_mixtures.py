@@ -70,7 +70,7 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
         path for path in sorted(new.rglob("*.pt")) if path.parent.name != "empty"
     ]  # of which nothing is read
     for path in files if stage == 2 else files[:: len(files) // 8]:
-        torch.load(path, mmap=True, weights_only=False)  # a note beside the content is nothing to torch
+        torch.load(path, mmap=True, weights_only=False)  # torch ignores a note outside the content
         shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
         shutil.copy(old / path.relative_to(new), tmp_path / "made/mixed" / path.relative_to(new))
         (tmp_path / "made/latest_universal").write_text("mixed")
@@ -265,7 +265,7 @@ def test_weights_alone_are_as_precise_as_the_file(tmp_path, stage):
 @pytest.mark.parametrize("background", [False, True])
 @distributed(world_size=2)
 def test_a_layer_file_of_another_save_is_refused(tmp_path, background):
-    """A strict load refuses one more entry in a state dict: what says of which save it is stands beside the entries."""
+    """A strict load refuses an extra entry in a state dict, so the id of the save is stored outside the entries."""
     options = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}} if background else {}
     model = PipelineModule([LayerSpec(nn.Linear, 3, 3)] * 2, num_stages=2, loss_fn=nn.MSELoss())
     engine: Any = deepspeed.initialize(

@@ -1,4 +1,4 @@
-"""Models that save and load nested dicts by code of their own, as Megatron-LM's do under its scripts: these replace
+"""Models with their own code for saving and loading nested dicts, as under Megatron-LM's scripts, which replace
 ``state_dict`` while the engine saves."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.pool import distributed
 
 WIDTH = 4
 APART = "apart.weight"
-"""A weight that stands beside the dicts, under a name that is not the module's: as experts do there."""
+"""A weight outside the dicts, under a name other than the module's, as for experts there."""
 
 
 class Nested(nn.Module):

@@ -155,7 +155,7 @@ def test_looking_at_state_does_not_change_it(stage):
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
 @distributed(world_size=2)
 def test_state_of_the_constructor(precision):
-    """What the constructor made is cut like the weights, also under ``zero.Init``, also of a scalar."""
+    """State created by the constructor is cut like the weights, also under ``zero.Init`` and for a scalar."""
     for name in ("Adagrad", "Eager"):
         expected = None
         for stage, init in ((0, False), (1, False), (2, False), (3, False), (3, True)):

@@ -1,4 +1,4 @@
-"""Saving, loading, exporting and consolidating hold next to nothing beside the training state: counted bytes."""
+"""Saving, loading, exporting and consolidating need almost no memory besides the training state: counted bytes."""
 
 from __future__ import annotations
 

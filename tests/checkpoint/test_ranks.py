@@ -1,4 +1,4 @@
-"""Ranks that do not agree, and nodes with folders of their own."""
+"""Ranks that disagree, and nodes with local folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ranks_that_train_different_models():
 
 
 def test_files_are_numbered_by_the_position_on_the_mesh():
-    """Each rank has a number of its own, and those of one data-parallel group the same model-parallel one."""
+    """Each rank has its own number; ranks of one data-parallel group have the same model-parallel number."""
     layout = MeshLayout(pp=2, dp=3, sp=2, tp=2)
     places = [RankPlace.on(ProcessMesh(rank, {}, layout=layout), Ranks()) for rank in range(24)]
     in_order = sorted(places, key=lambda place: place.number)

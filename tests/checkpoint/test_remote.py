@@ -87,7 +87,7 @@ def save(at: Mirror, tag: str, files: dict[str, str], ranks: Any = None, **optio
 
 
 def fetched(tmp_path: Path, tag: str | None = None) -> dict[str, str]:
-    """What another machine gets."""
+    """Download the checkpoint as another machine would."""
     other = mirror(tmp_path / "another")
     tag = other.fetch(tag)
     assert tag is not None

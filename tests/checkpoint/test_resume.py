@@ -1,4 +1,4 @@
-"""A resumed run goes on bit for bit; any layout loads any other."""
+"""A resumed run continues bit for bit; any layout loads any other."""
 
 from __future__ import annotations
 

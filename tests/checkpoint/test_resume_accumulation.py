@@ -1,4 +1,4 @@
-"""A run that was saved between two updates goes on bit for bit, wherever it stood."""
+"""A run saved between two updates resumes bit for bit, at any micro-batch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_at_every_position(tmp_path, stage, precision):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_inside_sums_of_one_rank(tmp_path, stage, precision):
-    """What ``no_sync`` has summed up keeps its dtype."""
+    """Gradients accumulated under ``no_sync`` keep their dtype."""
 
     def alone(engine: Any, number: int) -> None:
         with engine.no_sync():

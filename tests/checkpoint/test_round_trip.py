@@ -1,4 +1,4 @@
-"""What a client saves comes back equal, types included, or saving refuses it with the key path."""
+"""A client's state is restored equal, including types, or saving refuses it with the key path."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def round_trip(folder: Path, value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """An equality of its own, for values without cycles."""
+    """A separate equality, for values without cycles."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -1,4 +1,4 @@
-"""How many Python calls one save takes, torch's included, counted instead of timed; and what needs no proof, proved."""
+"""Number of Python calls of a save, including torch's, counted instead of timed; and the types that need no proof."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_save_costs_no_more_calls(tmp_path, stage, client_state, calls):
 
 
 def some_value(rng: random.Random, depth: int) -> Any:
-    """Of the types that are plain, nested at random, with parts in several places."""
+    """Return a random nest of plain types, some of whose parts occur in several places."""
     shared = [1, "x"]
     leaves: list[Callable[[], Any]] = [
         lambda: rng.choice(["", "name", "a" * 300, "\x00\x7f\n"]),

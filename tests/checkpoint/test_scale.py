@@ -139,9 +139,9 @@ def fake_rank(rank: int, world: int) -> Iterator[None]:
 
 
 def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[int, int]:
-    """The checkpoint "t" as ``world`` ranks leave it, of which only ``writers`` write files: of the others there are
-    empty ones, which nobody may open. Returns the bytes that each has written beside its
-    part of the state. No rank is told what another one holds."""
+    """Write checkpoint "t" of ``world`` ranks, of which only ``writers`` write files; the files of the others are
+    empty, and must not be opened. Returns the bytes that each writer has written in addition to its part of the state.
+    Ranks do not learn what others hold."""
     beside: dict[int, int] = {}
     final = folder / "t"
     final.mkdir(parents=True)
@@ -172,7 +172,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
 
 
 def kinds_of_all() -> Any:
-    """What the ranks' kinds of state are together: on the fake group nobody hears of the others'."""
+    """Return the ranks' kinds of state together: on the fake group, ranks do not exchange them."""
     found = [(*KINDS,)]
     return mock.patch(
         "deepspeed.checkpoint.directory._kinds_of_all",
@@ -223,8 +223,8 @@ def own_files(stage: int, rank: int) -> set[str]:
 @pytest.mark.parametrize("many", [256, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_of_many_ranks_writes_and_opens_its_own(tmp_path, stage, many):
-    """What a rank writes and reads beside its state is the same with 16 ranks and with ``many``, also on rank 0, whose
-    file contains the directory."""
+    """The bytes that a rank writes and reads in addition to its state are the same with 16 ranks and with ``many``,
+    also on rank 0, whose file contains the directory."""
     beside: dict[int, dict[int, int]] = {}
     read: dict[int, int] = {}
     for world in (16, many):

@@ -19,7 +19,7 @@ from tests.pool import run
 
 
 def load_into(folder: str, stages: list[int], precision: str, **options: Any) -> dict[int, dict[str, Any]]:
-    """What an engine of each stage holds after loading, on this rank, with ``load_universal``."""
+    """Return the state of an engine at each stage after loading, on this rank, with ``load_universal``."""
     import deepspeed
 
     found: dict[int, dict[str, Any]] = {}

@@ -146,7 +146,7 @@ def test_ours_of_tensor_parallel_ranks(stage: int, tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """Two processes share the work; Megatron's scripts and others call ``main`` with arguments of their own."""
+    """Two processes share the work; Megatron's scripts and others call ``main`` with their own arguments."""
     source, out = FIXTURES / "stage2_bf16/global_step3", tmp_path / "a/universal"
     command = [sys.executable, "-m", "deepspeed.tools.ds_to_universal", "--input_folder", str(source)]
     done = subprocess.run(

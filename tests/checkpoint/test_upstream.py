@@ -55,7 +55,7 @@ def expected(stage: int, precision: str) -> dict[str, torch.Tensor]:
 
 
 def load_into(folder: str, stages: list[int], precision: str) -> dict[int, dict[str, Any]]:
-    """What an engine of each stage holds after loading, on this rank."""
+    """Return the state of an engine at each stage after loading, on this rank."""
     import deepspeed
 
     found: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What we write in the layout of release 0.19.8, against files that it wrote itself.
+"""Our exports in the layout of release 0.19.8, compared with files that it wrote itself.
 
 ``check_exports.py`` has that release load them.
 """

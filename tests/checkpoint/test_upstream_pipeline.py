@@ -111,7 +111,7 @@ def test_their_conversion_has_the_parameters_of_all_stages(case: str, tmp_path: 
 
 
 def loss_of(saved: dict[str, torch.Tensor], replica: int) -> float:
-    """Of the layers by hand, over the micro-batches of a step."""
+    """Return the loss of the layers, computed by hand over the micro-batches of a step."""
     words = saved["tied_modules.words.weight/fp32"]
     losses: list[float] = []
     for tokens, labels in batches(1, replica):

@@ -119,7 +119,7 @@ def even_parts(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Ten
 def load_into(
     folder: str, tp: int, stages: list[int], precision: str, universal: bool = False
 ) -> list[dict[str, Any]]:
-    """What engines of these stages hold after loading, whole, from all ranks."""
+    """Return the state of engines at these stages after loading, whole, from all ranks."""
     import deepspeed
 
     found: list[dict[str, Any]] = []

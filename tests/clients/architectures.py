@@ -229,13 +229,13 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def never_whole(outputs: Any) -> bool:
-    """Whether a rank has a part of the logits, and had no more than that."""
+    """Return whether a rank has only its part of the logits."""
     logits = getattr(outputs, "logits", None)
     return isinstance(logits, VocabParallelLogits) and logits.state.whole is None
 
 
 def own_part(whole: Tensor, param: Tensor) -> Tensor:
-    """What this rank's ``param`` is of the ``whole`` tensor."""
+    """Return this rank's part, ``param``, of the ``whole`` tensor."""
     boxes = placement_of(param).boxes
     if not boxes:
         return whole

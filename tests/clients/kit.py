@@ -1,4 +1,4 @@
-"""What the client tests share: tiny random models, data, and a process state that ends with the test.
+"""Shared by the client tests: tiny random models, data, and a process state that ends with the test.
 
 The clients keep process-wide singletons (Accelerate's states, the config that Transformers remembers, environment
 variables that plugins write); `clean_clients` gives each test its own and takes them back.

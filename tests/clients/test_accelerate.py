@@ -131,7 +131,7 @@ def test_save_model_and_state_dict(tmp_path: Path, stage: int) -> None:
 
 @distributed(world_size=2)
 def test_several_plugins_and_engines() -> None:
-    """A student at stage 2 beside a frozen teacher at stage 3, each with its own plugin, as Accelerate documents."""
+    """A student at stage 2 and a frozen teacher at stage 3, each with its own plugin, as Accelerate documents."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import get_active_deepspeed_plugin
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -191,7 +191,8 @@ def test_two_trained_engines() -> None:
 
 @distributed(world_size=1)
 def test_config_by_environment_and_auto() -> None:
-    """What `accelerate launch` hands over: the plugin reads environment variables; "auto" gets its values."""
+    """The settings that `accelerate launch` passes in environment variables are read by the plugin; "auto" gets its
+    values."""
     with clean_clients():
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true",

@@ -138,7 +138,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_shards(model: Any, group: Any, pixels: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
-    """What a training script does with the parts of a Llava: patches, layers, adapter, layers, loss."""
+    """Train with the parts of a Llava as a script does: patches, layers, adapter, layers, loss."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     tower = model.model.vision_tower
     hidden = tower.pre_layrnorm(tower.embeddings(pixels))

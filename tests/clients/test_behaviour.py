@@ -1,4 +1,4 @@
-"""What clients rely on beyond names: twenty-two behaviours, each with the tests that prove it.
+"""Behaviour, beyond names, on which clients rely: twenty-two items, each with the tests that prove it.
 
 `PROOFS` names them; those of this file need none of the clients.
 """

@@ -51,7 +51,7 @@ def output(model: Any) -> Tensor:
 
 
 def loaded(model: Any, folder: Path) -> Any:
-    """What `from_pretrained` makes of the folder; its outputs are the model's."""
+    """Return the model that `from_pretrained` loads from the folder; its outputs are the original's."""
     save_pretrained(model, folder)
     assert (folder / "model.safetensors").exists()
     again, told = type(model).from_pretrained(folder, output_loading_info=True)

@@ -1,5 +1,5 @@
-"""What the scripts of DeepSpeed-Chat do with engines: their configs, value models that run by a method of their own,
-adapters on weights that are partitioned already, and folding them in before whole weights are saved."""
+"""Uses of engines in DeepSpeed-Chat's scripts: their configs, value models that run by their own method, adapters on
+weights that are already partitioned, and merging them before whole weights are saved."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def critic_of(stage: int, dtype: str | None, offload: bool, more: dict[str, Any]
 )
 @distributed(world_size=2)
 def test_a_value_model_runs_by_a_method_of_its_own(stage: int, dtype: str | None, offload: bool) -> None:
-    """To the bit what it learns through ``forward``; between, it is asked without gradients, and recomputes."""
+    """Trained bit for bit as through ``forward``; in between, it runs without gradients, and recomputes."""
     with clean_clients(deepspeed_state=False):
         tokens, mask = padded_prompts()
         engines = [critic_of(stage, dtype, offload, {}) for _ in range(2)]

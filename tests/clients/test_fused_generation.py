@@ -1,4 +1,4 @@
-"""Transformers' generate over forwards of one native call: the same tokens, and whatever else it is asked for."""
+"""Transformers' generate with each forward in one native call: the same tokens, and the same further outputs."""
 
 from __future__ import annotations
 

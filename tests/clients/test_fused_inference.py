@@ -140,7 +140,7 @@ def test_who_listens_to_modules_is_heard(what: str, runs: list[int]) -> None:
 
 
 def test_the_forward_that_trl_puts_in_the_place_of_a_model_s(runs: list[int]) -> None:
-    """It is the model's own where logits are asked for, unless it stands in the place of one that is not."""
+    """TRL's forward counts as the model's own if logits are requested, unless it wraps another replacement."""
     utils = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utils, "add_fused_lm_head"):
         pytest.skip("this release of TRL has no such forward")

@@ -64,7 +64,7 @@ def train(engine: Any, rank: int) -> None:
 
 
 def check_rollouts(kind: str, stage: int) -> None:
-    """Each rank with a prompt and a length of its own, synced or not, by the engine or its module."""
+    """Each rank has its own prompt and length, synced or not, by the engine or its module."""
     rank = torch.distributed.get_rank()
     make_model = adapted if kind == "adapted" else lambda: make("llama")
     plain, undisturbed = engine_of(make_model(), stage), engine_of(make_model(), stage)
@@ -214,7 +214,7 @@ def test_what_is_refused_and_what_copies_do() -> None:
 
 
 def check_shared_generation(kind: str, stage: int, **section: Any) -> None:
-    """Two ranks share each layer while they generate, with prompts of their own, and train with whole layers."""
+    """Two ranks share each layer during generation, with different prompts, and train with whole layers."""
     rank = torch.distributed.get_rank()
     make_model = adapted if kind == "adapted" else lambda: make(kind)
     shared = engine_of(make_model(), stage, inference_tp_size=2, **section)

@@ -153,7 +153,7 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gptj"])  # fused, packed, padded
 def test_logprobs_of_prompts_are_those_of_the_model(name: str) -> None:
-    """Prompts are cut into chunks, and requests start anew; one generates nothing."""
+    """Prompts are cut into chunks, and requests restart; one generates nothing."""
     module, given = model(name), prompts((21, 9, 2, 30))
     engine = generator(module, num_blocks=14)
     engine.generate(given, SamplingParams(max_new_tokens=1))  # beginnings are in the cache

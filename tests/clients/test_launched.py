@@ -62,7 +62,7 @@ LAUNCHERS = {
 
 
 def run(folder, launcher: str, *command: str) -> str:
-    # Accelerate takes one port, whoever else uses it.
+    # Accelerate always takes the same port, even if it is in use.
     port = ["--main_process_port", str(ports.find_free("127.0.0.1"))] if launcher == "accelerate" else []
     done = subprocess.run(
         [sys.executable, *LAUNCHERS[launcher], *port, *command],

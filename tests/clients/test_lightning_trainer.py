@@ -27,7 +27,7 @@ ROWS, BATCH = 16, 2
 
 
 class CPUs(CUDAAccelerator):
-    """What the strategy asks of a CUDA accelerator, answered for CPUs; it only checks the class."""
+    """The interface of a CUDA accelerator, implemented for CPUs, since the strategy only checks the class."""
 
     def setup_device(self, device: torch.device) -> None:
         pass

@@ -123,7 +123,7 @@ def test_completions_score_as_transformers_does(served: Any, tasks: TaskManager)
     model, tokenizer, folder, address = served
     names = list(TASKS)
     metrics, wanted = answers(tasks, "hf", {"pretrained": model, "tokenizer": tokenizer}, names)
-    # With a tokenizer of its own it sends tokens; with the server's ("remote") it has to ask for them first.
+    # With its own tokenizer it sends tokens; with the server's ("remote") it has to ask for them first.
     for backend, batch in (("huggingface", 4), ("remote", 1)):
         arguments = {
             "base_url": f"{address}/v1/completions",

@@ -24,7 +24,7 @@ pytest.importorskip("accelerate", reason="the clients extra is not installed")
 
 
 def zero3() -> Any:
-    """What keeps Transformers under `zero.Init`: it holds as long as the returned object lives."""
+    """Put Transformers under `zero.Init` for as long as the returned object lives."""
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(auto_config(3) | {"train_micro_batch_size_per_gpu": 1})

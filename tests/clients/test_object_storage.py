@@ -23,7 +23,7 @@ URL = "s3://checkpoints/runs/one"
 
 
 class Service:
-    """An S3 server at a port of its own, of which requests that write keys with ``refused`` in them get 503."""
+    """An S3 server on a free port, which answers 503 to writes of keys that contain ``refused``."""
 
     refused = ""
 

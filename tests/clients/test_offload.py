@@ -52,7 +52,7 @@ def sections(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class SwapFiles(TrainerCallback):
-    """Whether this process holds files below the folder open while the run goes on (they have no name any more)."""
+    """Return whether this process holds (unlinked) files below the folder open during the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.seen = str(folder), False
@@ -99,7 +99,7 @@ def test_trainer_trains_saves_and_resumes(tmp_path: Path, stage: int, places: Pl
 @pytest.mark.parametrize("places", [PLACES[5][1], PLACES[7][1]], ids=["cpu", "nvme"])
 @distributed(world_size=2, timeout=120)
 def test_loaded_under_zero_init_and_trained_in_bf16(tmp_path: Path, places: Places) -> None:
-    """`from_pretrained` puts the parameters where the config says, and training goes on from there."""
+    """`from_pretrained` puts the parameters where the config says, and training continues from there."""
     from transformers import AutoModelForCausalLM
 
     from tests.clients.kit import llama

@@ -93,7 +93,7 @@ def test_layers_sequences_and_data_over_eight_ranks(stage: int, tmp_path: Path) 
 
 
 def assert_two_groups_train_as_one_rank(axis: str, stage: int, folder: Path) -> None:
-    """Two groups of ranks that share layers, sequences or both have batches of their own."""
+    """Two groups of ranks that share layers, sequences or both have different batches."""
     import deepspeed
 
     cell = Cell(axis, stage, ())

@@ -98,7 +98,7 @@ def test_models_made_from_a_config_or_by_their_class(tmp_path: Path) -> None:
     with Init(ADAPTERS):
         fresh = AutoModelForCausalLM.from_config(llama_config())
         by_class = LlamaForCausalLM.from_pretrained(tmp_path)
-    for path, layer in layers(fresh).items():  # weights of a new model are drawn as ever
+    for path, layer in layers(fresh).items():  # weights of a new model are initialized as usual
         assert layer.weight.std().item() == pytest.approx(
             plain.get_submodule(path).weight.std().item(), rel=0.2
         )

@@ -52,7 +52,7 @@ def padded_prompts() -> tuple[Tensor, Tensor]:
 
 
 def log_probs_of(engine: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Of each token but the first, as training computes them."""
+    """Return the log-probabilities of each token but the first, as training computes them."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = engine(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
     return logits[:, :-1].float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
@@ -197,7 +197,7 @@ def test_states_are_elsewhere_while_the_actor_generates(stage: int) -> None:
 
 
 class LowRank(nn.Module):
-    """A linear layer with an adapter beside it, with the names that DeepSpeed-Chat's layer has."""
+    """A linear layer with an adapter, with the names of DeepSpeed-Chat's layer."""
 
     def __init__(self, layer: nn.Linear, rank: int = 2) -> None:
         super().__init__()

@@ -204,7 +204,7 @@ class _Repeated:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=4)
 def test_one_line_in_the_config_of_an_unchanged_script(stage: int) -> None:
-    """Four ranks, two for each sequence: whole sequences go in, the loss of whole sequences comes out."""
+    """Four ranks, two per sequence: the inputs are whole sequences, and the loss is that of whole sequences."""
     import deepspeed
 
     changes = {**MODEL, "num_attention_heads": (4, 3, 2, 1)[stage], "head_dim": 8, "num_key_value_heads": 1}

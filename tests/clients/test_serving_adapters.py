@@ -1,4 +1,4 @@
-"""Adapters of PEFT beside a model that is served: each request has the numbers that PEFT gives with its own."""
+"""PEFT adapters of a served model: each request gets the numbers that PEFT computes with its adapter."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_layers_that_do_not_compute_every_token() -> None:
 
 
 def test_an_adapter_does_not_depend_on_its_file(tmp_path: Path) -> None:
-    """The dtype and the device are those of the file, so that nothing else copies."""
+    """Dtype and device are those of the file, so that nothing else is copied."""
     module = make("llama").eval()
     saved(module, tmp_path / "a", "llama", 1)
     adapter = load_adapter(module, str(tmp_path / "a"))

@@ -1,4 +1,4 @@
-"""Embeddings over HTTP are the pooled hidden states of Transformers, whatever else is computed beside them."""
+"""Embeddings over HTTP equal the pooled hidden states of Transformers, regardless of other requests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def unit(vector: torch.Tensor) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_pooled_states_are_those_of_transformers(kind: str, pooling: str) -> None:
-    """Cut into chunks, preempted, with shared beginnings, and beside requests that generate; in a model of the packed
-    layout and in one of the padded layout."""
+    """In chunks, preempted, with shared prefixes, and together with requests that generate; for models of the packed
+    and of the padded layout."""
     module = make(kind).eval()
     generator = Generator(
         module, token_budget=16, max_sequences=4, num_blocks=12, block_size=4, max_length=40
@@ -89,7 +89,7 @@ def test_forms_of_input_and_output(module: Any) -> None:
         found = running.post({"input": TEXTS, "encoding_format": "base64", "dimensions": 8}, path)[1]["data"]
         vectors = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in found]
         assert vectors == [unit(each[:8]) for each in expected]
-        # More inputs than are served at one time, from several clients, beside one that generates.
+        # More inputs than are served at once, from several clients, together with one that generates.
         with ThreadPoolExecutor(3) as pool:
             many = [pool.submit(running.post, {"input": TEXTS * 10}, path) for _ in range(2)]
             text = pool.submit(running.post, {"prompt": "Hi", "max_tokens": 5})

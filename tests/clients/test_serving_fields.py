@@ -129,7 +129,7 @@ def test_answers_follow_grammars(running: Any) -> None:
         assert set(json.loads(found["text"])) == {"ok", "n"} and found["finish_reason"] == "stop"
     assert re.fullmatch("[ab]{3}", completed(running, **drawn, guided_regex="[ab]{3}")["text"])
     assert completed(running, **drawn, guided_choice=["yes", "no"])["text"] in {"yes", "no"}
-    # An end that is excluded follows where nothing else may.
+    # An excluded end token follows if no other token may.
     assert completed(running, guided_choice=["yes"], min_tokens=8)["text"] == "yes"
 
 

@@ -35,7 +35,7 @@ def ending(engine: Any) -> Any:
 
 
 def alone(weights: dict[str, torch.Tensor], request: RolloutRequest, count: int) -> torch.Tensor:
-    """What a plain model with ``weights`` answers greedily, padded as its ``generate`` does."""
+    """Return the greedy answers of a plain model with ``weights``, padded as by its ``generate``."""
     plain = llama()
     plain.load_state_dict(weights)
     return plain.eval().generate(
@@ -70,7 +70,7 @@ def test_answers_are_those_of_the_model(stage: int) -> None:
 
 @distributed(world_size=2)
 def test_a_row_depends_on_its_seed_only() -> None:
-    """Not on its rank, nor on the rows beside it, the order, or how many have a place at a time."""
+    """Independent of the rank, the other rows, the order, and the number of concurrent requests."""
     with clean_clients(deepspeed_state=False):
         engine = ending(engine_of(llama(), 3))
         rank = torch.distributed.get_rank()

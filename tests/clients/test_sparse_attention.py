@@ -56,7 +56,7 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
 
 
 def with_mask(model: Any, ids: torch.Tensor, mask: torch.Tensor, layout: torch.Tensor, causal: bool) -> Any:
-    """What the dense model gives with the layout written out as a mask."""
+    """Return the result of the dense model with the layout as an explicit mask."""
     seen = layout.bool().repeat_interleave(16, 1).repeat_interleave(16, 2)[0, : ids.shape[1], : ids.shape[1]]
     if causal:
         seen = seen.tril()

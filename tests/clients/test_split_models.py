@@ -117,7 +117,7 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> tuple[list[float], 
 
 
 def boxes(placement: Placement) -> tuple[Any, ...]:
-    """What of the whole tensor a rank holds."""
+    """Return a rank's part of the whole tensor."""
     return placement.boxes or (tuple((0, size) for size in placement.global_shape),)
 
 

@@ -107,7 +107,7 @@ def saves_and_loads(live: Live) -> bool:
 
 
 def moves_states(live: Live) -> bool:
-    """Offloaded states come back as they were, and the engine goes on."""
+    """Offloaded states are restored unchanged, and training continues."""
     live.backward(live.sharded)
     live.sharded.step()
     kinds = found("deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum")
@@ -159,7 +159,7 @@ OFFLOAD = "zero-3 optimizer.parameter_offload: "
 
 
 def rehooked(live: Live) -> bool:
-    """What TRL does around generation: hooks off, a forward without them inside a gather, hooks on."""
+    """As TRL does around generation: remove the hooks, run a forward without them inside a gather, add them again."""
     expected = live.sharded(torch.ones(2, 4)).detach()
     offload = live.sharded.optimizer.parameter_offload
     for handle in [*offload.forward_hooks, *offload.backward_hooks]:
@@ -172,7 +172,7 @@ def rehooked(live: Live) -> bool:
 
 
 def trace_is_dropped(live: Live) -> bool:
-    """TRL drops the recorded order after generation unless it is invalid; ours is recorded anew at once."""
+    """TRL drops the recorded order after generation unless it is invalid; ours is recorded again immediately."""
     coordinator = live.sharded.optimizer.parameter_offload.param_coordinator
     for _ in range(2):
         live.backward(live.sharded)

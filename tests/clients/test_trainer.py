@@ -179,7 +179,7 @@ def test_save_model_and_best_model(tmp_path: Path, stage: int) -> None:
         assert run.evaluate()["eval_loss"] == pytest.approx(run.state.best_metric, rel=1e-6)
         run.save_model(str(tmp_path / "saved"))
         ours = whole_weights(run.model)
-        engine = run.model_wrapped  # goes on after the reload, from the weights that were loaded
+        engine = run.model_wrapped  # continues after the reload, from the loaded weights
         batch = {key: value.unsqueeze(0) for key, value in Tokens()[0].items()}
         before = engine(**batch).loss.item()
         for _ in range(2):  # the first one still has the warm-up's rate of 0

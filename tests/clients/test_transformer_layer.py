@@ -1,4 +1,4 @@
-"""The training layer in the place of the layers of Transformers' BERT, and back."""
+"""The training layer instead of the layers of Transformers' BERT, and back."""
 
 from __future__ import annotations
 

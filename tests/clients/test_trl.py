@@ -120,8 +120,8 @@ def prompt(length: int) -> torch.Tensor:
 @pytest.mark.parametrize("gather", [True, False])
 @distributed(world_size=2)
 def test_generate_at_stage_3_with_uneven_lengths(gather: bool) -> None:
-    """Each rank generates as many tokens as it likes, hooks removed and added again by TRL; training goes on and
-    equals training that never generated."""
+    """Each rank generates any number of tokens, while TRL removes the hooks and adds them again; training continues and
+    equals training without generation."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from trl.models.utils import unwrap_model_for_generation
 

@@ -28,7 +28,7 @@ SHOWN = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg"
 
 
 def curve(folder: Path, stage: int) -> list[list[float]]:
-    """What the trainer logs of each batch of answers, with Accelerate's plugin at this stage."""
+    """Return the trainer's logs for each batch of answers, with Accelerate's plugin at this stage."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 

@@ -22,7 +22,7 @@ NOT_COMPARED = ("time", "per_second", "runtime", "flos")
 
 
 def rows(kind: str, folder: Path) -> Any:
-    """On disk: what a trainer computes of them beforehand is cached beside them, where all ranks find it."""
+    """Data sets on disk: a trainer caches results computed in advance next to them, where all ranks find them."""
     from datasets import Dataset, load_from_disk
 
     prompts = [" ".join(WORDS[i : i + 3]) for i in range(16)]
@@ -109,7 +109,7 @@ def trainer(kind: str, folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def trained(kind: str, folder: Path, stage: int | None, **changes: Any) -> Log:
-    """What is logged in each step; ``stage`` None: under torch's DDP."""
+    """Return the logs of each step; ``stage`` None: under torch's DDP."""
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

@@ -50,7 +50,7 @@ def model_for(kind: str) -> Any:
 
 
 class Marks:
-    """What a user may leave on every module of a model."""
+    """Attach what a user may leave on every module of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())

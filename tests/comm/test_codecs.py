@@ -129,8 +129,8 @@ def test_zeros_stay_zero(codec: Any) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_random(bits: int, dtype: torch.dtype) -> None:
-    """One of the two neighbours, right in the mean over seeds, otherwise with another seed, block or number, and the
-    same if nothing else is."""
+    """Rounds to one of the two neighbours, unbiased over seeds; different for another seed, block or value, and
+    otherwise reproducible."""
     numel, seeds = 64, 4000
     block = torch.linspace(-1, 1, numel).to(dtype)
     scale = 1 / BlockCodec(bits).largest

@@ -18,7 +18,7 @@ from tests.pool import distributed
 
 @contextlib.contextmanager
 def counted_bytes(ranks_per_host: int) -> Iterator[Counter[str]]:
-    """What this rank sends in exchanges, to ranks of its host and of others."""
+    """Count the bytes that this rank sends in exchanges, to ranks of its host and of others."""
     sent: Counter[str] = Counter()
     original = dist.all_to_all_single
 

@@ -323,7 +323,7 @@ class Job:
         ]
 
     def finish(self) -> str:
-        """What the reporting rank printed, up to its report."""
+        """Return the output of the reporting rank, up to its report."""
         try:
             return self.ranks[self.reporter].communicate(timeout=60)[0]
         finally:
@@ -556,7 +556,7 @@ def test_each_collective_is_recorded_once_whoever_issues_it() -> None:
 
 @distributed(world_size=2)
 def test_recording_costs_one_call() -> None:
-    """Of our functions, per collective; every rank pays it."""
+    """Calls of our functions per collective, which every rank pays."""
     wire, tensor = communicator(), torch.ones(4)
     wire.all_reduce(tensor).wait()
     recorded = calls_of(lambda: wire.all_reduce(tensor).wait())

@@ -1,4 +1,4 @@
-"""Who a process is, by environment; and the process group that comes of it."""
+"""Rank and world size from the environment, and the resulting process group."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_timeout_that_is_none_is_named_with_the_remedy(minutes, monkeypatch):
 
 
 def test_a_wrong_timeout_under_the_command(tmp_path):
-    """It is told once, by the rank that failed, and not by a traceback of the launcher."""
+    """The failure is reported once, by the rank that failed, without a traceback of the launcher."""
     (tmp_path / "train.py").write_text("import deepspeed; deepspeed.init_distributed()")
     result = deepspeed("--num_gpus", 1, "train.py", cwd=tmp_path, DEEPSPEED_TIMEOUT="soon")
     assert result.returncode == 1
@@ -327,7 +327,7 @@ def test_a_rank_goes_on_as_soon_as_rank_0_listens():
 def test_waiting_for_rank_0_leaves_errors_to_torch(monkeypatch):
     monkeypatch.setattr(init, "_PATIENCE_S", 0.05)
     begin = time.monotonic()
-    init._await_rank_zero("127.0.0.1", str(free_port()))  # nobody comes
+    init._await_rank_zero("127.0.0.1", str(free_port()))  # no other rank joins
     assert time.monotonic() - begin < 60  # torch's own timeout is half an hour
     for address, port in (
         (None, "1"),
@@ -346,7 +346,7 @@ def test_an_unknown_address_of_rank_0():
 
 
 def test_mpi_tells_the_address(tmp_path):
-    """mpi4py, where it is installed, is asked for the address of rank 0 (here: a stand-in)."""
+    """The address of rank 0 comes from mpi4py, if installed (here: a stand-in)."""
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("")
     (tmp_path / "mpi4py" / "MPI.py").write_text(

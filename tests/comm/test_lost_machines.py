@@ -1,4 +1,4 @@
-"""A network cable that is pulled and a machine that loses power: what the rank that is left is told.
+"""A pulled network cable and a machine that loses power: errors on the remaining rank.
 
 Machines are network namespaces: nothing arrives from the lost one any more, not even the end of a connection.
 """

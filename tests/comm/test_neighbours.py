@@ -52,7 +52,7 @@ def test_messages_keep_their_order_and_lie_where_they_were_put() -> None:
 
 @distributed(world_size=2)
 def test_as_many_blocks_as_are_held() -> None:
-    """A tensor that is kept keeps its block, and nothing else does."""
+    """Only a tensor that is kept keeps its block."""
     end, held = pair(), 3
     everything: list[Tensor] = []
     for number in range(20):
@@ -68,7 +68,7 @@ def test_as_many_blocks_as_are_held() -> None:
             del everything[:-held]
             dist.barrier()
     if isinstance(end, NeighbourSender):
-        send(end, torch.zeros(100_000))  # larger than any: takes the place of a free block
+        send(end, torch.zeros(100_000))  # larger than any: replaces a free block
         assert len(end._blocks) == held + 1
     else:
         assert end.receive()[1].numel() == 400_000

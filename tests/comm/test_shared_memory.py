@@ -1,4 +1,4 @@
-"""What is special about shared memory: when it is chosen, what it holds, that it works alone."""
+"""Shared memory: when it is chosen, what it allocates, and that it works alone."""
 
 from __future__ import annotations
 

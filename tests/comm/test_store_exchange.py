@@ -1,4 +1,4 @@
-"""What threads of ranks tell each other through the store, while training communicates."""
+"""Exchange between threads of ranks through the store, while training communicates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pool import distributed
 
 
 def beside_training(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a thread, while this rank sums."""
+    """Return the result of ``work``, run in a thread while this rank sums."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()

@@ -1,4 +1,4 @@
-"""What a call of a communication function is given; annotations; groups of ranks by arithmetic."""
+"""Arguments of communication calls; annotations; groups of ranks by arithmetic."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ TRANSPORTS = ("gloo", "shared_memory")
 
 
 def shared_names() -> set[str]:
-    """What is in the folders where shared memory has names."""
+    """Return the contents of the folders in which shared memory has names."""
     folders = [folder for folder in ("/dev/shm", "/dev/mqueue") if os.path.isdir(folder)]
     return {name for folder in folders for name in os.listdir(folder)}
 
 
 def names_that_stay(before: set[str], for_s: float = 10.0) -> set[str]:
-    """Of the new names, those that stay; other tests that run at the same time may use some for a moment."""
+    """Return the new names that remain; concurrent tests may use some for a moment."""
     new, end = shared_names() - before, time.monotonic() + for_s
     while new and time.monotonic() < end:
         time.sleep(0.05)
@@ -38,7 +38,7 @@ def names_that_stay(before: set[str], for_s: float = 10.0) -> set[str]:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Ranks believe that each half of them is on a host of its own."""
+    """Let the ranks believe that each half of them is on a separate host."""
     original = hosts.host_identity
     size, rank = dist.get_world_size(), dist.get_rank()
     hosts.host_identity = lambda: f"host {rank // (size // 2)}".encode()
@@ -65,7 +65,7 @@ def using(transport: str) -> Iterator[Communicator]:
 
 
 def values(numel: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
-    """What a rank contributes: any other rank can compute it too."""
+    """Return a rank's contribution, which any other rank can compute too."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return (torch.randn(numel, generator=generator) * 10).to(dtype)

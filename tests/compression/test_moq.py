@@ -1,4 +1,4 @@
-"""MoQ: the documented MoQQuantizer by itself, and in an engine by ``quantize_training``."""
+"""MoQ: the documented MoQQuantizer alone, and in an engine by ``quantize_training``."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def both(model: nn.Module, asked: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def same_weights(plain: nn.Module, packed: nn.Module) -> int:
-    """How many are packed; all values are the same bit for bit."""
+    """Return the number of packed weights; all values are the same bit for bit."""
     others = dict(packed.named_modules())
     for name, module in plain.named_modules():
         weight = vars(module)["_parameters"].get("weight")

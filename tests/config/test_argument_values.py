@@ -23,7 +23,7 @@ NAN, INF = math.nan, math.inf
 
 
 def problems(config: dict[str, Any]) -> list[Problem]:
-    """What `initialize` refuses; `ds_check` tells the same."""
+    """`initialize` refuses the value, and `ds_check` reports the same."""
     report = deepspeed.check_config({"train_batch_size": 1} | config, 1)
     try:
         DeepSpeedConfig({"train_batch_size": 1} | config)

@@ -38,7 +38,7 @@ FITTING = [
     ((12, 2, 3, 2), (12, 2, 3)),
 ]
 
-# (train, micro, accumulation, ranks) -> what the message must contain beside the numbers given
+# (train, micro, accumulation, ranks) -> text of the message, besides the given numbers
 UNFIT = [
     ((None, None, None, 1), ["neither", TRAIN, MICRO]),
     ((None, None, 4, 2), ["neither", TRAIN, MICRO]),

@@ -224,7 +224,7 @@ def test_accepted_without_a_word(name: str) -> None:
     assert report.warnings == allowed
 
 
-# What published configs have beside the keys that are read, or in another spelling: 0.19 trains with all of it.
+# Unknown keys and other spellings in published configs, with which 0.19 trains.
 READ_WITH_A_WORD = {
     "true for a number": (
         {"fp16": {"enabled": True, "initial_scale_power": True}},

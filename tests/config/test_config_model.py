@@ -302,4 +302,4 @@ def test_a_section_is_built_when_a_config_names_it() -> None:
     with pytest.raises(ValidationError, match=r"named\n.*a valid dictionary or instance of Fork"):
         Holder.model_validate({"named": None})
     holder.named.fork_size = 5
-    assert Holder().named.fork_size == 1  # a default is nobody else's
+    assert Holder().named.fork_size == 1  # defaults are not shared

@@ -1,4 +1,4 @@
-"""Which refusals of training `ds_check` knows: a row for each place outside of `deepspeed/config` that has one."""
+"""Refusals of training that `ds_check` knows: a row for each place outside `deepspeed/config` that has one."""
 
 from __future__ import annotations
 

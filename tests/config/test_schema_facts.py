@@ -145,7 +145,7 @@ def test_builtin_names_are_known() -> None:
 
 
 def test_defaults_as_constructed() -> None:
-    """What comes out of an empty config, types converted: a few that the training result hangs on."""
+    """The result of an empty config, with types converted: a few values on which training results depend."""
     config = TrainingConfig()
     assert config.gradient_clipping == 1.0
     assert config.gradient_allreduce_op == "mean"

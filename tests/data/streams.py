@@ -33,7 +33,7 @@ class Shards(IterableDataset):
 
 
 class PositionedShards(Shards):
-    """Continues by itself, and is at its start again after the end."""
+    """Continues on its own, and restarts after the end."""
 
     next = 0
 

@@ -308,7 +308,7 @@ def test_the_loader_continues(index: Path, tmp_path: Path, workers: int) -> None
     resumed.load_state_dict(state)
     stream = iter(resumed)
     assert [next(stream).tolist() for _ in range(4)] == rest[:4]
-    stream = iter(resumed)  # another pass goes on
+    stream = iter(resumed)  # another pass continues
     assert [next(stream).tolist() for _ in range(4)] == rest[4:]
     assert taken(make(config, steps=3), 15) == seen + rest
 

@@ -56,7 +56,7 @@ class Stream(IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Continues by itself and refuses to be read twice."""
+    """Continues on its own, and must not be read twice."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -290,7 +290,7 @@ def test_iterable_data_sets_resume(dataset: type[Stream]) -> None:
     resumed = _loader(source := dataset(11))
     resumed.load_state_dict(first.state_dict())
     assert _lists(resumed) == [[6, 7, 8], [9, 10]]
-    assert isinstance(source, StatefulStream) is (getattr(source, "read", 11) == 5)  # it skipped by itself
+    assert isinstance(source, StatefulStream) is (getattr(source, "read", 11) == 5)  # it skipped on its own
     assert _lists(resumed) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
     with pytest.raises(TypeError):
         len(resumed)

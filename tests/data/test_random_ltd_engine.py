@@ -238,7 +238,7 @@ def test_checkpoints_have_no_trace_of_it(tmp_path: Path, stage: int) -> None:
     Stack().load_state_dict(torch.load(tmp_path / "weights.bin"))
 
 
-# What is told ----------------------------------------------------------------------------------------------
+# Messages ----------------------------------------------------------------------------------------------
 
 
 @distributed(world_size=1)

@@ -1,4 +1,4 @@
-"""A run that stops at any point goes on with the same samples in the same order: none twice, none lost."""
+"""A run stopped at any point resumes with the same samples in the same order: none repeated, none lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def order_of(size: int, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
 
 
 def read(group: list[DeepSpeedDataLoader], steps: int | None = None) -> list[int]:
-    """What all ranks read together, in the order of the epoch; None: to the end of it."""
+    """Return the samples read by all ranks, in the order of the epoch; None: to its end."""
     found: list[list[int]] = [[] for _ in group]
     for samples, loader in zip(found, group, strict=True):
         stream = iter(loader)

@@ -47,7 +47,7 @@ def test_workers_continue_where_they_were(kind: type[Shards], taken: int) -> Non
 
 @with_torchdata
 def test_what_was_read_is_not_read_again() -> None:
-    """A data set that knows its position is asked for it: workers that continue read only the rest."""
+    """A data set that knows its position provides it: workers that resume read only the rest."""
     first = loader(PositionedShards, 1)
     batches = iter(first)
     for _ in range(9):

@@ -119,7 +119,7 @@ def test_an_optimizer_may_be_named_given_or_made_by_a_callable(stage: int) -> No
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_model_parameters_choose_what_is_trained_and_how(stage: int) -> None:
-    """Bare parameters, a generator, and group dicts with rates of their own; the rest of the model stays."""
+    """Bare parameters, a generator, and group dicts with their own rates; the rest of the model is unchanged."""
     model = make_model()
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -184,7 +184,7 @@ def test_training_data_and_collate_fn_make_a_loader_for_this_rank() -> None:
 
 
 class Unit:
-    """A Megatron-style model-parallel unit: two ranks, each a model-parallel rank of its own... and no replica."""
+    """A Megatron-style model-parallel unit: two ranks, both model-parallel, and no replica."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(list(range(dist.get_world_size())))

@@ -59,7 +59,7 @@ def batch(step: int) -> Tensor:
 
 
 def mixed(model: Net, dtype: torch.dtype) -> Net:
-    """What torch trains: 16 bits, with the norms that have statistics in fp32."""
+    """Train as with torch: 16 bits, with fp32 norms that have statistics."""
     model = model.to(dtype)
     for norm in (model.norm, model.instance, model.plain):
         norm.float()

@@ -1,4 +1,4 @@
-"""What the engine writes to monitors by itself: each documented event, on rank 0, and over which x axis."""
+"""Curves that the engine writes to monitors on its own: each documented event, on rank 0, and over which x axis."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def train_lengths(engine: Any, lengths: list[int]) -> None:
 
 @distributed(world_size=1)
 def test_curves_over_steps_or_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names say what x is; a count of tokens goes on after a checkpoint, also one that does not have it."""
+    """The names tell what x is; a count of tokens continues after loading a checkpoint, even one without it."""
     size = 2  # samples in a step
     for x, points in (("steps", [1, 2, 3, 4, 5]), ("tokens", [14, 26, 36, 44, 58])):
         engine = start(tmp_path / x, monitor={"x": x})

@@ -284,7 +284,7 @@ def test_an_engine_that_is_dropped_leaves_nothing(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=2)
 def test_detached_parameters_are_taken_back(stage: int) -> None:
-    """``p.data = ...`` (a LoRA merge) between steps: training goes on from the new value."""
+    """``p.data = ...`` (a LoRA merge) between steps: training continues from the new value."""
     engine, reference = start(stage), start(stage)
     rank = dist.get_rank()
     for step in range(3):

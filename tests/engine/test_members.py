@@ -1,4 +1,4 @@
-"""What the engine answers and what its smaller methods do, each documented member by name."""
+"""Documented members of the engine, each by name, including its smaller methods."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_a_destroyed_engine_leaves_an_ordinary_module(stage: int) -> None:
 
 @distributed(world_size=2)
 def test_scale_wrt_gas() -> None:
-    """What `backward` returns is divided by the accumulation steps, unless the caller has divided already."""
+    """The result of `backward` is divided by the accumulation steps, unless the caller has already divided the loss."""
     engine, reference = start(1, gas=2), start(1, gas=2)
     for step in range(4):
         loss = engine(data(step, dist.get_rank())).square().mean()

@@ -217,7 +217,7 @@ def test_a_step_of_the_optimizer_is_noticed_once(stage: int, monkeypatch: pytest
     assert engine.global_steps == 2
     assert len(said) == 1 and "instead of engine.step()" in said[0]
     engine.destroy()
-    client.step()  # by itself, this is how it is used
+    client.step()  # alone, this is correct use
     assert len(said) == 1
 
 

@@ -93,7 +93,7 @@ def test_names_stay_and_other_dtypes_are_torchs(tmp_path: Any) -> None:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         engine = start(patch, 1, Model(), bf16={"enabled": True})
-        patch.setattr(products, "product", None)  # called by nobody
+        patch.setattr(products, "product", None)  # never called
         train(engine, 2)
     assert type(engine.module.first) is NativeLinear
     assert list(engine.module.state_dict()) == list(Model().state_dict())

@@ -40,7 +40,7 @@ def pair() -> tuple[nn.Module, nn.Module, torch.Tensor]:
 def test_gradients_through_an_engine_with_another_scale(stage: int) -> None:
     generator, judge, x = pair()
     reference = copy.deepcopy(nn.Sequential(generator, judge))
-    for section in (fp16(256.0), {}):  # with a loss scale of its own, and with none
+    for section in (fp16(256.0), {}):  # with its own loss scale, and with none
         behind = build(copy.deepcopy(generator), stage, **section)
         front = build(copy.deepcopy(judge), stage, **fp16(1024.0))
         outputs = behind(x.half() if section else x)

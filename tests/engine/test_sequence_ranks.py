@@ -21,7 +21,7 @@ from tests.pool import distributed
 
 
 class SequenceUnit:
-    """What Transformers and Accelerate hand over for Ulysses: it knows of sequences only."""
+    """The object that Transformers and Accelerate pass for Ulysses: it has only sequence groups."""
 
     def __init__(self) -> None:
         rank = dist.get_rank()

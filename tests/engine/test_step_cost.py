@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
 
 
 def calls_of(step: Callable[[], None]) -> int:
-    """How often functions of the package are entered."""
+    """Count the calls of functions of the package."""
     count = 0
 
     def count_call(frame: FrameType, event: str, argument: Any) -> None:

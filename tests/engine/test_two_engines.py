@@ -90,7 +90,7 @@ def train_step(engine: Any, number: int) -> float:
 
 
 def facts(engine: Any, losses: list[float]) -> dict[str, Any]:
-    """What an engine did: results, traffic, what was recorded of it, and how inputs were kept."""
+    """Return what an engine did: results, traffic, records, and how inputs were kept."""
     wire = engine.mesh.communicator("dp", "sp")
     log = engine._network.log
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):

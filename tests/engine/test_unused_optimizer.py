@@ -1,4 +1,4 @@
-"""The config's `optimizer` section where `initialize` gets an optimizer, or where nobody fills it in."""
+"""The config's `optimizer` section if `initialize` gets an optimizer, or if no client fills it in."""
 
 from __future__ import annotations
 

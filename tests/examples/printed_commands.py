@@ -39,7 +39,7 @@ UNINDENTED = re.compile(
 ANY = re.compile(rf"^(?:\"{{3}})? *(?:\$ )?(?:[A-Z_]+=\S+ +)*{PROGRAM} +[^\s=]|`{PROGRAM} ", flags=re.M)
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", flags=re.S | re.M)
 OF_A_SHELL = ("", "sh", "bash", "console", "text")
-# What follows a command: a comment, or its explanation in a column of its own.
+# Text after a command: a comment, or its explanation in a separate column.
 REMARK = re.compile(r"\s+#\s.*|\s{3,}[^-\s].*")
 # Files and folders of the reader, and what a command writes. Anything else that looks like a path has to exist.
 READERS_SCRIPTS = (
@@ -57,7 +57,7 @@ READERS = re.compile(
 PATH = re.compile(r"\S*/\S*|\S+\.(py|json|jsonl|yaml|toml|txt|png|md)")
 NUMBERS = {"PID": "1", "N": "1"}  # words in capitals where a parser wants a number
 SLOW = {"--choices", "--calibrate", "--calibration"}  # options of `ds plan`
-# Programs that read their own words: all that may be printed after them, beside words in capitals.
+# Programs that parse their own arguments: all that may be printed after them, besides words in capitals.
 WITHOUT_PARSER = {"tests.tools.launcher.real_machines": ["install"]}
 
 
@@ -139,7 +139,7 @@ def check(command: Command) -> None:
 
 
 class Checker:
-    """Of one command: finds the parser of its program, and of the script which that starts."""
+    """Find the parser of one command's program, and of the script that it starts."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
@@ -167,7 +167,7 @@ class Checker:
             raise Wrong("no known program")
 
     def parse(self, function: Callable[[], object], words: Sequence[str]) -> list[str]:
-        """What the parser that ``function`` calls leaves over of ``words``."""
+        """Return the ``words`` that the parser called by ``function`` leaves over."""
         return after_parsing(function, words, only_options=self.command.mention)
 
     def known(self, word: str, words: Sequence[str]) -> None:
@@ -310,7 +310,7 @@ def _section(name: str) -> str:
 
 
 def _has_parser(path: Path) -> bool:
-    """Also one in a module beside it, which it imports."""
+    """Also a module in the same folder, which it imports."""
     text = path.read_text(encoding="utf-8")
     beside = [
         path.with_name(f"{name}.py") for name in re.findall(r"^(?:from|import) (\w+)", text, flags=re.M)
@@ -325,7 +325,7 @@ def _has_parser(path: Path) -> bool:
 def is_quick(command: Command) -> bool:
     """Checks and plans, except those that measure or compare for seconds, or need a measurement or a library."""
     program, *words = shlex.split(command.text)
-    # Recipes plan with configs of their own: tests/examples/test_recipes.py runs those.
+    # Recipes plan with their own configs: tests/examples/test_recipes.py runs those.
     if command.mention or program not in ("ds", "ds_check") or command.source.parent.name == "recipes":
         return False
     if program == "ds_check" or words[:1] == ["check"]:

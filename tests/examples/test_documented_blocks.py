@@ -205,7 +205,7 @@ def test_a_training_loop_with_a_profiler(capsys: pytest.CaptureFixture[str]) -> 
 
 @distributed(world_size=1)
 def test_events_of_ones_own(tmp_path: Path) -> None:
-    """A curve of the script beside those of the engine, over the engine's samples."""
+    """A curve of the script in addition to the engine's, over the engine's samples."""
     file = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": ADAM, **file}))
     monitor = MonitorMaster(DeepSpeedConfig(str(tmp_path / "ds_config.json")).monitor_config)

@@ -1,4 +1,4 @@
-"""The example of a run that goes on: it learns, and a second command goes on where the first one ended."""
+"""The elastic example: it learns, and a second command resumes where the first one ended."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def as_pattern(line: str) -> str:
 
 
 def run(command: str, folder: Path) -> str:
-    """What it prints; our commands stand beside the interpreter that runs this test."""
+    """Return the output; our commands are next to the interpreter that runs this test."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     env = environment(OMP_NUM_THREADS="1", PATH=path)
     program, *arguments = shlex.split(command)

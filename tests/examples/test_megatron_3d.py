@@ -1,4 +1,4 @@
-"""The example of 3D parallelism in a short form: its checkpoint goes on in another arrangement of the ranks."""
+"""The example of 3D parallelism in a short form: its checkpoint resumes with another layout of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_goes_on_with_fewer_parts(tmp_path: Path) -> None:
 
 
 def test_a_universal_checkpoint_of_both_stages(tmp_path: Path) -> None:
-    """Converted, it loads where one stage has all layers; data begin anew, which the layout has no place for."""
+    """Converted, it loads where one stage has all layers; data restart, since the layout does not record them."""
     split = run(trained, 4, arguments=["--parts", "2", *SHORT, "3", "--save", str(tmp_path)])[0]
     convert(tmp_path / "global_step3", tmp_path / "universal")
     given = ["--parts", "2", *SHORT, "3", "--stages", "1", "--load", str(tmp_path), "--universal"]

@@ -1,4 +1,4 @@
-"""What the documents promise a newcomer: links that lead somewhere and code that runs."""
+"""The documents for newcomers: links lead somewhere, and code runs."""
 
 from __future__ import annotations
 

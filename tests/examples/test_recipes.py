@@ -33,8 +33,8 @@ def test_a_page_has_all_its_parts() -> None:
     assert {page.stem for page in PAGES} == {*twins, *ELSEWHERE}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert re.match(r"# .+\n\nFor whoever ", text), page
-        short = text.split("## In short form\n")[1]
+        assert re.match(r"# .+\n\nFor anyone who ", text), page
+        short = text.split("## Try it on a small model\n")[1]
         example = re.search(r"examples/(\w+)/\w+\.py(?: (\w+))?", short)
         assert example is not None, page
         if page.stem in ELSEWHERE:

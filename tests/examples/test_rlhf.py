@@ -176,7 +176,7 @@ def test_all_steps_and_a_chat(tmp_path: Path) -> None:
 
 
 def run(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, float]]]:
-    """``main`` of the example, with a state of the clients of its own."""
+    """Run ``main`` of the example, with its own client state."""
     from tests.clients.kit import clean_clients
 
     with clean_clients(deepspeed_state=False):

@@ -249,7 +249,7 @@ def test_every_text_begins_with_the_tokens_that_were_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 @distributed(world_size=2)
 def test_learning_from_the_forwards_that_scored(tmp_path: Path, kind: str) -> None:
-    """The same curve and weights as with forwards of their own, and as many forwards less."""
+    """The same curve and weights as with separate forwards, with fewer forwards."""
     pytest.importorskip("transformers", reason="the clients extra is not installed")
     from safetensors.torch import load_file
 

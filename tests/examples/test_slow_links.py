@@ -25,7 +25,7 @@ def example() -> ModuleType:
 
 
 def make_text(folder: Path) -> None:
-    """Tokens that repeat, with a tokenizer that nobody asks for anything."""
+    """Repeating tokens, with a tokenizer that is never called."""
     from tokenizers import Tokenizer, models
 
     folder.mkdir()

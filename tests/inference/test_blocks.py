@@ -133,7 +133,7 @@ def test_counts_hold_through_any_order_of_events() -> None:
 
 
 def test_sequences_of_different_spans_share_nothing() -> None:
-    """As their keys of the same tokens differ; and one that is computed anew is found under its new span."""
+    """Since keys of the same tokens differ; a restarted sequence is found under its new span."""
     blocks = manager(8, 2, span=lambda length: int(length > 5))
     short, long = filled(blocks, [1, 2, 3, 4, 5]), filled(blocks, [1, 2, 3, 4, 5, 6])
     assert set(short.blocks).isdisjoint(long.blocks)

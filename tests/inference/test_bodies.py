@@ -63,7 +63,7 @@ HOSTILE: dict[str, bytes] = {
 
 
 def read(body: bytes) -> str:
-    """What is said of a body."""
+    """Return the error message for a body."""
     try:
         if body.startswith(b'{"messages"'):
             protocol.messages_of(protocol.parse(ChatRequest, body))

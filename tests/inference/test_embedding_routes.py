@@ -1,4 +1,4 @@
-"""``/v1/embeddings`` without a model: many vectors stop nobody, and a client that leaves is not computed for."""
+"""``/v1/embeddings`` without a model: many vectors block no other request, and disconnected clients are dropped."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_answers_follow_their_grammars(tokenizer) -> None:
 
 
 def test_reasoning_stands_before_what_follows_a_grammar(tokenizer) -> None:
-    """Free text up to its end, which random logits do not write: a matcher is asked instead."""
+    """Free text up to its end, which random logits do not produce, so the matcher is called directly."""
     kinds = {
         "json_schema": (json.dumps(SCHEMA), '{"name": "a", "age": 12}'),
         "regex": ("[a-c]{3}", "abc"),

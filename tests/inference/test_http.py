@@ -300,7 +300,7 @@ def test_contents_in_parts() -> None:
 
 
 def test_what_nobody_should_send() -> None:
-    """Each is refused, or answered as if it were sensible, and the server goes on."""
+    """Each is refused or answered, and the server keeps running."""
     with server(max_requests=8) as running:
         deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         for body, status in (
@@ -398,8 +398,8 @@ def test_requests_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPat
 
 
 def test_long_bodies_do_not_hold_up_the_event_loop() -> None:
-    """While many are read and refused, in 2.2 s of computing, the process computes for at most 3.5 % of that (77 ms;
-    alone: 1.4 to 2.1 %) before the loop goes on.
+    """While many requests are read and refused, in 2.2 s of computing, the process computes for at most 3.5 % of that
+    (77 ms; alone: 1.4 to 2.1 %) before the loop continues.
 
     Processor time, which other processes of this machine do not change, as a share, which its speed does not change.
     """
@@ -507,7 +507,7 @@ def test_cancelled_while_the_prompt_is_computed() -> None:
 
 
 def test_a_reader_that_does_not_read_stops_nobody() -> None:
-    """What it is sent lies in memory; its sequences end, others are served."""
+    """Its responses stay in memory; its sequences end, and others are served."""
     with server(max_requests=8) as running, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", running.port))

@@ -38,7 +38,7 @@ def asked(body: Any) -> bytes:
 
 
 def heard(connection: socket.socket, end: bytes) -> bytes:
-    """What comes until ``end``."""
+    """Read until ``end``."""
     found = b""
     while end not in found:
         part = connection.recv(65536)
@@ -48,7 +48,7 @@ def heard(connection: socket.socket, end: bytes) -> bytes:
 
 
 def counts(running: Running) -> dict[str, int]:
-    """How many requests have ended, by reason."""
+    """Return the number of ended requests by reason."""
     lines = [line for line in running.call("GET", "/metrics")[1].splitlines() if "requests_total{" in line]
     return {line.split('"')[3]: int(line.split()[-1]) for line in lines}
 
@@ -116,7 +116,7 @@ def test_a_client_that_leaves_early_leaves_no_traceback(
 def test_the_end_of_a_drain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is not finished then is told so, in the form of errors; a client that keeps its connection is cut off."""
+    """Unfinished answers then end with errors; a client that keeps its connection open is disconnected."""
     monkeypatch.setattr(listening, "_LAST_WORDS_S", 0.2)
     with server(Parrot(delay=0.01), drain_seconds=0.2) as running:
         body = {"prompt": "a", "max_tokens": 1000}
@@ -162,7 +162,7 @@ def test_a_server_without_open_requests_ends_at_once() -> None:
 
 
 def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
-    """On sockets that it then goes on with: who connects is never turned away."""
+    """On the sockets that it uses later, so that no connection is ever refused."""
     LoadingAnswers("127.0.0.1", 0).close()
     loading = LoadingAnswers("127.0.0.1", 0)
     try:

@@ -1,4 +1,4 @@
-"""``save_mp_checkpoint_path``: the weights of ranks in files of their own, for any other number of ranks."""
+"""``save_mp_checkpoint_path``: one weight file per rank, which loads on any other number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a rollout is made of."""
+"""Selection of the engine of a rollout."""
 
 from __future__ import annotations
 

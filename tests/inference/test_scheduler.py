@@ -33,7 +33,7 @@ def generate(prompt: list[int], new: int) -> list[int]:
 
 
 class Cache:
-    """What each slot of the cache holds: the tokens up to its own. Forwards check what they read."""
+    """Contents of each slot of the cache: the tokens up to its own. Forwards check what they read."""
 
     def __init__(self, block_size: int) -> None:
         self.size = block_size
@@ -226,7 +226,7 @@ def test_preempted_requests_get_the_same_tokens(num_blocks: int) -> None:
     assert plan.counts.preemptions > 0
     for each in requests:
         assert each.tokens == generate(list(each.prompt), 14)
-    assert requests[0].preemptions == 0  # whoever came first is served first
+    assert requests[0].preemptions == 0  # the first request is served first
 
 
 def test_a_common_beginning_is_computed_once() -> None:
@@ -315,7 +315,7 @@ def test_a_short_prompt_does_not_overtake_a_more_urgent_one() -> None:
 
 
 def test_priorities_beside_arrivals_at_random() -> None:
-    """Whatever the order: all requests end, with their own tokens."""
+    """In any order, all requests end with their own tokens."""
     draw = random.Random(3)
     for _ in range(20):
         plan = scheduler(num_blocks=20, max_sequences=6, policy="priority")

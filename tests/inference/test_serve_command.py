@@ -121,7 +121,7 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
 
 
 def test_the_options_of_several_models(tmp_path: Path) -> None:
-    """What tells of a model is the first one's; the rest holds for all, unless a model's own options say otherwise."""
+    """Options of a model apply to the first one; all others apply to every model, unless its own options differ."""
     own = {"name": "c", "model": "./c", "dtype": "fp32", "cache-gb": 2, "lora_modules": ["x=./x"]}
     given = ["./a", "--model", "b=./b", "--model", json.dumps(own), "--max-length", "99", "--cache-gb", "9"]
     of_first = ["--lora-modules", "y=./y", "--pooling", "mean", "--cache-share", "3"]

@@ -1,4 +1,4 @@
-"""Who may ask a server, how often and for how long, and what is told of it afterwards."""
+"""Authentication, rate limits and time limits of a server, and its access log and traces."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_guesses_in_vain_become_rare() -> None:
 
 
 def test_guesses_take_only_what_others_leave() -> None:
-    """Neither tokens of a forward from prompts, nor blocks that somebody would be preempted for."""
+    """Takes neither tokens of a forward from prompts, nor blocks for which a request would be preempted."""
     plan = scheduler(token_budget=16, speculation=NgramProposer(4, 3, 2))
     plan.add(asked(0, [1, 2, 3] * 4))
     plan.complete(plan.schedule(), {0: 1})

@@ -1,4 +1,4 @@
-"""What a server adds to a tokenizer: many at once, and no work for texts that cannot fit."""
+"""Additions of a server to a tokenizer: concurrent use, and no work for texts that cannot fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Pieces:
 def test_several_texts_are_tokenized_at_once() -> None:
     pieces = Pieces(4)
     tokenizer = HuggingFaceTokenizer(pieces)
-    pieces.meet = threading.Barrier(3)  # nobody goes on before three are in
+    pieces.meet = threading.Barrier(3)  # all wait until three have arrived
     with ThreadPoolExecutor(3) as pool:
         chat = pool.submit(tokenizer.chat, [{"content": "abcde"}])
         assert list(pool.map(tokenizer.encode, ["abc", "abcdefghi"])) == [[1], [1] * 3]

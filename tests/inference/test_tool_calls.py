@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP, with a generator that says what it is told."""
+"""Tools and reasoning over HTTP, with a scripted generator."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_dither_fills_the_range_evenly(sequence: Sequence) -> None:
 
 
 def _discrepancy(numbers: Tensor) -> Tensor:
-    """Of each column of 32-bit numbers: how far their distribution is from an even one (Kolmogorov)."""
+    """Return the Kolmogorov distance of each column of 32-bit numbers from a uniform distribution."""
     share, count = numbers.sort(0).values.double() / 2.0**32, len(numbers)
     place = torch.arange(count, dtype=torch.float64)[:, None] / count
     return torch.maximum((share - place).abs(), (share - place - 1 / count).abs()).amax(0)

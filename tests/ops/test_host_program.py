@@ -31,7 +31,7 @@ def close(found: Tensor, exact: Tensor) -> None:
 
 
 def on_every_set(work: Callable[[], Tensor]) -> Tensor:
-    """What ``work`` gives, which is the same for every set and number of threads."""
+    """Return the result of ``work``, which is the same for every instruction set and number of threads."""
     lib: Any = native.library()
     best, found = lib.ds_isa(), []
     try:
@@ -247,7 +247,7 @@ def test_products_of_panels_of_rows(kind: Weights, columns: int, group: int | No
 @pytest.mark.parametrize("kind", list(Weights))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_steps_between_which_threads_do_not_meet(kind: Weights, rows: int) -> None:
-    """Norms and gates beside products give the bits that each gives alone; the sum is where it is wanted."""
+    """Norms and gates fused with products give the same bits as alone; the sum is written where requested."""
     size, hidden = 256, 384
     stream, delta, weight = draw(rows, size), draw(rows, size, seed=1), draw(size, seed=2)
 

@@ -15,7 +15,7 @@ from deepspeed.ops.huge_pages import HUGE_PAGE, collapse, weights_of
 
 
 def large_bytes(tensor: torch.Tensor) -> int:
-    """Of the mapping that the tensor begins in."""
+    """Return the bytes in huge pages of the mapping in which the tensor begins."""
     begin = tensor.data_ptr()
     for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)

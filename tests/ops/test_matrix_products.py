@@ -89,7 +89,7 @@ def test_values_and_gradients_of_layers(function: str) -> None:
 
 def test_only_what_is_asked_for_has_a_gradient() -> None:
     x, weight = torch.randn(4, 8), torch.randn(3, 8, requires_grad=True)
-    linear(x, weight).sum().backward()  # a gradient without memory of its own
+    linear(x, weight).sum().backward()  # a gradient that is an expanded view
     assert weight.grad is not None and x.grad is None
     torch.testing.assert_close(weight.grad, x.sum(0).expand(3, -1))
 

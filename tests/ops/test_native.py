@@ -57,7 +57,7 @@ def test_widening_is_exact_for_every_value(dtype: torch.dtype, isa: str) -> None
     assert _equal_but_for_nan(back, values)
 
 
-@pytest.mark.parametrize("numel", [1000, 10 << 20])  # beside and beyond what goes past the cache
+@pytest.mark.parametrize("numel", [1000, 10 << 20])  # below and above the size that bypasses the cache
 @pytest.mark.parametrize("use_library", [True, False])
 def test_copies_of_bytes(numel: int, use_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every alignment; what lies between is left as it was."""

@@ -181,7 +181,7 @@ def test_copy_out_is_the_rounded_parameter(case: Case, dtype: torch.dtype, isa: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("adamw", "lion", "lamb")], ids=str)
 def test_copies_of_large_tensors_at_any_alignment(case: Case, dtype: torch.dtype, isa: str) -> None:
-    """From 4M elements on copies are written past the cache: the same values, and nothing beside them."""
+    """From 4M elements on, copies are written past the cache: the same values, and no other memory changes."""
     torch.set_num_threads(2)
     numels = [3_000_001, 1_300_000]
     params = [torch.full((n,), 0.5).index_fill_(0, torch.arange(0, n, 7), -3.0) for n in numels]

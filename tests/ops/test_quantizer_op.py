@@ -1,4 +1,4 @@
-"""What `QuantizerBuilder().load()` has, against the definition of its numbers."""
+"""Functions of `QuantizerBuilder().load()`, compared with their definitions."""
 
 from __future__ import annotations
 

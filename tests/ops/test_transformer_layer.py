@@ -89,7 +89,7 @@ def test_it_is_the_layer_of_bert(pre: bool, option: str | None) -> None:
 
 
 def kept(made: DeepSpeedTransformerLayer, x: Tensor) -> int:
-    """Elements kept for backward beside the parameters, and what a next layer keeps anyway."""
+    """Elements saved for backward, excluding the parameters and what the next layer saves anyway."""
     own = {p.untyped_storage().data_ptr() for p in made.parameters()}
     found: dict[int, Tensor] = {}
 
@@ -116,7 +116,7 @@ def test_options_save_what_they_say(pre: bool) -> None:
 
     usual, tokens = with_options(), BATCH * TOKENS
     assert usual - with_options(gelu_checkpoint=True) == tokens * INNER
-    # And as much for a copy of the values, which a product of its own would keep.
+    # And as much for a copy of the values, which a separate product would save.
     scores = BATCH * HEADS * TOKENS * TOKENS
     assert usual - with_options(attn_dropout_checkpoint=True) == scores + tokens * HIDDEN
     # the means of both norms (one number per token) go as well

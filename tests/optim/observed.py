@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 (an independent implementation) was seen to write into the optimizer's groups.
+"""Optimizer groups as written by DeepSpeed 0.19.8 (an independent implementation), recorded.
 
 Rows: after construction, then after each `step()`; columns: the rate of each group, and the first of `betas`
 where `momentum` is true. Optimizer: AdamW with betas (0.9, 0.999).

@@ -141,7 +141,7 @@ def test_codecs(codec: str, config: dict[str, Any]) -> None:
 
 @distributed(world_size=2)
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """One rank goes on from the mean of the weights of two."""
+    """One rank continues from the mean of the weights of two."""
     engine = start()
     train(engine, 0, 5)
     engine.save_checkpoint(tmp_path)

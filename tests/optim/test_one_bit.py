@@ -60,7 +60,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
 
 
 def signs(x: Tensor) -> Tensor:
-    """What is left of ``x`` after one trip: signs and means of magnitudes."""
+    """Return ``x`` after one exchange: signs and means of magnitudes."""
     blocks = [torch.where(b >= 0, 1.0, -1.0) * b.abs().double().mean().float() for b in x.split(BLOCK)]
     return torch.cat(blocks)
 
@@ -75,7 +75,7 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def lines_of(engine: Any) -> list[list[tuple[int, int, int]]]:
-    """Of each shard what travels end to end: number of the parameter, begin, elements."""
+    """Return the contents of each shard's message: number of the parameter, begin, elements."""
     mine = [(o.param_index, o.fragment.param_offset, o.fragment.numel) for o in engine.core.store.by_group[0]]
     shard = engine.replica_groups.dense.shard
     every: list[Any] = [mine]
@@ -301,7 +301,7 @@ def test_schedules() -> None:
 
 
 def whole_states(engine: Any, numbers: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each parameter its whole momentum and variance, and ``numbers`` of its state: the same in every part of it."""
+    """Return whole momentum and variance of each parameter, and ``numbers`` of its state, equal in all of its parts."""
     states: list[dict[str, Any]] = [
         {name: safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")}
         for param in engine.module.parameters()
@@ -398,7 +398,7 @@ def test_losses_fall_like_those_of_the_plain_optimizer(kind: str, more: dict[str
 
 @distributed(world_size=2)
 def test_groups_frozen_and_unused_parameters() -> None:
-    """Rows and tensors without a gradient in warm-up do not fly away, and a parameter that nobody uses stays."""
+    """Rows and tensors without a gradient in warm-up do not diverge, and an unused parameter is unchanged."""
 
     class Sparse(nn.Module):
         def __init__(self) -> None:

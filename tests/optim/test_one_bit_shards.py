@@ -268,8 +268,8 @@ def resume(kind: str, zero: dict[str, Any], path: Path) -> tuple[list[Any], list
 def test_another_number_of_ranks(
     kind: str, before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    """Ranks, stage and ranks of a copy, before and after: weights, moments, ratios and scales are those that were
-    saved, and training goes on."""
+    """Ranks, stage and ranks per copy, before and after: weights, moments, ratios and scales are those that were saved,
+    and training continues."""
     (ranks, stage, size), (others, other_stage, other_size) = before, after
     weights, states = run(save, ranks, kind=kind, zero=groups_of(stage, size), path=tmp_path)[0]
     for rank in run(resume, others, kind=kind, zero=groups_of(other_stage, other_size), path=tmp_path):

@@ -1,4 +1,4 @@
-"""Variances that ranks continue with gradients of their own, against plain PyTorch."""
+"""Variances that ranks update with their own gradients, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def rounded(codec: RootCodec, values: Tensor, part: int) -> Tensor:
 
 
 def agreed(own: list[list[Tensor]], part: int) -> list[Tensor]:
-    """What ``own``, by worker and parameter, become for all."""
+    """Return the agreed values for ``own``, by worker and parameter."""
     codec, numels = RootCodec(), [one.numel() for one in own[0]]
     padding = part * len(own) - sum(numels)
     flats = [torch.cat([*(one.reshape(-1) for one in mine), torch.zeros(padding)]) for mine in own]

@@ -60,7 +60,7 @@ def test_names(name: str, params: dict[str, Any] | None, cls: type) -> None:
     ],
 )
 def test_adam_w_mode(name: str, mode: bool | None, decoupled: bool) -> None:
-    """ "Adam" decays weights as AdamW unless it is told not to; "AdamW" always does."""
+    """ "Adam" decays weights like AdamW unless configured not to; "AdamW" always does."""
     params = {"lr": 0.1, "weight_decay": 0.5} | ({} if mode is None else {"adam_w_mode": mode})
     optimizer = build_optimizer(name, params, p := _params())
     oracle = (torch.optim.AdamW if decoupled else torch.optim.Adam)(q := _params(), lr=0.1, weight_decay=0.5)

@@ -64,7 +64,7 @@ import torch.cuda.nccl  # noqa: E402
 
 
 class Stream(torch.Stream):
-    """Work is done when it is asked for: there is nothing to wait for."""
+    """Work is done immediately, so there is nothing to wait for."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         return super().__new__(cls, device="cuda:0")
@@ -187,7 +187,7 @@ _COLLECTIVES = (
 
 
 class _Transfer:
-    """What ``send`` and ``recv`` return: the future of a transfer."""
+    """Returned by ``send`` and ``recv``: the future of a transfer."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future

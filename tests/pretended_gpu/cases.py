@@ -1,4 +1,4 @@
-"""What is trained on the pretended GPU and on the host, one process (or rank) for all of it.
+"""Training cases for the simulated GPU and the host, one process (or rank) for all of them.
 
     python -m tests.pretended_gpu.cases gpu|host NAME...
 

@@ -1,4 +1,4 @@
-"""What trains on a GPU trains as on the host: every tensor is on the device where it has to be."""
+"""Training on a GPU equals training on the host: every tensor is on the right device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/wheel.py`: the wheel that the source archive gives has everything, and trains where nothing else is."""
+"""`tools/wheel.py`: the wheel built from the source archive is complete, and trains in an empty environment."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_overridden_methods_are_those_listed() -> None:
 
 
 def test_the_agent_closes_its_processes_as_we_expect() -> None:
-    """tools/launcher/agent.py puts a function in the place of `close` of what `_start_workers` leaves in
+    """tools/launcher/agent.py replaces the function `close` of the object that `_start_workers` stores in
     `_pcontext`."""
     close = inspect.signature(PContext.close)
     assert list(close.parameters) == ["self", "death_sig", "timeout"]

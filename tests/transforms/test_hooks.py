@@ -1,4 +1,4 @@
-"""Whatever takes the place of a layer is called with the hooks that a user had registered there."""
+"""Replacements of a layer run the hooks that a user had registered on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 64
 
 
 class Scaled(nn.Linear):
-    """Of a class of its own, that computes what its base does."""
+    """A subclass that computes what its base does."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)

@@ -1,4 +1,4 @@
-"""What a forward gets may be changed: shards of a sequence, sequences cut short; in training and in evaluation."""
+"""Transforms of inputs: shards of a sequence, truncated sequences; in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def positions() -> Tensor:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @distributed(world_size=2)
 def test_each_rank_of_a_sequence_gets_its_part(stage: int) -> None:
-    """The model works on each token by itself, so that the halves together give what one process gets."""
+    """The model processes each token separately, so the halves together give the result of one process."""
     engine = start(stage, Sequences(), sequence_parallel_size=2, **SGD)
     plain = make_model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -77,7 +77,7 @@ def test_no_order(transforms: tuple[Named, ...], message: str) -> None:
 
 @distributed(world_size=1)
 def test_reports() -> None:
-    """One from the config and three by request; each is told at the start."""
+    """One from the config and three by request; each is reported at the start."""
     lines: list[str] = []
     grown = Named("grown", change=lambda module, _: module.register_buffer("more", torch.zeros(3)))
     with pytest.MonkeyPatch.context() as patch:
@@ -239,8 +239,8 @@ MADE_BEFORE: dict[str, Any] = {
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world_size=1)
 def test_optimizers_follow(made: str, stage: int) -> None:
-    """What a script handed over before the transforms holds the new parameters afterwards, each in the group of the
-    one that it came from."""
+    """Objects passed by a script before the transforms hold the new parameters afterwards, each in the group of the one
+    that it replaces."""
     model = make_model()
     request(model, Fusion())
     request(model, replace(Adapters("both"), after=("fusion",)))

@@ -114,7 +114,7 @@ class Doubled(Expression):
 
 
 def test_a_way_back_that_is_not_known_here(caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint may come from a later version, or from a transform with an expression of its own."""
+    """A checkpoint may be from a later version, or from a transform with a custom expression."""
     packed = Originals(("a", "b"), {"a": Doubled(Weight("x")), "b": Weight("y")}).packed()
     with caplog.at_level(logging.WARNING):
         originals = Originals.unpacked(packed)

@@ -1,4 +1,4 @@
-"""Progressive layer dropping: the schedule, what a model is told, and which blocks are skipped."""
+"""Progressive layer dropping: the schedule, the arguments of a model, and which blocks are skipped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stack(nn.Module):
 
 
 class Oracle(Stack):
-    """Skips by itself what ``kept`` says."""
+    """Skips layers itself, as ``kept`` says."""
 
     step = 0
 

@@ -92,7 +92,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base, self.scale = base.requires_grad_(False), scale
         rows, columns = full_shape(base.weight)
-        # Like the base in dtype and device; random on every rank by itself, and not zero, so that each part counts.
+        # Dtype and device of the base; random on each rank independently, and not zero, so that each part counts.
         self.down = nn.Parameter(torch.randn(rank, columns).to(base.weight) / math.sqrt(columns))
         self.up = nn.Parameter(torch.randn(rows, rank).to(base.weight) / math.sqrt(rank))
 

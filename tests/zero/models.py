@@ -70,7 +70,7 @@ def batch(step: int, micro: int, rank: int) -> Tensor:
 
 
 def uses_sometimes(step: int, rank: int) -> bool:
-    """Rank-dependent control flow: nobody, one rank, all."""
+    """Rank-dependent control flow: used by no rank, by one rank, by all."""
     return step % 3 == 1 and rank == 0 or step % 3 == 2
 
 

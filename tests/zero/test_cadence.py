@@ -1,4 +1,4 @@
-"""How often gradients are summed over ranks may change between two steps."""
+"""The frequency of gradient sums may change between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be counted is counted: bytes on the wire, collectives, bytes of model states per rank."""
+"""Counts: bytes on the wire, collectives, bytes of model states per rank."""
 
 from __future__ import annotations
 

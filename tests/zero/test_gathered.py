@@ -1,4 +1,4 @@
-"""GatheredParameters that is left with an error on some ranks: all ranks raise, nothing is kept, work goes on.
+"""GatheredParameters exited with an error on some ranks: all ranks raise, changes are dropped, work continues.
 
 None of it waits for the timeout of the process group, which is longer than that of a test.
 """

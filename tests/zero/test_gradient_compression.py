@@ -122,7 +122,7 @@ def test_equals_plain_pytorch(
 @pytest.mark.parametrize("codec", CODECS)
 @distributed(world_size=2)
 def test_bytes_and_losses(stage: int, codec: str) -> None:
-    """What travels of gradients, in bf16 with fp32 masters; losses fall as those of the whole gradients."""
+    """Payloads of gradients, in bf16 with fp32 masters; losses fall like those of uncompressed gradients."""
     engine = start(codec, stage, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 3e-3}})
     losses = train(engine, 0, 40)
     everyone, numel = engine.replica_groups.all_ranks, sum(p.numel() for p in make_model().parameters())

@@ -49,7 +49,7 @@ def make_model(seed: int = 0) -> nn.Module:
 
 
 def ids(step: int) -> Tensor:
-    """Each rank looks up some rows of its own and one that all use."""
+    """Each rank looks up some rows that only it uses, and one that all use."""
     return torch.tensor([[0, 7 * step + dist.get_rank() + 1, 300 + step]])
 
 

@@ -63,7 +63,7 @@ def test_class(name, params, on_device, on_host):
 
 @distributed(world_size=1)
 def test_low_precision_states():
-    """What the script reads of the optimizer says what it does."""
+    """Attributes of the optimizer that scripts read describe its behaviour."""
     keys = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     engine = made("AdamW", True, bf16=keys)
     assert not engine.basic_optimizer.fp32_optimizer_states

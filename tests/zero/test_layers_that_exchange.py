@@ -136,7 +136,7 @@ def test_a_group_of_ranks_with_different_numbers_of_groups():
 
 @distributed(world_size=2)
 def test_gradients_that_a_script_asks_autograd_for():
-    """``torch.autograd.grad``, as penalties of gradients do, reaches no reducer; the next update is as ever."""
+    """``torch.autograd.grad``, as in gradient penalties, does not reach the reducer; the next update is unaffected."""
     torch.manual_seed(0)
     plain = Model()
     model = copy.deepcopy(plain)

@@ -64,7 +64,7 @@ def test_only_the_direction_of_the_momentum_counts(method: str, scale: float) ->
 
 
 def test_numbers_of_release_0_19() -> None:
-    """What `muon_update` of DeepSpeed 0.19.8 (ns_method gram) returns for this diagonal."""
+    """The result of DeepSpeed 0.19.8's `muon_update` (ns_method gram) for this diagonal."""
     seen = torch.tensor([0.7909865, 1.1310790, 1.0266838, 0.7366879, 0.8185263, 0.6912019])
     grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.01]))
     for method in METHODS:
@@ -328,7 +328,7 @@ def test_momentum_stays_in_shards_and_the_wire_is_counted() -> None:
     total = torch.tensor(local)
     dist.all_reduce(total)
     assert local < hidden
-    assert total == hidden - 42  # but those of the layer that nobody used
+    assert total == hidden - 42  # except those of the unused layer
     wire = engine.mesh.communicator("dp", "sp")
     before = wire.collectives["all_to_all"]
     run(engine, 1, 2)

@@ -1,4 +1,4 @@
-"""Offload changes where state rests and nothing else: the same losses, norms and weights, bit for bit."""
+"""Offload changes only where state is kept: the same losses, norms and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -614,7 +614,7 @@ def test_weights_on_storage_can_be_edited_evaluated_and_exported(tmp_path: Path)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @distributed(world_size=1)
 def test_state_that_was_forgotten_and_made_again(precision: str, tmp_path: Path) -> None:
-    """A checkpoint from before the first step drops all state; what is made anew may get the old addresses."""
+    """A checkpoint from before the first step drops all state; new tensors may get the old addresses."""
     plain = plain_config(2, precision)
     swapped = offloaded(plain, tmp_path, offload_optimizer={"device": "nvme"})
     trained(plain, range(0), save=tmp_path / "fresh")

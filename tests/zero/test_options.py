@@ -112,7 +112,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_a_model_of_several_dtypes_keeps_them(stage: int) -> None:
-    """Every dtype has buckets of its own; the result is that of stage 0, which is the optimizer on whole tensors."""
+    """Every dtype has its own buckets; the result is that of stage 0, which is the optimizer on whole tensors."""
     results = []
     for s in (0, stage):
         torch.manual_seed(0)

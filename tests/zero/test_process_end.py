@@ -70,7 +70,7 @@ def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
 
 
 def ended(folder: Path, how: str, way: str) -> str:
-    """What both ranks print, alone to their ends, which must be good ones."""
+    """Return the output of both ranks, each run to a successful end."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.find_free("127.0.0.1"))}

@@ -61,7 +61,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def uses(step: int, rank: int) -> bool:
-    """In step 2 nobody uses expert 1; the others go on."""
+    """In step 2 no rank uses expert 1; the others train on."""
     return not (step == 2 and rank % EXPERTS == 1)
 
 

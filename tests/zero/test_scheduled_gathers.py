@@ -112,7 +112,7 @@ def test_what_a_budget_keeps_is_not_gathered_again(budget: int) -> None:
         train(engine, step)
     counts = counted(engine, lambda: train(engine, 5))
     assert counts.fetches == 0
-    assert counts.collectives == counts.hits + counts.misses  # nobody takes part in what nobody needs
+    assert counts.collectives == counts.hits + counts.misses  # unneeded buckets cause no collectives
     assert counts.collectives == BLOCKS if budget == 10**9 else BLOCKS < counts.collectives < 2 * BLOCKS - 1
     engine.destroy()
 
@@ -218,7 +218,7 @@ def in_forward_and_backward(engine: Any, step: int) -> None:
     odd = (step + dist.get_rank()) % 2 == 0
     loss = engine(inputs(step), extra=odd, upto=None if odd else 3).square().mean()
     total = loss.detach().clone()
-    dist.all_reduce(total)  # everybody has come through forward before anybody goes on
+    dist.all_reduce(total)  # all ranks have finished forward before any continues
     engine.backward(loss)
 
 

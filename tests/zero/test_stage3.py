@@ -158,7 +158,7 @@ def test_submodules_called_directly() -> None:
 
 
 class Functional(nn.Module):
-    """Reads another module's weight, and parameters of its own at the beginning of forward."""
+    """Reads another module's weight, and its own parameters, at the beginning of forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_gathered_parameters_keep_what_the_modifier_wrote(trained: bool) -> None
     with deepspeed.zero.GatheredParameters(weight), deepspeed.zero.GatheredParameters([weight, bias]):
         assert weight.eq(0.25).all()
         assert bias.eq(-3).all()
-        weight.fill_(9.0)  # nobody is the modifier: not kept
+        weight.fill_(9.0)  # no modifier rank: not kept
     with deepspeed.zero.GatheredParameters(iter([weight])):
         assert weight.eq(0.25).all()
     master = deepspeed.utils.safe_get_full_fp32_param(weight)

@@ -117,7 +117,7 @@ def test_round_trip(tmp_path: Path, stage: int, offload: str | None, precision: 
 
 @distributed(world_size=1)
 def test_state_of_a_client_that_trained_without_an_engine(tmp_path: Path) -> None:
-    """The format is torch's own: whole state goes in, and on one rank comes out."""
+    """The format is torch's own: whole state is loaded, and saved on one rank."""
     torch.manual_seed(0)
     plain = Net()
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)

@@ -91,7 +91,7 @@ def test_overflow_of_fp16_keeps_the_state() -> None:
 
 @pytest.mark.parametrize(("share", "threads"), [(0.8, 3), (0.25, 1), (0.1, 1), (1.0, 4)])
 def test_the_worker_leaves_cores_to_others(share: float, threads: int) -> None:
-    """Of four threads of a rank; those of whoever started the worker stay as they are."""
+    """The share of a rank's four threads; those of the worker's creator are unaffected."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(4)

@@ -41,7 +41,7 @@ class Bucket:
 
 
 class Transport:
-    """Whatever is gathered arrives at once; ``log`` is what it was asked for and told."""
+    """Gathers complete immediately; ``log`` records the calls."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []

@@ -87,7 +87,7 @@ def plain(make: Callable[[Net], torch.optim.Optimizer], schedule: Callable[[int,
 
 
 def join(step: int, model: Net, optimizer: Any) -> None:
-    """What is not in the optimizer from the beginning comes when all is unfrozen."""
+    """Parameters that are not in the optimizer at first are added when all are unfrozen."""
     if step == 4:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         rest = [p for p in model.parameters() if id(p) not in held]

@@ -73,7 +73,7 @@ def test_the_plain_run_where_everything_is_updated(world_size: int, stage: int, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=2)
 def test_checkpoints_are_exact(stage: int, overlap: bool, tmp_path: Any) -> None:
-    """Saved in the middle of a round, with the host at work: the resumed run has the bits of the one that goes on."""
+    """Saved in the middle of a round, while the host works: the resumed run has the bits of the uninterrupted one."""
     config = with_zenflow(
         config_of(stage), topk_ratio=0.25, update_interval=3, select_interval=6, overlap_step=overlap
     )
@@ -288,7 +288,7 @@ def test_optimizers_that_need_whole_tensors_are_refused() -> None:
 
 @distributed(world_size=2)
 def test_split_layers_begin_anew(tmp_path: Any) -> None:
-    """What was deferred and chosen of parts of tensors means nothing to ranks that have others."""
+    """Deferred gradients and selections of parts of tensors are ignored by ranks with other parts."""
     split = {"tensor_parallel": {"autotp_size": 2}}
 
     def started(more: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 class Simulated:
     """All ranks of a stage-3 run in one process, in plain PyTorch: exact masters, weights and gradients in payloads.
 
-    ``engine`` says how parameters lie in buckets, nothing else.
+    ``engine`` only tells how parameters lie in buckets.
     """
 
     def __init__(self, engine: Any, ranks: int, zero: dict[str, Any]) -> None:
@@ -253,7 +253,8 @@ def test_bytes_across_groups(bits: int) -> None:
 def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
     tmp_path: Path, random: bool
 ) -> None:
-    """Payloads of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
+    """Payloads of one rank are the same for all, and after resuming; each rank rounds stochastically by its own
+    seed."""
     zero = {**QWZ, **(AT_RANDOM if random else {})}
     engine = start(zero, bf16={"enabled": True})
     rank = dist.get_rank()
@@ -333,7 +334,7 @@ def test_by_hand_weights_are_not_rounded(
 @pytest.mark.parametrize("zero", [{**QWZ, **LOCO}, ALL], ids=["LoCo", "all"])
 @distributed(world_size=4)
 def test_at_random_resumes_exactly(zero: dict[str, Any], tmp_path: Path) -> None:
-    """And training goes on about as with whole numbers."""
+    """And training proceeds about as with unquantized values."""
     plain = start({})
     expected = train(plain, 6)
     plain.destroy()

@@ -1,4 +1,4 @@
-"""Files that are written while the program continues."""
+"""Checkpoint engine that writes files in the background."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed.checkpoint.storage.torch_checkpoint_engine import FastCheckpointE
 class DecoupledCheckpointEngine(FastCheckpointEngine):
     """``save`` copies the state to host memory and returns; a thread writes the copy. ``commit`` waits for it.
 
-    The memory of the copies is kept for the next ones, until ``cleanup``."""
+    The memory of the copies is reused by later saves, until ``cleanup``."""
 
     def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
         super().__init__(config_params, dp_writer_config, optimize_dp_state)
@@ -32,7 +32,7 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         self._writing[-1].start()
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Returns when all files are on disk. Raises what writing them raised, such as CheckpointError."""
+        """Wait until all files are on disk. Raises the exception of a failed write, such as CheckpointError."""
         self._wait()
         return True
 
@@ -40,8 +40,8 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         return True
 
     def cleanup(self) -> None:
-        """Waits for what is being written, gives the memory back, and raises what writing raised, as ``commit``
-        does."""
+        """Wait for writes in progress, free the memory of the copies, and raise the exception of a failed write, as
+        ``commit`` does."""
         try:
             self._wait()
         finally:
@@ -73,11 +73,11 @@ class _Writing(threading.Thread):
         self._content = None
 
 
-# The name under which the config section ``datastates_ckpt`` knows saves that do not wait.
+# The engine that the config section ``datastates_ckpt`` selects.
 
 
 class DataStatesCheckpointEngine(DecoupledCheckpointEngine):
-    """Files that are written while the program continues, from a copy in host memory."""
+    """Writes files in the background, from a copy in host memory."""
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         super().__init__(deepspeed_config, None, False)

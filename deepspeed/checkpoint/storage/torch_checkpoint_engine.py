@@ -1,4 +1,4 @@
-"""Files that ``torch.load`` reads, durable when ``save`` returns."""
+"""Checkpoint engines that write files for ``torch.load``, and flush them in ``save`` or in ``commit``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo,
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Writes in the format of ``torch.save`` without copying the tensors, and loads with
-    ``weights_only=True``."""
+    """Writes in the format of ``torch.save`` without copying the tensors; files are durable when ``save`` returns.
+    Loads with ``weights_only=True``, unless files are trusted (``trusts_files``)."""
 
     def create(self, info: CheckpointCommitInfo) -> None:
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        from deepspeed.checkpoint.files.archive_writer import (  # an engine has one from the start
-            naming,
-            write_archive,
-        )
-        from deepspeed.checkpoint.files.flush import flush
-
         with naming(Path(path)):
             write_archive(Path(path), state_dict)
             flush(Path(path))
@@ -40,12 +34,13 @@ class TorchCheckpointEngine(CheckpointEngine):
         return True
 
 
-# Files that are flushed to disk together, by ``commit``.
+# All files of a checkpoint are flushed to disk together, by ``commit``.
 
 
 class FastCheckpointEngine(TorchCheckpointEngine):
-    """Writes tensors from their memory as they are. ``dp_writer_config`` and ``optimize_dp_state``, which spread a file
-    that all ranks hold over several writers, have no effect: a rank writes the part that it holds."""
+    """Writes tensors directly from their memory, and flushes in ``commit``. ``dp_writer_config`` and
+    ``optimize_dp_state``, which spread a replicated file over several writers, have no effect: each rank writes the
+    part that it holds."""
 
     def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
         super().__init__(config_params)
@@ -59,7 +54,7 @@ class FastCheckpointEngine(TorchCheckpointEngine):
         self._written.append(Path(path))
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Returns when all files are on disk. CheckpointError: one could not be stored."""
+        """Flush all saved files to disk. CheckpointError: one could not be stored."""
         written, self._written = self._written, []
         for path in written:
             with naming(path):

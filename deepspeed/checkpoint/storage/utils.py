@@ -1,4 +1,4 @@
-"""Choosing the engine that a config asks for."""
+"""Selection of the checkpoint engine by the config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpoint
 def create_checkpoint_engine(
     config_params: Any, groups: Any, zero_stage: int, has_moe_layers: bool, optimize_dp_state: bool
 ) -> CheckpointEngine:
-    """For single files, by ``checkpoint.writer`` and ``datastates_ckpt`` of ``config_params``, a DeepSpeedConfig.
+    """Create the engine for single files that ``checkpoint.writer`` and ``datastates_ckpt`` of ``config_params``, a
+    DeepSpeedConfig, select.
 
-    ``groups``, ``zero_stage`` and ``has_moe_layers`` say who holds the same data; they change nothing here, as each
-    rank writes what it holds.
+    ``groups``, ``zero_stage`` and ``has_moe_layers`` tell which ranks hold the same data; they have no effect, since
+    each rank writes what it holds.
     """
     if config_params is None:
         return TorchCheckpointEngine()

@@ -1,10 +1,10 @@
-"""The files of a 3D-parallel checkpoint as Megatron-DeepSpeed lays them out, seen with fewer ranks than wrote them.
+"""The files of a 3D-parallel checkpoint in the layout of Megatron-DeepSpeed, read as by fewer ranks than wrote them.
 
     layer_LL-model_TT-model_states.pt             one pipeline layer, one tensor-parallel rank
-    mp_rank_MM_model_states.pt                    what else a place (stage, tensor-parallel rank) saved
+    mp_rank_MM_model_states.pt                    all other state of one (stage, tensor-parallel rank)
     zero_pp_rank_D_mp_rank_MM_optim_states.pt     its optimizer state
 
-The first layer is the embedding, the one at ``final_layer_norm_idx`` the final norm, those between are transformer
+The first layer is the embedding, the one at ``final_layer_norm_idx`` the final norm; those in between are transformer
 blocks.
 """
 
@@ -57,18 +57,18 @@ SEQUENTIAL_LAYERS = (
     "post_attention_layernorm.weight", "post_attention_layernorm.bias", "mlp.dense_4h_to_h.bias",
     "position_embeddings.weight",
 )  # fmt: skip
-"""Parameters of Megatron's layers of which every tensor-parallel rank has a copy."""
+"""Parameters of Megatron's layers that are replicated over tensor-parallel ranks."""
 LAYER_CONCAT_DIM = {"self_attention.dense.weight": 1, "mlp.dense_4h_to_h.weight": 1}
-"""Those that are split along another dim than the first."""
+"""Parameters that are split along a dim other than the first."""
 
 _LAYER = re.compile(r"(layer_(\d+))-model_(\d+).*")
 
 
 class DeepSpeedCheckpoint:
-    """The checkpoint in ``dir`` (a tag's folder), as ``tp_degree * pp_degree * dp_degree`` ranks would find it.
+    """The checkpoint in ``dir`` (a tag's folder), as ``tp_degree * pp_degree * dp_degree`` ranks would read it.
 
-    Degrees default to those it was saved with. ValueError: one of them does not divide the saved degree, or the
-    transformer blocks cannot be divided evenly among the stages. FileNotFoundError: ``dir`` does not exist.
+    Degrees default to those of the checkpoint. ValueError: a degree does not divide the saved one, or the transformer
+    blocks cannot be divided evenly among the stages. FileNotFoundError: ``dir`` does not exist.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class DeepSpeedCheckpoint:
         return {tp: self._files_of_layer(self.layer_keys[layer], tp) for tp in range(self.tp_degree)}
 
     def _files_of_layer(self, key: str, tp_index: int) -> list[str]:
-        """Return the files of the ranks that are joined to rank ``tp_index``."""
+        """Return the files of the ranks that are merged into rank ``tp_index``."""
         files = get_files_with_prefix(self.layer_files, f"{key}-model_")
         return partition_data(files, self.tp_degree)[tp_index]
 
     # Weights ------------------------------------------------------------------------------------------------
 
     def get_embedding_layer_id(self) -> str:
-        """Such as ``layer_01``."""
+        """Return the key of the embedding layer, such as ``layer_01``."""
         return self.layer_keys[EMBEDDING_LAYER_INDEX]
 
     def get_final_norm_layer_id(self) -> str:
@@ -155,7 +155,7 @@ class DeepSpeedCheckpoint:
         return self.tp_to_embedding_map[tp_index]
 
     def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
-        """The rank's embedding layer: its rows of the vocabulary."""
+        """Return the rank's embedding layer: its rows of the vocabulary."""
         return _joined(self.get_embedding_files(tp_index))
 
     def get_final_norm_files(self, tp_index: int) -> list[str]:
@@ -163,16 +163,16 @@ class DeepSpeedCheckpoint:
         return self.tp_to_final_norm_map[tp_index]
 
     def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
-        """The final norm, of which every rank has a copy."""
+        """Return the final norm, which is replicated over ranks."""
         return read_states(self.get_final_norm_files(tp_index)[0])
 
     def get_pp_transformer_map(self, pp_index: int) -> list[str]:
-        """The transformer blocks of a stage, such as ``["layer_03", "layer_04"]``."""
+        """Return the transformer blocks of a stage, such as ``["layer_03", "layer_04"]``."""
         self._check("pp_index", pp_index, self.pp_degree)
         return self.pp_to_transformer_map[pp_index]
 
     def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
-        """The rank's part of each transformer block of a stage."""
+        """Return the rank's part of each transformer block of a stage."""
         self._check("tp_index", tp_index, self.tp_degree)
         self._check("pp_index", pp_index, self.pp_degree)
         return [_joined(files) for files in self.transformer_file_map[(tp_index, pp_index)]]
@@ -180,14 +180,14 @@ class DeepSpeedCheckpoint:
     # Everything else ----------------------------------------------------------------------------------------
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
-        """The model files of the places that are joined to this one."""
+        """Return the model files of the ranks that are merged into this one."""
         self._check("tp_index", tp_index, self.tp_degree)
         self._check("pp_index", pp_index, self.pp_degree)
         numbers = self.new_2d_map.get_data(pp_index=pp_index, tp_index=tp_index)
         return [self.mp_rank_files[number] for number in numbers]
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
-        """Return the content of these files, joined by ``merge_state``."""
+        """Return the content of these files, merged by ``merge_state``."""
         return reduce(
             merge_state, (read_states(path) for path in self.get_2d_parallel_files(tp_index, pp_index))
         )
@@ -198,7 +198,7 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """The optimizer state of a rank; see ``ZeROCheckpoint.get_state_for_rank``."""
+        """Return the optimizer state of a rank; see ``ZeROCheckpoint.get_state_for_rank``."""
         return self.zero_checkpoint.get_state_for_rank(
             pp_index, tp_index, dp_index, strip_tensor_paddings=strip_tensor_paddings
         )
@@ -207,16 +207,16 @@ class DeepSpeedCheckpoint:
         return self.global_state[ITERATION_KEY]
 
     def get_args(self) -> Any:
-        """The arguments of the training script, if it saved them under ``args``."""
+        """Return the arguments of the training script, if saved under ``args``."""
         return self.global_state[ARGS_KEY]
 
     def get_checkpoint_info(self, info_key: str = CHECKPOINT_INFO_KEY) -> Any:
-        """Return what the client saved under ``checkpoint_info`` (or ``universal_checkpoint_info``), None if
-        nothing."""
+        """Return what the client saved under ``checkpoint_info`` (or ``universal_checkpoint_info``); None if there is
+        none."""
         return self.global_state.get(info_key)
 
     def validate_files(self) -> None:
-        """FileNotFoundError names a file that has gone."""
+        """Check that all files still exist. FileNotFoundError names a missing one."""
         validate_files(self.file_list)
 
     @staticmethod
@@ -226,7 +226,7 @@ class DeepSpeedCheckpoint:
 
 
 def _joined(files: Sequence[str]) -> dict[str, Any]:
-    """One layer from the files of its tensor-parallel ranks."""
+    """Merge the files of a layer's tensor-parallel ranks."""
     states = [read_states(path) for path in files]
     return {key: _join(key, [state[key] for state in states]) for key in states[0]}
 
@@ -242,13 +242,13 @@ def _ends_with(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.endswith(f".{name}") for name in names)
 
 
-# Optimizer files of a 3D-parallel checkpoint, joined for fewer ranks.
+# Optimizer files of a 3D-parallel checkpoint, merged for fewer ranks.
 
 
 class ZeROCheckpoint:
-    """The optimizer files in ``dir``. ``source_3d``: its degrees of parallelism, found by default.
+    """The optimizer files in ``dir``. ``source_3d``: its degrees of parallelism; default: found from the files.
 
-    ValueError if there are fewer files than ranks.
+    ValueError: there are fewer files than ranks.
     """
 
     def __init__(self, dir: str | os.PathLike[str], source_3d: model_3d_desc | None = None) -> None:
@@ -266,13 +266,13 @@ class ZeROCheckpoint:
         self.reshape(self.src_3d)
 
     def reshape(self, target_3d: model_3d_desc) -> None:
-        """From now on the ranks are those of ``target_3d``. ValueError: a degree grows or does not divide the old
-        one."""
+        """Merge for the ranks of ``target_3d`` from now on. ValueError: a degree is larger than the current one, or
+        does not divide it."""
         self._3d_file_map = self.src_3d.reshape(target_3d)
         self.target_3d = target_3d
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
-        """Positions in ``file_list`` of what makes up a rank's state. IndexError: there is no such rank."""
+        """Return the positions in ``file_list`` of the files of a rank's state. IndexError: there is no such rank."""
         valid, problems = self.target_3d.is_valid(pp_index, tp_index, dp_index)
         if not valid:
             raise IndexError("; ".join(problems))
@@ -291,10 +291,10 @@ class ZeROCheckpoint:
         keys_to_ignore: Sequence[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> dict[str, Any]:
-        """The states of a rank's files, joined as ``merge_state`` does.
+        """Return the states of a rank's files, merged as by ``merge_state``.
 
-        ``keys_to_ignore``: entries of the optimizer's state that are left out. ``strip_tensor_paddings``: without the
-        padding at the end of each file's moments; ``group_paddings`` is 0 then.
+        ``keys_to_ignore``: entries of the optimizer's state to leave out. ``strip_tensor_paddings``: remove the padding
+        at the end of each file's moments; ``group_paddings`` is then 0.
         """
         states: list[dict[str, Any]] = []
         for path in self.get_files_for_rank(pp_index, tp_index, dp_index):
@@ -315,7 +315,7 @@ class ZeROCheckpoint:
 
 
 def _strip(section: dict[str, Any]) -> None:
-    """Cut the padding off the moments of stages 1 and 2; masters are saved without it."""
+    """Remove the padding of the moments of stages 1 and 2; master weights are saved without padding."""
     paddings = section.get(GROUP_PADDINGS)
     base = section.get(BASE_OPTIMIZER_STATE)
     if not paddings or not isinstance(base, dict):

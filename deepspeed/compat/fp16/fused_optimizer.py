@@ -1,4 +1,4 @@
-"""``FP16_Optimizer``: as ``FP16_UnfusedOptimizer``, for optimizers that update all of a group at once."""
+"""``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``, for training loops without an engine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from deepspeed.optim import loss_scaler as core
 from deepspeed.zero.optimizer import DeepSpeedOptimizer, FusedMasters, UnfusedMasters
 from deepspeed.zero.tensor_norms import get_global_norm_of_tensors
 
-# A torch optimizer on fp32 copies of 16-bit weights, for loops without an engine.
+# A torch optimizer over fp32 master copies of 16-bit weights.
 
 PARAMS = "params"
 
 
 class MasterCopies(DeepSpeedOptimizer):
-    """Wraps ``optimizer``, whose groups hold fp32 copies of their parameters from here on.
+    """Wraps ``optimizer``, whose groups then hold fp32 master copies of their parameters.
 
-    Gradients arrive in ``param.grad`` of the model's own parameters, times the loss scale and summed over ranks;
+    Gradients arrive in ``param.grad`` of the model's parameters, scaled by the loss scale and summed over ranks.
     ``step`` unscales and clips them, updates the copies and rounds them into the model. An overflow skips the step and
-    lowers a dynamic scale. ``mpu``: its model-parallel ranks share the norm.
+    lowers a dynamic scale. ``mpu``: the norm is taken over its model-parallel ranks.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class MasterCopies(DeepSpeedOptimizer):
             group[PARAMS] = masters
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter of the model, its copy)"""
+        """Yield (parameter of the model, its master copy)."""
         for group, masters in zip(self.fp16_groups, self.fp32_groups, strict=True):
             yield from zip(group, masters, strict=True)
 
     # One step -----------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
-        """Back-propagate the loss, times the loss scale."""
+        """Backpropagate the loss times the loss scale."""
         scaled = loss.float() * self.loss_scale_config.scale
         scaled.backward(create_graph=create_graph, retain_graph=retain_graph)
 
     def step(self, closure: None = None) -> bool:
-        """Returns whether the step was skipped because of an overflow."""
+        """Update the weights. Returns whether the step was skipped because of an overflow."""
         if closure is not None:
             raise ValueError("closure is not supported: call backward() and step()")
         scale = self.loss_scale_config.scale
@@ -98,15 +98,15 @@ class MasterCopies(DeepSpeedOptimizer):
         self.loss_scale_config.update(overflow)
 
     def _unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
-        """Divide the copies' gradients, of which ``total_norm`` is the norm, by the loss scale and by what clipping
-        asks for. Returns the divisor; ``apply_scale=False`` only computes it."""
+        """Divide the copies' gradients, whose norm is ``total_norm``, by the loss scale and the clipping factor.
+        Returns the divisor; ``apply_scale=False`` only computes it."""
         divisor = self._grad_scale
         if self.clip_grad > 0:
             divisor *= max(1.0, (total_norm / self._grad_scale + 1e-6) / self.clip_grad)
         if apply_scale and divisor != 1.0:
             for _, master in self._pairs():
                 if master.grad is not None:
-                    # not in place: a parameter in fp32 is its own copy, and its gradient the caller's
+                    # not in place: an fp32 parameter is its own copy, and its gradient belongs to the caller
                     master.grad = master.grad / divisor
         return divisor
 
@@ -128,7 +128,7 @@ class MasterCopies(DeepSpeedOptimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """``load_optimizer_states=False``: only the weights, the loss scale and the clipping."""
+        """Load the state. ``load_optimizer_states=False``: only the weights, the loss scale and the clipping."""
         self.loss_scale_config.load_state_dict(state_dict["loss_scaler"])
         self.clip_grad = state_dict["clip_grad"]
         if load_optimizer_states:
@@ -141,7 +141,7 @@ class MasterCopies(DeepSpeedOptimizer):
                 param.copy_(master)
 
     def refresh_fp32_params(self) -> None:
-        """Set the copies from the model's own weights, which were loaded or edited."""
+        """Set the copies to the model's weights, after these were loaded or edited."""
         with torch.no_grad():
             for param, master in self._pairs():
                 master.copy_(param)
@@ -162,7 +162,7 @@ class MasterCopies(DeepSpeedOptimizer):
     dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic"))
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use this scale from now on."""
+        """Set the current loss scale. ValueError: not finite or not above 0."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:
             raise ValueError(f"loss_scale must be finite and greater than 0, not {loss_scale!r}")
         self.loss_scale_config.scale = float(loss_scale)
@@ -182,7 +182,7 @@ def _master(param: Tensor) -> Tensor:
 
 
 class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
-    """The copies are tensors of their own. The scale is ``loss_scale_config``, or made of ``low_precision_dtype``,
+    """Master copies are individual tensors. The scaler is ``loss_scale_config``, or built from ``low_precision_dtype``,
     ``static_loss_scale``, ``dynamic_loss_scale`` and ``dynamic_loss_args``. ``deepspeed``, ``verbose`` and
     ``fused_lamb_legacy`` have no effect.
     """
@@ -223,11 +223,11 @@ FP16_UnfusedOptimizer.register(UnfusedMasters)
 
 
 class FP16_Optimizer(MasterCopies, abc.ABC):
-    """An engine's are instances, too. The scale is ``loss_scale_config``, or made of ``low_precision_dtype``,
-    ``static_loss_scale``, ``dynamic_loss_scale``, ``initial_dynamic_scale`` and ``dynamic_loss_args``. ``deepspeed``,
-    ``verbose``, ``has_moe_layers`` and ``timers`` have no effect.
+    """Also the type of an engine's fp16 optimizer, for ``isinstance``. The scaler is ``loss_scale_config``, or built
+    from ``low_precision_dtype``, ``static_loss_scale``, ``dynamic_loss_scale``, ``initial_dynamic_scale`` and
+    ``dynamic_loss_args``. ``deepspeed``, ``verbose``, ``has_moe_layers`` and ``timers`` have no effect.
 
-    ValueError: ``fused_adam_legacy``, for steps with arguments that torch's optimizers do not have.
+    ValueError: ``fused_adam_legacy``, which passes arguments to ``step`` that torch's optimizers do not take.
     """
 
     def __init__(
@@ -262,14 +262,14 @@ class FP16_Optimizer(MasterCopies, abc.ABC):
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
-        """The fp32 weights, one flat tensor per group (copies)."""
+        """Return copies of the fp32 weights, one flat tensor per group."""
         return [_flat(group) for group in self.fp32_groups]
 
     def unscale_and_clip_grads(
         self, grad_groups_flat: Sequence[Tensor], total_norm: float, apply_scale: bool = True
     ) -> float:
-        """Divide ``grad_groups_flat``, of which ``total_norm`` is the norm, by the loss scale and by what clipping asks
-        for. Returns the divisor; ``apply_scale=False`` only computes it."""
+        """Divide ``grad_groups_flat``, whose norm is ``total_norm``, by the loss scale and the clipping factor. Returns
+        the divisor; ``apply_scale=False`` only computes it."""
         divisor = self._unscale_and_clip(total_norm, apply_scale=False)
         if apply_scale and divisor != 1.0:
             for grads in grad_groups_flat:

@@ -24,16 +24,16 @@ __all__ = [
     "is_autotp_training_mode", "set_autotp_mode",
 ]  # fmt: skip
 
-# Parallel layers whose weight is several matrices side by side (q, k and v; gate and up), each of which is split.
+# Parallel layers whose weight is several matrices side by side (q, k and v; gate and up), each split individually.
 
 Shape = Sequence[int | Sequence[int]]
 
 
 class SubParamLinearLayer(LinearLayer):
-    """Column-parallel, of matrices side by side along the outputs.
+    """Column-parallel layer whose weight is several matrices side by side along the outputs.
 
-    ``shape``: the weight [outputs, inputs] as these matrices: at ``partition_dim`` (0) their number, as in ``(3, -1)``,
-    or their extents, as in ``((64, 16, 16), -1)``. The rest is as in ``LinearLayer``.
+    ``shape``: the weight [outputs, inputs] as these matrices. Its entry at ``partition_dim`` (0) is their number, as in
+    ``(3, -1)``, or their extents, as in ``((64, 16, 16), -1)``. Other arguments as in ``LinearLayer``.
 
     ValueError: the shape does not fit the weight.
     """
@@ -53,8 +53,8 @@ class SubParamLinearLayer(LinearLayer):
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
-    """Row-parallel, of matrices side by side along the inputs; ``shape`` as in ``SubParamLinearLayer``, with
-    ``partition_dim`` 1."""
+    """Row-parallel layer whose weight is several matrices side by side along the inputs; ``shape`` as in
+    ``SubParamLinearLayer``, with ``partition_dim`` 1."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SubParamLinearAllreduce(LinearAllreduce):
 
 
 def extents_of(module: nn.Module, shape: Shape, partition_dim: int, dim: int) -> tuple[int, ...]:
-    """The extents of the matrices along ``dim`` of the weight [outputs, inputs]."""
+    """Return the extents of the matrices along ``dim`` of the weight [outputs, inputs]."""
     if partition_dim != dim:
         raise ValueError(
             f"partition_dim={partition_dim}: this layer is split along dim {dim} of its weight [outputs, inputs]"
@@ -100,11 +100,11 @@ Group = Communicator | ProcessGroup | None
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Nothing: layers have gradients wherever autograd records, and none under ``torch.no_grad``."""
+    """Do nothing: layers have gradients whenever autograd records, and none under ``torch.no_grad``."""
 
 
 def get_auto_tp_mode() -> AUTOTP_MODE:
-    """TRAINING: layers can always be trained."""
+    """Return TRAINING: layers can always be trained."""
     return AUTOTP_MODE.TRAINING
 
 
@@ -113,15 +113,15 @@ def is_autotp_training_mode() -> bool:
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
-    """Row-parallel, of an input that is whole on every rank: each takes its part of it."""
+    """Row-parallel layer with a replicated input, of which each rank takes its part."""
 
     def __init__(self, module: nn.Module, mp_group: Group, **kwargs: Any) -> None:
         super().__init__(module, mp_group, split_input=True, **kwargs)
 
 
 class VocabParallelLinear(LinearLayer):
-    """A head that leaves its logits in parts, and says which words they are: ``configure_vocab_parallel_loss`` gives a
-    model the loss for it.
+    """Head that leaves its logits split over the vocabulary, with their range of words;
+    ``configure_vocab_parallel_loss`` gives a model the matching loss.
 
     ValueError: there are more ranks than words.
     """
@@ -141,19 +141,19 @@ class VocabParallelLinear(LinearLayer):
 
 
 class GateUpPack_LinearLayer(SubParamLinearLayer):
-    """Column-parallel, of the two matrices of a gated unit one after the other."""
+    """Column-parallel layer of the two matrices of a gated unit, one after the other."""
 
     def __init__(self, module: nn.Module, mp_group: Group = None, **kwargs: Any) -> None:
         super().__init__(module, mp_group, (2, -1), 0, **kwargs)
 
 
 class GatherReplacedLayerParams:
-    """A block in which parameters of parallel layers below ``module`` are whole. Collective over the ranks that share
-    them; what the block writes to them is kept.
+    """Context manager in which parameters of parallel layers below ``module`` are whole. On exit, changes to them are
+    kept. Collective over the ranks that share them.
 
     Args:
-        params: the parameters, or one. Others are left as they are.
-        module: where their layers are.
+        params: a parameter, or several. Others than those of parallel layers are left alone.
+        module: the module that contains their layers.
         enabled: False: do nothing.
     """
 

@@ -15,7 +15,7 @@ Operands = tuple[Tensor | None, ...]
 
 
 def transpose(data: Tensor) -> Tensor:
-    """Swap the last two dimensions of a contiguous tensor within its own memory. ``data`` has no meaning afterwards."""
+    """Swap the last two dimensions of a contiguous tensor within its own memory. ``data`` is invalid afterwards."""
     swapped = data.transpose(-1, -2)
     result = data.view(-1).view(swapped.shape)
     return result.copy_(swapped.clone())

@@ -1,4 +1,4 @@
-"""Layers of a model prepared in place, without an engine to keep."""
+"""In-place conversion of a model's layers, for callers that keep no engine."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def replace_transformer_layer(
     model_config: Any = None,
     **training: Any,
 ) -> nn.Module:
-    """Prepare ``model`` for inference as ``config`` says, in place; the model.
+    """Prepare ``model`` for inference by ``config``, in place, and return it.
 
     Args:
-        orig_layer_impl: the class of the layers. All layers are found by the model's graph.
+        orig_layer_impl: the class of the layers. For inference it is not needed: layers are found by the model's graph.
         model: the model.
-        checkpoint_dict: where its weights are, as ``checkpoint`` of ``init_inference``.
+        checkpoint_dict: the checkpoint to load, as ``checkpoint`` of ``init_inference``.
         config: a ``DeepSpeedInferenceConfig``, or a dict of its keys.
-        model_config: the model's own config. It is not needed.
-        training: arguments of older releases, with ``micro_batch_size`` and the model's config as ``bert_config`` or
-            ``config``: ``orig_layer_impl`` is replaced by training layers (see ``module_inject``).
+        model_config: the model's config; not needed.
+        training: arguments of older releases: with ``micro_batch_size``, and the model's config as ``bert_config`` or
+            ``config``, layers of class ``orig_layer_impl`` are replaced by training layers (see ``module_inject``).
 
     Raises:
-        DeepSpeedConfigError: the config asks for what cannot be done.
+        DeepSpeedConfigError: the config asks for something unsupported.
         TypeError: an argument is unknown.
     """
     if _OF_TRAINING in training:
@@ -74,7 +74,8 @@ def _for_training(
     stochastic_mode: bool = False,
     training: bool = True,
 ) -> nn.Module:
-    """``huggingface``: what a layer returns follows from its class; ``local_rank``: from the device of its weights."""
+    """Replace layers for training. ``huggingface`` and ``local_rank`` have no effect: what a layer returns follows from
+    its class, its device from its weights."""
     shape = bert_config if bert_config is not None else config
     length = max_seq_length or getattr(shape, "max_position_embeddings", 512)
     return module_inject(
@@ -82,7 +83,7 @@ def _for_training(
     ).train(training)
 
 
-# Training layers in place of BERT's, and back.
+# Training layers instead of BERT's, and back.
 
 
 def module_inject(
@@ -96,16 +97,15 @@ def module_inject(
     fp16: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Put a `DeepSpeedTransformerLayer` with the same weights in the place of each layer of a BERT-like model.
+    """Replace each layer of a BERT-like model by a `DeepSpeedTransformerLayer` with the same weights.
 
     Args:
         layer_obj: the class of the layers.
         model: the model.
-        config: its config: ``hidden_size``, ``num_attention_heads`` and so on, as BERT's are called.
+        config: its config, with BERT's attribute names: ``hidden_size``, ``num_attention_heads`` and so on.
         micro_batch_size, max_seq_length, seed, fp16: as for `DeepSpeedTransformerConfig`.
-        preln: the layers' norms stand before attention and feed-forward part, as ``PreAttentionLayerNorm`` and
-            ``PostAttentionLayerNorm``.
-        options: further arguments of that config: ``gelu_checkpoint=True`` and the like.
+        preln: pre-norm layers, whose norms are called ``PreAttentionLayerNorm`` and ``PostAttentionLayerNorm``.
+        options: further arguments of that config, such as ``gelu_checkpoint=True``.
 
     Returns:
         The model.
@@ -144,7 +144,7 @@ def module_inject(
 def revert_layers(
     orig_layer_impl: Callable[..., nn.Module], model: nn.Module, config: Any, preln: bool = False
 ) -> nn.Module:
-    """The opposite of `module_inject`: layers ``orig_layer_impl(config)`` with the weights that were trained.
+    """Undo `module_inject`: put back layers ``orig_layer_impl(config)`` with the trained weights. Returns the model.
 
     Raises:
         ValueError: the model has no `DeepSpeedTransformerLayer`.
@@ -165,7 +165,7 @@ def revert_layers(
 
 
 def _parts(layer: Any, preln: bool) -> Iterator[Any]:
-    """The eight of a layer of BERT, in the order in which `DeepSpeedTransformerLayer` takes them."""
+    """Yield the eight parts of a BERT layer, in the order in which `DeepSpeedTransformerLayer` takes them."""
     attention = layer.attention.self
     yield from (attention.query, attention.key, attention.value, layer.attention.output.dense)
     yield layer.PostAttentionLayerNorm if preln else layer.attention.output.LayerNorm

@@ -1,4 +1,4 @@
-"""The compressed all-reduce under its documented names, for scripts that call it themselves."""
+"""The 1-bit compressed all-reduce under its documented names, for scripts that call it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deepspeed.ops.formats.codecs import pack_signs, unpack_signs
 
 
 class CompressedBackend:
-    """Averages over the data-parallel ranks of ``mpu`` (default: all), one bit per element each way, with feedback of
-    errors (H. Tang et al. 2021). It works with every backend of torch.distributed."""
+    """Averages over the data-parallel ranks of ``mpu`` (default: all ranks) with one bit per element each way and error
+    feedback (H. Tang et al. 2021). Works with every backend of torch.distributed."""
 
     def __init__(self, mpu: Any = None) -> None:
         self.world_group: Any = dist.group.WORLD if mpu is None else mpu.get_data_parallel_group()
@@ -22,26 +22,28 @@ class CompressedBackend:
         self.rank, self.size = self.ranks.rank, self.ranks.size
 
     def pack(self, buffer: Tensor, size: int) -> Tensor:
-        """uint8 [size, bytes]: signs of ``buffer``, in ``size`` equal rows, 8 to a byte."""
+        """Return the signs of ``buffer`` in ``size`` equal rows, 8 to a byte: uint8 [size, bytes]."""
         return pack_signs(buffer.reshape(size, -1))
 
     def unpack(self, buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """[size, 8 * bytes] of +1 and -1."""
+        """Return the signs as +1 and -1: [size, 8 * bytes]."""
         rows = buffer.reshape(size, -1)
         return unpack_signs(rows, rows.shape[1] * 8).to(dtype)
 
     def compressed_allreduce(
         self, buffer_m: Tensor, worker_error: Tensor, server_error: Tensor, local_rank: Any = None
     ) -> Tensor:
-        """``buffer_m`` becomes the mean over ranks of (its signs, times its root mean square), and is returned.
+        """Replace ``buffer_m`` by the mean over ranks of its signs times its root mean square, and return it.
 
         Args:
             buffer_m: any shape; padded with zeros to the size of ``worker_error``.
-            worker_error: 1-D, a multiple of the ranks: what the signs of this rank lost, in place.
-            server_error: 1-D, ``worker_error.numel()`` divided by the ranks: what the signs of the mean lost, in place.
-            local_rank: not needed.
+            worker_error: 1-D, its length a multiple of the ranks: error feedback of this rank's signs, updated in
+                place.
+            server_error: 1-D, ``worker_error.numel()`` divided by the ranks: error feedback of the mean's signs,
+                updated in place.
+            local_rank: ignored.
 
-        ValueError: the sizes do not fit.
+        ValueError: the sizes do not match.
         """
         part = server_error.numel()
         if worker_error.numel() != part * self.size or worker_error.numel() < buffer_m.numel():
@@ -81,7 +83,7 @@ class CompressedBackend:
 
 
 def _scale(values: Tensor) -> Tensor:
-    """Root mean square."""
+    """Return the root mean square."""
     return values.norm() / values.numel() ** 0.5
 
 
@@ -89,8 +91,8 @@ def _signs(values: Tensor) -> Tensor:
     return torch.where(values >= 0, 1.0, -1.0)
 
 
-# The compressed all-reduce by its name for NCCL.
+# The compressed all-reduce under its name for NCCL.
 
 
 class NcclBackend(CompressedBackend):
-    """``CompressedBackend``; the process group decides what moves the bytes."""
+    """``CompressedBackend``; the transport is that of the process group."""

@@ -1,4 +1,4 @@
-"""A layer that works on some tokens of a sequence; the others pass it by (Yao et al.: Random-LTD, 2022)."""
+"""Random layerwise token dropping: a layer that processes a random subset of tokens (Yao et al.: Random-LTD, 2022)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _HIDDEN = "hidden_states"
 
 
 class RandomLayerTokenDrop(nn.Module):
-    """Stands where ``layer`` stood. In training the layer gets the tokens that are kept, with their masks and
-    positions, and its results take their places among the others; in evaluation it gets all.
+    """Replaces ``layer``. In training, the layer gets only the kept tokens, with their masks and positions, and its
+    results are scattered back among the other tokens; in evaluation it gets all.
 
-    The names of modules, parameters and of the state dict are those without this wrapper, and so are attributes. State
-    dicts with its name in theirs load as well.
+    Names of modules, parameters, attributes and state-dict entries are the same as without this wrapper. State dicts
+    with the wrapper in their names load as well.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.random_ltd_layer = layer
         self.random_ltd_scheduler: RandomLTDScheduler | None = None
-        """None: the layer drops nothing."""
+        """Drops tokens if set."""
         self.random_ltd_layer_id = 0
-        """Its number among the layers that drop."""
+        """Index among the layers that drop tokens."""
         self.claimed = False
-        """Whether an engine with the section ``random_ltd`` has decided if the layer drops tokens."""
+        """Whether an engine with the section ``random_ltd`` has decided whether this layer drops tokens."""
         self.batch_first = True
         self.reserved_length = self.curr_seq = self.curr_micro_batch = -1
         self._names = _positional(layer)
@@ -53,10 +53,11 @@ class RandomLayerTokenDrop(nn.Module):
 
         Args:
             config: the section ``random_ltd``.
-            scheduler: says how many tokens are kept, and is shared by all layers.
-            random_ltd_layer_id: the number among those that drop, from 0.
+            scheduler: determines how many tokens are kept; shared by all layers.
+            random_ltd_layer_id: index among the layers that drop tokens, from 0.
 
-        DeepSpeedConfigError: the layer does not take ``model_mask_name``; an unknown order or kind.
+        DeepSpeedConfigError: the layer has no argument ``model_mask_name``, or an invalid ``hidden_state_order`` or
+        ``model_type``.
         """
         _check_choice(config, "hidden_state_order", ("batch_seq_dim", "seq_batch_dim"))
         _check_choice(config, "model_type", ("encoder", "decoder"))
@@ -73,15 +74,16 @@ class RandomLayerTokenDrop(nn.Module):
         self.random_ltd_layer_id = random_ltd_layer_id
 
     def get_bsh(self, hidden_stats: Tensor) -> None:
-        """Note the sizes of activations [batch, tokens, hidden]."""
+        """Record the sizes of activations [batch, tokens, hidden]."""
         self.curr_micro_batch, self.curr_seq = hidden_stats.shape[:2]
 
     def get_sbh(self, hidden_stats: Tensor) -> None:
-        """Note the sizes of activations [tokens, batch, hidden]."""
+        """Record the sizes of activations [tokens, batch, hidden]."""
         self.curr_seq, self.curr_micro_batch = hidden_stats.shape[:2]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the kept tokens and return what it returns; the first of a tuple are the activations."""
+        """Run the layer on the kept tokens and return its result, with the activations (first of a tuple) scattered
+        back."""
         scheduler = self.random_ltd_scheduler
         if scheduler is None or not self.training:
             if self.training and not self.claimed:
@@ -143,7 +145,7 @@ class RandomLayerTokenDrop(nn.Module):
         whole = ScatterTokens.apply(hidden, first, indices, self.batch_first)
         return type(results)((whole, *results[1:])) if isinstance(results, (tuple, list)) else whole
 
-    # Names as without the wrapper ---------------------------------------------------------------------------
+    # The same names as without the wrapper ------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -169,7 +171,7 @@ class RandomLayerTokenDrop(nn.Module):
         return self.random_ltd_layer.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """The names of what comes next are those of the layer below."""
+        """Load entries named without the wrapper, by adding it to their names."""
         below = f"{prefix}{LAYER}."
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(below)]:
             state_dict[below + key.removeprefix(prefix)] = state_dict.pop(key)
@@ -192,31 +194,31 @@ def _check_choice(config: Mapping[str, Any], key: str, choices: tuple[str, ...])
         raise DeepSpeedConfigError(f"random_ltd.{key}={config[key]!r}: must be {' or '.join(choices)}")
 
 
-# Arguments that a layer is given per token: masks, positions, their embeddings. The layer gets the part of each
-# that belongs to the tokens that it keeps.
+# Per-token arguments of a layer: masks, positions, their embeddings. The layer gets the entries of the tokens that it
+# keeps.
 #
-# Names and shapes say what an argument is. With B sequences of S tokens:
+# An argument is classified by its name and shape. With B sequences of S tokens:
 #
 #     [B or 1, S, ...], [B or 1, 1, S, ...], [axes, B, S, ...]   one entry per token of each sequence
-#     [B or 1, ..., S or 1, S], called mask or bias, or bool     one per pair of tokens, or per token that is looked at
+#     [B or 1, ..., S or 1, S], called mask or bias, or bool     one per pair of tokens, or per attended token
 #     [S, ...], [S, S] called mask or bias                       one per token, for all sequences together
 #
-# Where an argument has no batch dimension, all sequences of the batch keep the same tokens: no argument then
-# changes its number of dimensions, so that whatever the layer does with it still broadcasts.
+# If an argument has no batch dimension, all sequences of the batch keep the same tokens: then no argument changes its
+# number of dimensions, and everything in the layer still broadcasts.
 
 _PAIRS = ("mask", "bias", "alibi")
 _LINES = ("attention_mask", "padding")
-"""Names of masks [B, S], where [S, S] would fit as well."""
+"""Names of masks [B, S], for shapes that would fit [S, S] as well."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_params")
 _PACKED = ("cu_seq_lens", "cu_seqlens", "seq_idx")
 _OF_OTHERS = ("encoder_", "cross_")
-"""Arguments about other sequences."""
+"""Prefixes of arguments about other sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Layout of tokens in a tensor. ``batch``: its dimension of sequences, None: none; ``tokens``: its dimensions of
-    tokens; ``pairs``: the last two are (queries, keys)."""
+    """Layout of tokens in a tensor. ``batch``: the batch dim; None: none. ``tokens``: the token dims. ``pairs``: the
+    last two dims are (queries, keys)."""
 
     batch: int | None
     tokens: tuple[int, ...]
@@ -232,7 +234,7 @@ class Batch:
     batch_first: bool
 
     def form(self, name: str, tensor: Tensor) -> Form | None:
-        """None: the tensor has nothing to do with tokens."""
+        """Return the layout of an argument; None: it is not per token."""
         shape = tuple(tensor.shape)
         if self.length not in shape or name.startswith(_OF_OTHERS):
             return None
@@ -276,17 +278,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Arguments at the ``indices`` [B, kept] of the tokens that a layer keeps. ``shared``: they are the same in all
-    rows."""
+    """Selects, in arguments of a layer, the tokens at ``indices`` [B, kept]. ``shared``: the indices are the same in
+    all rows."""
 
     batch: Batch
     indices: Tensor
     shared: bool
 
     def of(self, name: str, value: Any) -> Any:
-        """``value`` as the layer gets it.
+        """Return ``value`` for the kept tokens.
 
-        ValueError: a part of it for fewer tokens cannot be given.
+        ValueError: it cannot be reduced to fewer tokens.
         """
         if name in _CACHES:
             return None if name != "use_cache" else False
@@ -332,8 +334,7 @@ class KeptTokens:
 
 
 def has_common_tokens(batch: Batch, arguments: Mapping[str, Any]) -> bool:
-    """Return whether an argument has tokens but no batch dimension, so that all sequences have to keep the same
-    ones."""
+    """Return whether an argument has tokens but no batch dimension, so that all sequences must keep the same tokens."""
     return any(
         name != "cache_position" and (form := batch.form(name, tensor)) is not None and form.batch is None
         for key, value in arguments.items()

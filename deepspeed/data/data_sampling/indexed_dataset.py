@@ -1,9 +1,8 @@
-"""Arrays of varying length in a pair of files, `NAME.bin` and `NAME.idx`, read without loading them.
+"""Arrays of varying length in a pair of files, `NAME.bin` and `NAME.idx`, memory-mapped or read on demand.
 
-`MMapIndexedDataset` reads the format that Megatron-LM and the curriculum's index files have: the data end to end, and
-an index with a header, the length of each entry (int32), its position in bytes (int64), and where documents begin
-(int64).
-`IndexedDataset` and its relatives read the older format of fairseq.
+`MMapIndexedDataset` reads the format of Megatron-LM and of the curriculum's index files: the data end to end, and an
+index with a header, the length of each entry (int32), its position in bytes (int64), and the document starts (int64).
+`IndexedDataset` and its subclasses read the older format of fairseq.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CHUNK = 1 << 20
 
 
 class _Writer:
-    """Writes an index when it is used in a ``with`` statement."""
+    """Context manager that writes an index file."""
 
     def __init__(self, path: str | Path, dtype: Any) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
@@ -42,12 +41,13 @@ class _Writer:
         return self
 
     def write(self, sizes: Any, doc_idx: Any) -> None:
-        """``sizes``: elements of each entry; ``doc_idx``: the first entry of each document, and the end."""
+        """Write the index. ``sizes``: elements of each entry; ``doc_idx``: first entry of each document, and the
+        end."""
         sizes, doc_idx = np.asarray(sizes, dtype=np.int32), np.asarray(doc_idx, dtype=np.int64)
         self._file.write(_MAGIC + _HEADER.pack(1, code(self.dtype), len(sizes), len(doc_idx)))
         self._file.write(sizes.tobytes())
         start = 0
-        for first in range(0, len(sizes), _CHUNK):  # not all positions at once: there may be a billion
+        for first in range(0, len(sizes), _CHUNK):  # in chunks: there may be a billion positions
             ends = np.cumsum(sizes[first : first + _CHUNK], dtype=np.int64) * self.dtype.itemsize + start
             starts = np.concatenate(([start], ends[:-1]))
             self._file.write(starts.astype(np.int64).tobytes())
@@ -62,14 +62,14 @@ class Index:
     """The contents of an index file, mapped into memory.
 
     Raises:
-        ValueError: it is not an index of this format.
+        ValueError: it is not an index in this format.
     """
 
     _HDR_MAGIC = _MAGIC
 
     @classmethod
     def writer(cls, path: str | Path, dtype: Any) -> _Writer:
-        """To be used as ``with Index.writer(path, dtype) as index: index.write(sizes, doc_idx)``."""
+        """Return a writer, for ``with Index.writer(path, dtype) as index: index.write(sizes, doc_idx)``."""
         return _Writer(path, dtype)
 
     def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
@@ -91,7 +91,7 @@ class Index:
         self._doc_idx = np.frombuffer(buffer, np.int64, self._doc_count, start + self._pointers.nbytes)
 
     def take_size(self, nbytes: int) -> None:
-        """Read a code as Megatron-LM means it, if a data file of ``nbytes`` cannot be meant otherwise."""
+        """Interpret an ambiguous dtype code as Megatron-LM does, if only that matches a data file of ``nbytes``."""
         if self._code not in MEGATRON_CODES:
             return
         ours, theirs = CODES[self._code], MEGATRON_CODES[self._code]
@@ -111,14 +111,14 @@ class Index:
         return self._len
 
     def __getitem__(self, i: int) -> tuple[int, int]:
-        """Position in bytes and number of elements."""
+        """Return (position in bytes, number of elements) of entry ``i``."""
         return int(self._pointers[i]), int(self._sizes[i])
 
 
 class MMapIndexedDataset(Dataset[Any]):
-    """Entries of ``path``.bin as numpy arrays; a slice gives a list of them.
+    """Entries of ``path``.bin as numpy arrays; a slice returns a list of them.
 
-    Pickled as its path, so that worker processes map the files themselves.
+    Pickled by its path, so that worker processes map the files themselves.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -150,7 +150,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return len(self._index)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """IndexError: out of range. ValueError: a slice with a step."""
+        """Return an entry, or a list of them. IndexError: out of range. ValueError: a slice with a step."""
         if isinstance(idx, slice):
             first, stop, step = idx.indices(len(self))
             if step != 1:
@@ -159,7 +159,7 @@ class MMapIndexedDataset(Dataset[Any]):
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """``length`` elements of entry ``idx`` from ``offset`` on; None: to its end. A view of the file."""
+        """Return ``length`` elements of entry ``idx`` from ``offset`` on (None: to its end), as a view of the file."""
         if not -len(self) <= idx < len(self):
             raise IndexError(f"entry {idx} of {len(self)}")
         start, size = self._index[int(idx)]
@@ -171,12 +171,12 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def flat(self) -> np.ndarray:
-        """All elements end to end, mapped."""
+        """Return all elements end to end, memory-mapped."""
         return self._bin.view(self._index.dtype)
 
     @property
     def sizes(self) -> np.ndarray:
-        """Elements of each entry, int32."""
+        """Return the number of elements of each entry, int32."""
         return self._index.sizes
 
     def size(self, index: int) -> int:
@@ -184,7 +184,7 @@ class MMapIndexedDataset(Dataset[Any]):
 
     @property
     def doc_idx(self) -> np.ndarray:
-        """The first entry of each document, and the number of entries."""
+        """Return the first entry of each document, and the number of entries."""
         return self._index.doc_idx if self._docs is None else self._docs
 
     @staticmethod
@@ -200,10 +200,10 @@ class MMapIndexedDatasetBuilder:
     """Writes the pair of files: ``out_file`` is the name of the data file.
 
     Args:
-        dtype: an integer dtype of at most 64 bits; what is added is converted to it.
+        dtype: an integer dtype of at most 64 bits, to which added arrays are converted.
 
     Raises:
-        ValueError: files do not hold this dtype.
+        ValueError: the format does not support this dtype.
     """
 
     def __init__(self, out_file: str | Path, dtype: Any = np.int64) -> None:
@@ -214,7 +214,7 @@ class MMapIndexedDatasetBuilder:
         self._doc_idx = array("q", [0])
 
     def add_item(self, tensor: torch.Tensor | np.ndarray) -> None:
-        """One entry [n]."""
+        """Add one entry [n]."""
         values = tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor
         self.add_item_numpy(np.asarray(values))
 
@@ -223,7 +223,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes.append(np_array.size)
 
     def add_flat(self, values: np.ndarray, sizes: Any) -> None:
-        """Several entries that lie end to end in ``values``; ``sizes``: elements of each."""
+        """Add entries that lie end to end in ``values``; ``sizes``: elements of each."""
         self._data_file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
         self._sizes.frombytes(np.asarray(sizes, dtype=np.int32).tobytes())
 
@@ -250,7 +250,7 @@ class MMapIndexedDatasetBuilder:
             index.write(np.frombuffer(self._sizes, np.int32), np.frombuffer(self._doc_idx, np.int64))
 
 
-# Which format a file has ------------------------------------------------------------------------------------
+# Detection of the format ------------------------------------------------------------------------------------
 
 
 def get_available_dataset_impl() -> list[str]:
@@ -258,7 +258,7 @@ def get_available_dataset_impl() -> list[str]:
 
 
 def infer_dataset_impl(path: str | Path) -> str | None:
-    """'mmap' or 'cached', by the first bytes of the index; None: there is none, or it has another format."""
+    """Return 'mmap' or 'cached', by the first bytes of the index; None: there is no index, or its format is unknown."""
     if not IndexedDataset.exists(path):
         logger.warning(
             f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
@@ -270,7 +270,7 @@ def infer_dataset_impl(path: str | Path) -> str | None:
 
 
 def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
-    """The data set of format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: there is none."""
+    """Open the data set in format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: not found."""
     if not IndexedDataset.exists(path):
         logger.warning(
             f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
@@ -286,11 +286,11 @@ def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
     return None
 
 
-# The older format of indexed files (fairseq's): arrays of any shape, read by position from the file.
+# The older format of indexed files (fairseq's): arrays of any shape, read from the file by position.
 
 
 class IndexedDataset(Dataset[Any]):
-    """Entries of ``path``.bin as numpy arrays, each read when it is asked for; a slice gives a list of them.
+    """Entries of ``path``.bin as numpy arrays, each read on access; a slice returns a list of them.
 
     Raises:
         ValueError: the index has another format.
@@ -364,14 +364,14 @@ class IndexedDataset(Dataset[Any]):
 
 
 class IndexedCachedDataset(IndexedDataset):
-    """Keeps in memory what :meth:`prefetch` names."""
+    """Keeps the entries passed to :meth:`prefetch` in memory."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._kept: dict[int, np.ndarray] = {}
 
     def prefetch(self, indices: Any) -> None:
-        """Keep these entries, and no others."""
+        """Keep these entries in memory, and drop all others."""
         wanted = sorted({int(i) for i in indices})
         self._kept = {
             i: self._kept[i] if i in self._kept else super(IndexedCachedDataset, self)._read(i)
@@ -383,7 +383,7 @@ class IndexedCachedDataset(IndexedDataset):
         return super()._read(i) if kept is None else kept.copy()
 
 
-# Common part of the two kinds of indexed files: names, codes of dtypes, documents.
+# Shared by both formats: file names, dtype codes, documents.
 
 CODES: dict[int, Any] = {
     1: np.uint8,
@@ -396,11 +396,11 @@ CODES: dict[int, Any] = {
     8: np.uint64,
 }
 MEGATRON_CODES: dict[int, Any] = {6: np.float64, 7: np.float32, 8: np.uint16}
-"""Codes that Megatron-LM gives another meaning than release 0.19."""
+"""Dtype codes that differ between Megatron-LM and release 0.19."""
 
 
 def code(dtype: Any) -> int:
-    """The code of a dtype in the header of an index. ValueError: files do not hold this dtype."""
+    """Return the code of a dtype in the header of an index. ValueError: the format does not support this dtype."""
     wanted = np.dtype(dtype)
     for number, known in CODES.items():
         if np.dtype(known) == wanted:
@@ -418,7 +418,7 @@ def data_file_path(prefix_path: str | Path) -> str:
 
 
 def read_longs(f: IO[bytes], n: int) -> np.ndarray:
-    """``n`` numbers of 64 bits."""
+    """Read ``n`` 64-bit integers."""
     return np.frombuffer(f.read(8 * n), dtype=np.int64).copy()
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the analysis: dtypes that fit, shares of a data set, files."""
+"""Helpers of the data analysis: index dtypes, partitions of a data set, index files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.data.data_sampling.indexed_dataset import (
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
-    """The smallest integer dtype that holds both; unsigned unless ``min_value`` is negative."""
+    """Return the smallest integer dtype that holds both; unsigned unless ``min_value`` is negative."""
     kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
     if min_value < 0:
         kinds = (np.int8, np.int16, np.int32, np.int64)
@@ -27,7 +27,7 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:
-    """The intervals [start, end) of ``num_partitions`` parts of about equal length."""
+    """Return the intervals [start, end) of ``num_partitions`` parts of about equal length."""
     bounds = np.linspace(start_idx, end_idx, num_partitions + 1, dtype=int).tolist()
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
@@ -35,13 +35,13 @@ def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple
 def split_dataset(
     dataset: Sized, num_workers: int, worker_id: int, num_threads: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The parts of all workers, and those of the threads of worker ``worker_id``."""
+    """Return the intervals of all workers, and those of the threads of worker ``worker_id``."""
     workers = split_index(0, len(dataset), num_workers)
     return workers, split_index(*workers[worker_id], num_threads)
 
 
 def create_mmap_dataset_builder(fname: str, dtype: Any) -> MMapIndexedDatasetBuilder:
-    """A builder of the files ``fname``.bin and ``fname``.idx."""
+    """Return a builder of the files ``fname``.bin and ``fname``.idx."""
     return MMapIndexedDatasetBuilder(data_file_path(fname), dtype=dtype)
 
 

@@ -1,7 +1,8 @@
-"""The section `audit`: what every recorded step computed, in the file of this rank (``observe/audit/records.py``).
+"""The section `audit`: fingerprints of what each recorded step computed, in one file per rank
+(``observe/audit/records.py``).
 
-A step is read where its numbers exist: its batches at each forward, the gradients between their sum and the update,
-the weights after it. No rank asks another one, apart from the proof of sums (``ReductionProof``).
+A step is recorded where its tensors exist: the batches at each forward, the gradients between their sum and the update,
+the weights after it. Ranks do not communicate, except for the proof of sums (``ReductionProof``).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Audit:
-    """Records the steps that the section asks for; after the last one it is gone. Between them a forward costs a
-    call."""
+    """Records the steps that the section selects, and unsubscribes after the last one. In other steps, it costs one
+    call per forward."""
 
     def __init__(self, engine: Engine, config: AuditConfig) -> None:
         self.engine, self.config = engine, config
@@ -45,7 +46,7 @@ class Audit:
         self.file: AuditFile | None = None
         self.fingerprints = Fingerprints(engine.device)
         self.proof = ReductionProof(engine, config.prove_buckets)
-        self.line: dict[str, Any] | None = None  # of the step that is being recorded
+        self.line: dict[str, Any] | None = None  # of the step being recorded
         self.meter = LossMeter(engine)
         self._subscriptions = (
             ("before_forward", self.before_forward),
@@ -69,7 +70,7 @@ class Audit:
                 line["batches"].append(batch_entry(self.fingerprints, named))
 
     def before_backward(self, **_: Any) -> None:
-        self._open()  # the forwards of a pipeline are not the engine's
+        self._open()  # a pipeline's forwards do not call the engine's
 
     def _open(self) -> dict[str, Any] | None:
         step = self.engine.global_steps + 1
@@ -89,7 +90,7 @@ class Audit:
             self.line["lr"] = self.engine.get_lr()
 
     def read_gradients(self) -> None:
-        """All gradients are summed, and nothing is clipped."""
+        """Record the gradients when all are summed and none is clipped."""
         if self.line is None:
             return
         if has_plain_gradients(self.engine):
@@ -111,7 +112,7 @@ class Audit:
             self.end()
 
     def drop(self, **_: Any) -> None:
-        """An exception ends the batch: it will be recorded when it is taken again."""
+        """Discard the record of a batch that an exception ends: it is recorded when the batch is repeated."""
         self.line = None
         self.meter.forget()
         self.proof.forget()
@@ -123,7 +124,7 @@ class Audit:
         self.core.executor.before_step.remove(self.read_gradients)
         self._subscriptions = ()
 
-    # What is read -------------------------------------------------------------------------------------------
+    # What is recorded ---------------------------------------------------------------------------------------
 
     def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for each in self.access.trainable():
@@ -131,7 +132,7 @@ class Audit:
                 yield label(each.name, each.param), each.param
 
     def _gradients(self) -> dict[str, Any]:
-        """This rank's parts, without the loss scale."""
+        """Return this rank's parts, without the loss scale."""
         scale, found = self.core.scaler.scale, {}
         for name, param in self._params():
             part = self.access.local_gradient(param)
@@ -148,12 +149,13 @@ class Audit:
         }
 
     def _weights(self) -> dict[str, Any]:
-        """Return what the next forward reads, of each parameter that is whole here; this rank's shard of the others."""
+        """Return the weights of the next forward: whole parameters as they are here, this rank's shard of the
+        others."""
         found = {}
         for name, param in self._params():
             whole = param.numel() == full_numel(param)
             part = param.data if whole else self.access.local_weight(param)
-            if part.numel() and part.untyped_storage().nbytes():  # not where it is kept in a file
+            if part.numel() and part.untyped_storage().nbytes():  # not if it rests in a file
                 found[name] = self._entry(part, 0 if whole else self.access.interval(param)[0])
         return found
 
@@ -162,7 +164,7 @@ class Audit:
 
 
 def label(name: str, param: Tensor) -> str:
-    """The name, and which part of a tensor that is split over the ranks of a model."""
+    """Return the name of a tensor, and which part it is if it is split over model-parallel ranks."""
     boxes = placement_of(param).boxes
     if not boxes:
         return name
@@ -174,15 +176,15 @@ def label(name: str, param: Tensor) -> str:
 
 
 def has_plain_gradients(engine: Engine) -> bool:
-    """Return whether the sum of gradients can be read before the update: not where each rank updates with its own, or
-    where an update on the host has begun already."""
+    """Return whether summed gradients can be read before the update: not if each rank updates with its own gradients,
+    or if an update on the host has already begun."""
     plan, core = engine.plan, engine.core
     assert core is not None
     return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not plan.speculates
 
 
 def facts_of(engine: Engine) -> dict[str, Any]:
-    """Return what `ds diff` has to know about the run of this rank."""
+    """Return what `ds diff` needs to know about this rank's run."""
     assert engine.core is not None
     modules = dict(engine.module.named_modules(remove_duplicate=False))
     parameters = {
@@ -203,7 +205,8 @@ def facts_of(engine: Engine) -> dict[str, Any]:
 
 
 def numerics_of(engine: Engine) -> dict[str, Any]:
-    """Two runs for which all of this is equal compute the same bits, at whatever stage."""
+    """Return the settings that determine the bits: runs in which all of them are equal compute the same bits, at any
+    stage."""
     plan, core = engine.plan, engine.core
     assert core is not None
     precision, accumulation = plan.precision, engine._config.gradient_accumulation_steps
@@ -226,7 +229,7 @@ def numerics_of(engine: Engine) -> dict[str, Any]:
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested inputs, with names such as ``inputs[0]`` or ``labels``."""
+    """Yield the tensors in nested inputs, with names such as ``inputs[0]`` or ``labels``."""
     if isinstance(value, Tensor):
         if value.numel() and not value.is_complex():
             yield name, value
@@ -239,7 +242,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _random_state() -> list[int]:
-    """Checksums of the states of torch's generators."""
+    """Return checksums of the states of torch's random generators."""
     accelerator = get_accelerator()
     states = [torch.get_rng_state()]
     if accelerator.device_name() != "cpu":
@@ -247,15 +250,14 @@ def _random_state() -> list[int]:
     return [zlib.crc32(bytes(state.tolist())) for state in states]
 
 
-# Proves that the gradients which an engine updates with are the sum of those that autograd computed.
+# A proof that the gradients used by the update are the sums of those that autograd computed.
 #
-# A hook on a parameter sees each gradient before the engine does. Their sum over this rank's backwards, by a
-# plain all-reduce of torch in fp64, is what the engine's buckets, wire formats and shards must have arrived at,
-# up to rounding.
+# A hook on each parameter sees a gradient before the engine does. Their sum over this rank's backwards, all-reduced by
+# torch in fp64, must equal the result of the engine's buckets, wire formats and shards, up to rounding.
 
 
 class ReductionProof:
-    """Looks at ``buckets`` gradient buckets of each step, at others in the next. Every rank looks at the same ones."""
+    """Checks ``buckets`` gradient buckets per step, different ones in each step. All ranks check the same ones."""
 
     def __init__(self, engine: Engine, buckets: int) -> None:
         self.engine = engine
@@ -264,7 +266,7 @@ class ReductionProof:
         self._chosen: list[int] = []
         self._seen: dict[
             int, Tensor
-        ] = {}  # by parameter: [2, numel], the sum of its gradients and of their sizes
+        ] = {}  # by parameter: [2, numel], the sum of its gradients and of their absolute values
         self._passes: dict[int, int] = {}
         self._handles: list[Any] = []
 
@@ -309,7 +311,7 @@ class ReductionProof:
         self._handles, self._seen, self._passes, self._chosen = [], {}, {}, []
 
     def _any_late(self) -> bool:
-        """Return whether gradients arrived after their bucket was summed, on any rank: they are added later."""
+        """Return whether any rank has gradients that arrived after their bucket was summed: they are added later."""
         core = self.engine.core
         assert core is not None
         late = torch.tensor([float(core.reducer.has_late())], device=core.reducer.device)
@@ -334,7 +336,7 @@ class ReductionProof:
         return {"bucket": b, "equal": not wrong, "parameters": wrong, "error": worst}
 
     def _error(self, index: int, bucket: GradBucket, param: nn.Parameter) -> float:
-        """The largest difference of an element, as a multiple of what rounding explains. Collective."""
+        """Return the largest error of an element, in multiples of the rounding bound. Collective."""
         core = self.engine.core
         assert core is not None
         all_ranks = self.engine.replica_groups.of(param).all_ranks
@@ -367,6 +369,6 @@ def _trained(bucket: GradBucket) -> list[int]:
 
 
 def _applies(engine: Engine) -> bool:
-    """Return whether sums are plain ones: not where quantized payloads are sent, or nothing is."""
+    """Return whether gradient sums are exact up to rounding: not with quantized payloads, or without any sum."""
     core = engine.core
     return core is not None and not engine.plan.packing.loses and core.reducer.cadence is not Cadence.NEVER

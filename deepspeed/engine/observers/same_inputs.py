@@ -1,4 +1,4 @@
-"""Looks once whether the ranks that share each layer are given the same batches."""
+"""One-time check that tensor-parallel ranks are given the same batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCUMENTED = "Data inconsistency within the TP group. Please check the Dataloade
 
 
 class DifferentInputs(ExplainedError, ValueError, AssertionError):
-    """Its text is the documented one, which scripts compare; what differs is in its notes and in the log."""
+    """Has the documented message, which scripts compare; the differences are in its notes and in the log."""
 
     def __init__(self, details: str) -> None:
         super().__init__(DOCUMENTED)
@@ -35,8 +35,8 @@ class DifferentInputs(ExplainedError, ValueError, AssertionError):
 class SameInputs:
     """Compares the tensors of an engine's first training forward over its tensor-parallel ranks, then unsubscribes.
 
-    They must be equal where layers of ours are in the module, or the config shares layers: ``DifferentInputs`` on every
-    rank of the group. The layers of others may know what to do with different ones: a warning.
+    Differences raise ``DifferentInputs`` on all ranks of the group if the module contains our parallel layers, or the
+    config shares layers; otherwise they are a warning, since foreign layers may expect different inputs.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -66,7 +66,7 @@ class SameInputs:
         logger.warning(text)
 
 
-# Check that the ranks that share each layer were given the same batch.
+# Comparison of the arguments of a forward over ranks.
 
 
 def differing_inputs(
@@ -76,10 +76,10 @@ def differing_inputs(
     group: Communicator,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[int]]:
-    """Names of tensors among the arguments of ``forward`` that are not the same on all ranks of ``group``, with the
-    global ranks whose tensor is not the first rank's; "the arguments" if they are not given the same ones.
+    """Return the names of tensors among the arguments of ``forward`` that differ between ranks of ``group``, with the
+    global ranks whose tensor is not the first rank's; "the arguments" if the ranks have different arguments.
 
-    Collective. Reads every tensor once; shapes, dtypes and values count, on which device they are does not.
+    Collective. Reads every tensor once, and compares shapes, dtypes and values, but not devices.
     """
     tensors = _named_tensors(forward, args, kwargs)
     names = zlib.crc32("\n".join(tensors).encode())
@@ -98,7 +98,7 @@ def _named_tensors(
 ) -> dict[str, Tensor]:
     try:
         named: Mapping[str, Any] = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # no signature, or the forward itself will say what does not fit
+    except (TypeError, ValueError):  # no signature, or arguments that the forward itself will reject
         named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     found: dict[str, Tensor] = {}
     for name, value in named.items():
@@ -116,13 +116,13 @@ def _mark(tensor: Tensor) -> int:
 
 
 def _every(own: Tensor, group: Communicator) -> Tensor:
-    """[ranks, n]"""
+    """Gather ``own`` [n] from all ranks: [ranks, n]."""
     every = own.new_empty(group.size * own.numel())
     group.all_gather(every, own).wait()
     return every.view(group.size, own.numel())
 
 
 def _others(every: Tensor, group: Communicator) -> list[int]:
-    """Global ranks whose row is not the first."""
+    """Return the global ranks whose row differs from the first."""
     different = (every != every[0]).any(1).tolist()
     return [rank for rank, differs in zip(group.ranks, different, strict=True) if differs]

@@ -1,7 +1,7 @@
 """DualPipeV under its documented names: a V-shaped pipeline, with the loss on the first stage.
 
 DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, and its V-shaped variant. The engine follows the order
-"zero-bubble-v" (`orders.py`), which also defers weight gradients.
+"zero-bubble-v" (`parallel/pipeline/schedules/orders.py`), which also defers weight gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rollouts: answers to prompts from a model that is being trained, by one interface."""
+"""Rollouts: generation of answers with a model in training, behind one interface."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 def build_rollout(
     rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
 ) -> RolloutEngine:
-    """The rollout engine that ``rollout_cfg.engine`` names; any object with that attribute will do. ``kwargs``: fields
-    of ``ServingRolloutConfig``, for those by the serving engine; the other one has no use for any.
+    """Create the rollout engine named by ``rollout_cfg.engine``, an attribute that any object may have. ``kwargs``:
+    fields of ``ServingRolloutConfig``, for rollouts by the serving engine; ignored by the hybrid engine.
 
-    ValueError: another name, or no ``student_engine``.
+    ValueError: an unknown name, or no ``student_engine``.
     """
     name = rollout_cfg.engine
     if name not in _NAMES:
@@ -45,7 +45,7 @@ def build_rollout(
             tokenizer,
             HybridEngineRolloutConfig(getattr(rollout_cfg, "use_graph_capture", False)),
         )
-    from deepspeed.engine.rollout import serving_rollout as serving  # imports of serving
+    from deepspeed.engine.rollout import serving_rollout as serving  # imports the serving engine
 
     kind = serving.ServingRollout if name == serving.ServingRollout.name else serving.ServingRolloutAhead
     return kind(student_engine, tokenizer, serving.ServingRolloutConfig(**kwargs))

@@ -1,4 +1,4 @@
-"""The interface of rollout engines: their requests and their results."""
+"""Interface of rollout engines, with their requests and results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass
 class RolloutConfig:
-    """The engine that generates: ``hybrid_engine`` (the model's own ``generate``), ``serving`` (continuous batching) or
-    ``serving_ahead`` (the same while training goes on). ``use_graph_capture`` has no effect."""
+    """Selects the rollout engine: ``hybrid_engine`` (the model's own ``generate``), ``serving`` (continuous batching)
+    or ``serving_ahead`` (the same, concurrently with training). ``use_graph_capture`` has no effect."""
 
     engine: str = "hybrid_engine"
     use_graph_capture: bool = False
@@ -22,16 +22,16 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """Parameters of sampling.
+    """Sampling parameters.
 
     Attributes:
-        max_new_tokens: of an answer.
-        temperature: 0 takes the most probable token.
-        top_p: the smallest set of tokens that has this probability; 1: all.
-        top_k: the most probable ones only; -1: all.
-        n_samples_per_prompt: answers to each prompt, next to each other in the batch.
+        max_new_tokens: maximum tokens of an answer.
+        temperature: 0 selects the most probable token.
+        top_p: sample from the smallest set of tokens with at least this total probability; 1: from all.
+        top_k: sample from this number of most probable tokens; -1: from all.
+        n_samples_per_prompt: answers per prompt, adjacent in the batch.
         continuous_batch_size: no effect: ``RolloutConfig("serving")`` batches continuously, within its own limits.
-        log_probs: return the log-probability of every token of the answers, before temperature and truncation.
+        log_probs: return the log-probability of every answer token, before temperature and truncation.
     """
 
     max_new_tokens: int
@@ -44,7 +44,7 @@ class SamplingConfig:
 
 
 def _check_rows(name: str, tokens: Tensor, mask_name: str, mask: Tensor) -> None:
-    """ValueError: not [rows, length], or a mask of another shape."""
+    """Check shapes. ValueError: ``tokens`` is not [rows, length], or the mask has another shape."""
     if tokens.dim() != 2:
         raise ValueError(f"{name} must be 2-D [rows, length], not {tuple(tokens.shape)}")
     if mask.shape != tokens.shape:
@@ -55,10 +55,10 @@ def _check_rows(name: str, tokens: Tensor, mask_name: str, mask: Tensor) -> None
 
 @dataclass
 class RolloutRequest:
-    """``prompt_ids [prompts, width]``, padded on the left, and ``prompt_attention_mask`` of the same shape.
+    """``prompt_ids`` [prompts, width], left-padded, and ``prompt_attention_mask`` of the same shape.
 
-    ``seeds``: of the draws of each answer, which then depend on nothing else, such as the number of ranks; None: they
-    come from torch's default generator. Not for the hybrid engine.
+    ``seeds``: one per answer, each of which then does not depend on anything else, such as the number of ranks; None:
+    draw from torch's default generator. Not supported by the hybrid engine.
     """
 
     prompt_ids: Tensor
@@ -74,10 +74,10 @@ class RolloutBatch:
     """Prompts with their answers.
 
     Attributes:
-        input_ids: [rows, length], a prompt that is padded on the left, then its answer.
-        attention_mask: [rows, length]: 0 on the left of the prompt, and behind the token that ends the answer.
-        response_start_idx: [rows], where the answers begin.
-        log_probs: [rows, length - prompt's width] float32, 0 behind the end; None unless asked for.
+        input_ids: [rows, length], each a left-padded prompt and its answer.
+        attention_mask: [rows, length], 0 for padding before the prompt and after the token that ends the answer.
+        response_start_idx: [rows], index of each answer's first token.
+        log_probs: [rows, length - prompt width], float32, 0 after the end; None unless requested.
     """
 
     input_ids: Tensor
@@ -103,27 +103,27 @@ class RolloutBatch:
 
 
 class RolloutEngine(ABC):
-    """Generates with the weights that ``sync_weights`` gave it last."""
+    """Generates with the weights of the last ``sync_weights``."""
 
     name: str = "base"
 
     @abstractmethod
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Answers to the prompts of ``request``."""
+        """Generate answers to the prompts of ``request``."""
 
     @abstractmethod
     def sync_weights(self, step: int) -> None:
         """Take the weights after training step ``step``."""
 
-    def shutdown(self) -> None:  # noqa: B027 - most have nothing to end
-        """Give back what is held."""
+    def shutdown(self) -> None:  # noqa: B027 - most engines have nothing to free
+        """Free the engine's resources."""
 
 
-# Ends of answers, and the padding behind them.
+# Ends of answers, and the padding after them.
 
 
 def special_tokens(tokenizer: Any, module: Any) -> tuple[list[int], int]:
-    """Tokens that end an answer, and the one behind the end: of ``tokenizer``, else of the generation config of
+    """Return the tokens that end an answer, and the padding token: of ``tokenizer``, else of the generation config of
     ``module``."""
     source = tokenizer if tokenizer is not None else module.generation_config
     found = source.eos_token_id
@@ -133,33 +133,34 @@ def special_tokens(tokenizer: Any, module: Any) -> tuple[list[int], int]:
 
 
 def until_the_end(answers: Tensor, ends: list[int]) -> Tensor:
-    """[rows, length]: 1 up to and with the first of ``ends``, 0 behind."""
+    """Return a mask [rows, length]: 1 up to and including the first of ``ends``, 0 after it."""
     ended = torch.isin(answers, torch.tensor(ends, dtype=answers.dtype, device=answers.device)).int()
     return (ended.cumsum(1) - ended == 0).int()
 
 
-# Learning from answers that other weights, or other arithmetic, gave.
+# Off-policy corrections: answers generated by older weights, or by other arithmetic.
 
 
 def importance_weights(
     training: Tensor, rollout: Tensor, mask: Tensor, *, cap: float = 2.0, level: str = "token"
 ) -> Tensor:
-    """Return importance weights: how much more probable each answer is for the model that learns than for the one that
-    gave it, at most ``cap`` (truncated importance sampling, E. L. Ionides, 2008). They multiply the loss of a stale
-    rollout. The cap keeps a rare token from deciding the step; the bias that it leaves is small where the two are near.
+    """Return importance weights: the ratio of each answer's probability under the trained model to that under the model
+    that generated it, at most ``cap`` (truncated importance sampling, E. L. Ionides, 2008). Multiply the loss of a
+    stale rollout by them. The cap keeps a rare token from dominating the step; its bias is small if the models are
+    close.
 
     Args:
-        training: [rows, length] log-probabilities of the answers' tokens by the weights at the beginning of the update.
-        rollout: those that generation had (``RolloutBatch.log_probs``).
-        mask: 1 where a token counts.
+        training: [rows, length] log-probabilities of the answers' tokens under the weights at the start of the update.
+        rollout: those at generation (``RolloutBatch.log_probs``).
+        mask: 1 for tokens to count.
         cap: above 0.
-        level: ``token``: of each token alone; ``sequence``: of the whole answer, the same for its tokens.
+        level: ``token``: a ratio per token; ``sequence``: one ratio per answer, the same for all its tokens.
 
     Returns:
-        [rows, length] float32 without gradient, 0 where ``mask`` is.
+        [rows, length] float32 without gradient, 0 where ``mask`` is 0.
 
     Raises:
-        ValueError: another ``level``, or a ``cap`` that is not above 0.
+        ValueError: an unknown ``level``, or a ``cap`` of 0 or less.
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
@@ -173,17 +174,17 @@ def importance_weights(
 
 
 def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
-    """Measure how far the log-probabilities of generation are from those of the training forward with the same weights:
-    the effect of another order of sums, or of another precision.
+    """Measure the difference between log-probabilities at generation and in the training forward with the same weights,
+    caused by another summation order or precision.
 
     Args:
-        training: [rows, length] log-probabilities of the answers' tokens, by the model that learns.
-        rollout: those that generation had (``RolloutBatch.log_probs``).
-        mask: 1 where a token counts.
+        training: [rows, length] log-probabilities of the answers' tokens under the trained model.
+        rollout: those at generation (``RolloutBatch.log_probs``).
+        mask: 1 for tokens to count.
 
     Returns:
-        ``largest`` and ``mean``: of the differences without sign; ``kl``: the mean of rollout minus training, an
-        estimate of the divergence of the one from the other.
+        ``largest`` and ``mean`` of the absolute differences; ``kl``: the mean of rollout minus training, an estimate of
+        KL(rollout || training).
     """
     log_ratio = (rollout.detach().double() - training.detach().double()) * mask
     count = max(float(mask.sum()), 1.0)

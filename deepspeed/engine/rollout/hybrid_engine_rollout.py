@@ -1,4 +1,4 @@
-"""Rollouts by the engine that trains."""
+"""Rollouts by the training engine's own ``generate``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from deepspeed.engine.rollout.base import (
 
 @dataclass
 class HybridEngineRolloutConfig:
-    """``use_graph_capture`` has no effect: decoding is not captured as a graph. Neither have the others, which are
-    about how a batch is decoded and change no answer: ``RolloutConfig("serving")`` shares prompts and memory by itself.
+    """``use_graph_capture`` has no effect: decoding is not captured as a graph. The other options concern batching and
+    do not change answers; they have no effect either: ``RolloutConfig("serving")`` shares prompts and memory on its
+    own.
 
-    ``enable_profiling``: ``get_last_profile`` tells how long the last ``generate`` took; it waits for the device.
+    ``enable_profiling``: ``get_last_profile`` returns the times of the last ``generate``; synchronizes with the device.
     """
 
     use_graph_capture: bool = False
@@ -39,11 +40,11 @@ class HybridEngineRolloutConfig:
 
 
 class HybridEngineRollout(RolloutEngine):
-    """Answers by ``engine.generate``, in evaluation mode; the engine's mode is the same afterwards.
+    """Generates by ``engine.generate`` in evaluation mode, and restores the engine's mode afterwards.
 
     Args:
-        engine: of ``deepspeed.initialize`` with ``hybrid_engine``; any engine whose module generates does.
-        tokenizer: says which tokens end an answer and which one pads; without it the model's generation config does.
+        engine: of ``deepspeed.initialize`` with ``hybrid_engine``, or any engine whose module has ``generate``.
+        tokenizer: provides the end and padding tokens; None: the model's generation config does.
         cfg: see ``HybridEngineRolloutConfig``.
     """
 
@@ -69,9 +70,9 @@ class HybridEngineRollout(RolloutEngine):
                 note(f"rollout: {name} has no effect on the hybrid engine: use RolloutConfig('serving')")
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """Collective where the engine's ``generate`` is.
+        """Generate answers. Collective if the engine's ``generate`` is.
 
-        ValueError: ``log_probs`` with ranks that share layers in generation only; ``seeds``.
+        ValueError: ``log_probs``, with ranks that share layers only in generation; ``seeds``.
         """
         if request.seeds is not None:
             raise ValueError(
@@ -111,8 +112,8 @@ class HybridEngineRollout(RolloutEngine):
         return batch
 
     def get_last_profile(self) -> dict[str, Any] | None:
-        """Milliseconds of each part of the last ``generate``, the length of the answers with their padding, and tokens
-        per second. None: before the first one, or without ``enable_profiling``."""
+        """Return milliseconds of each part of the last ``generate``, the padded length of the answers, and tokens per
+        second. None: before the first one, or without ``enable_profiling``."""
         return None if self._last_profile is None else dict(self._last_profile)
 
     def _mark(self) -> None:
@@ -121,11 +122,12 @@ class HybridEngineRollout(RolloutEngine):
             self._marks.append(time.perf_counter())
 
     def sync_weights(self, step: int) -> None:
-        """Nothing: the weights are those that are trained."""
+        """Do nothing: generation uses the trained weights themselves."""
 
 
 def _profile(marks: list[float], rows: int, length: int) -> dict[str, Any]:
-    """``marks``: the beginning, and the ends of preparing, generating and of what came after."""
+    """Return the profile. ``marks``: times of the start, and of the ends of preparing, generating and
+    postprocessing."""
     before, generating, after = ((end - start) * 1e3 for start, end in itertools.pairwise(marks))
     return {
         "prompt_expansion_ms": before,
@@ -138,7 +140,7 @@ def _profile(marks: list[float], rows: int, length: int) -> dict[str, Any]:
 
 
 def _settings(sampling: SamplingConfig) -> dict[str, Any]:
-    """Arguments of ``generate``."""
+    """Return the arguments of ``generate``."""
     settings: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "num_return_sequences": sampling.n_samples_per_prompt,
@@ -156,6 +158,7 @@ def _settings(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _log_probs(logits: tuple[Tensor, ...], answers: Tensor) -> Tensor:
-    """[rows, length] float32 of the tokens that were drawn, from the logits ``[rows, vocabulary]`` of each of them."""
+    """Return the log-probabilities [rows, length], float32, of the sampled tokens, from the logits [rows, vocabulary]
+    of each position."""
     each = [step.float().log_softmax(-1).gather(1, answers[:, at, None]) for at, step in enumerate(logits)]
     return torch.cat(each, 1)

@@ -1,4 +1,4 @@
-"""Rollouts by continuous batching: each forward has one token of every answer that goes on, without padding."""
+"""Rollouts by continuous batching: each forward has one token of every unfinished answer, without padding."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _SEEDS = 2**62
 class ServingRolloutConfig:
     """
     Attributes:
-        token_budget: tokens of one forward.
-        max_sequences: answers that grow at the same time; the others wait for a place.
-        block_size: tokens of a block of the cache.
+        token_budget: tokens per forward.
+        max_sequences: maximum answers generated concurrently; others wait.
+        block_size: tokens per block of the KV cache.
     """
 
     token_budget: int = 2048
@@ -43,13 +43,13 @@ class ServingRolloutConfig:
 
 
 class ServingRollout(RolloutEngine):
-    """Answers by the scheduler and the paged cache of the serving engine, over the very weights that are trained: no
-    second copy of them under ZeRO 0 to 2; at stage 3 they are gathered once for a rollout. Adapters are fused
-    meanwhile, and the cache is given back with the answers.
+    """Generates by the scheduler and the paged KV cache of the serving engine, with the trained weights themselves: no
+    second copy under ZeRO 0 to 2; at stage 3 they are gathered once per rollout. Adapters are merged for the rollout,
+    and the cache is freed after it.
 
     Args:
         engine: of ``deepspeed.initialize``, with a causal language model of Transformers.
-        tokenizer: says which tokens end an answer and which one pads; without it the model's generation config does.
+        tokenizer: provides the end and padding tokens; None: the model's generation config does.
         cfg: see ``ServingRolloutConfig``.
 
     Raises:
@@ -65,23 +65,22 @@ class ServingRollout(RolloutEngine):
         self._server = _RolloutServer(tokenizer, cfg or ServingRolloutConfig())
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """At stage 3 a collective on entry and exit; prompts and lengths are each rank's own."""
+        """Generate answers. At stage 3 a collective on entry and exit; prompts and lengths may differ between ranks."""
         seeds = _seeds(request, sampling)
         with _whole(self.engine) as module:
             return self._server.answers(module, request, sampling, seeds)
 
     def sync_weights(self, step: int) -> None:
-        """Nothing: the weights are those that are trained."""
+        """Do nothing: generation uses the trained weights themselves."""
 
 
 class ServingRolloutAhead(RolloutEngine):
-    """Answers while the engine trains, by a copy of the weights of the last ``sync_weights``: between ``begin`` and
-    ``finish``, updates are made. The answers are then behind the model that learns from them, which
-    ``importance_weights`` corrects.
+    """Generates while the engine trains, with a copy of the weights of the last ``sync_weights``: updates may happen
+    between ``begin`` and ``finish``. The answers are then stale, which ``importance_weights`` corrects.
 
-    They depend on the weights, the prompts and the seeds only, not on when training goes on beside them.
+    They depend only on the weights, the prompts and the seeds, not on the timing of training.
 
-    Making it is a collective at stage 3; so is ``sync_weights``, and nothing else. Arguments and errors are those of
+    The constructor and ``sync_weights`` are collectives at stage 3, and nothing else is. Arguments and errors as in
     ``ServingRollout``.
     """
 
@@ -91,7 +90,7 @@ class ServingRolloutAhead(RolloutEngine):
         _check_ranks(engine)
         self.engine = engine
         self.step = 0
-        """Training step of the weights that it generates with."""
+        """Training step of the weights in use."""
         self._server = _RolloutServer(tokenizer, cfg or ServingRolloutConfig())
         self._worker = ThreadPoolExecutor(1, "rollout")
         self._running: Future[RolloutBatch] | None = None
@@ -100,16 +99,16 @@ class ServingRolloutAhead(RolloutEngine):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the copy of the weights."""
+        """Size of the copy of the weights in bytes."""
         return sum(param.nbytes for param in self._copy.parameters())
 
     @property
     def in_progress(self) -> bool:
-        """True: answers were requested and have not been taken."""
+        """Return whether ``begin`` was called and its answers have not been taken."""
         return self._running is not None
 
     def sync_weights(self, step: int) -> None:
-        """Take the weights after training step ``step``. A rollout that is in progress ends first; its answers stay."""
+        """Take the weights after training step ``step``. Waits for a rollout in progress, and keeps its answers."""
         if self._running is not None:
             self._running.exception()
         with _whole(self.engine) as module:
@@ -120,33 +119,33 @@ class ServingRolloutAhead(RolloutEngine):
         self.step = step
 
     def begin(self, request: RolloutRequest, sampling: SamplingConfig) -> None:
-        """Generate in the background. RuntimeError: the answers of the ``begin`` before are not taken."""
+        """Generate in the background. RuntimeError: the answers of the previous ``begin`` have not been taken."""
         if self._running is not None:
             raise RuntimeError("a rollout is in progress: take its answers with finish() first")
         seeds = _seeds(request, sampling)
         self._running = self._worker.submit(self._server.answers, self._copy, request, sampling, seeds)
 
     def finish(self) -> RolloutBatch:
-        """The answers of ``begin``, when they are there. RuntimeError: there was none."""
+        """Wait for the answers of ``begin`` and return them. RuntimeError: ``begin`` was not called."""
         if self._running is None:
             raise RuntimeError("no rollout is in progress: begin() one first")
         running, self._running = self._running, None
         return running.result()
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
-        """``begin`` and ``finish``."""
+        """Call ``begin`` and ``finish``."""
         self.begin(request, sampling)
         return self.finish()
 
     def shutdown(self) -> None:
-        """Ends the rollout in progress, and gives the copy back."""
+        """Wait for the rollout in progress, and free the copy of the weights."""
         self._worker.shutdown()
         self._running = None
         self._copy = nn.Module()
 
 
 class _RolloutServer:
-    """Answers of a module. What was found out about the module is kept; the cache is not."""
+    """Generates answers with a module. Facts about the module are kept between rollouts; the cache is not."""
 
     def __init__(self, tokenizer: Any, cfg: ServingRolloutConfig) -> None:
         self._tokenizer = tokenizer
@@ -156,7 +155,7 @@ class _RolloutServer:
     def answers(
         self, module: nn.Module, request: RolloutRequest, sampling: SamplingConfig, seeds: list[int]
     ) -> RolloutBatch:
-        """``module`` is in evaluation mode, with whole weights; ``seeds``: one for each answer."""
+        """Generate. ``module``: in evaluation mode, with whole weights; ``seeds``: one per answer."""
         ends, padding = special_tokens(self._tokenizer, module)
         prompts = [
             tokens[kept.bool()].tolist()
@@ -200,7 +199,7 @@ def _params(sampling: SamplingConfig, ends: list[int], seed: int) -> SamplingPar
 def _batch(
     request: RolloutRequest, sampling: SamplingConfig, made: list[Request], padding: int
 ) -> RolloutBatch:
-    """The finished requests side by side, padded to the longest answer."""
+    """Stack the finished requests, padded to the longest answer."""
     prompts, count = request.prompt_ids, sampling.n_samples_per_prompt
     rows, width = len(made), prompts.shape[1]
     longest = max(len(each.generated) for each in made)
@@ -223,7 +222,7 @@ def _batch(
 
 
 def _seeds(request: RolloutRequest, sampling: SamplingConfig) -> list[int]:
-    """One for each answer. ValueError: not as many are given."""
+    """Return one seed per answer. ValueError: the request has another number of them."""
     rows = request.prompt_ids.shape[0] * sampling.n_samples_per_prompt
     if request.seeds is None:
         return torch.randint(_SEEDS, (rows,)).tolist()
@@ -246,7 +245,7 @@ def _check_ranks(engine: Any) -> None:
 
 @contextlib.contextmanager
 def _whole(engine: Any) -> Iterator[nn.Module]:
-    """The engine's causal model, in evaluation mode, with whole weights and the adapters in them."""
+    """Yield the engine's causal model in evaluation mode, with whole weights and merged adapters."""
     adapters = getattr(engine, "adapters", None)
     trained = engine.training
     engine.eval()
@@ -261,8 +260,8 @@ def _whole(engine: Any) -> Iterator[nn.Module]:
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """With weights of its own that no engine knows. ``copy.deepcopy`` alone would bring along what an engine has made
-    of the parameters."""
+    """Return a copy with its own weights, unknown to any engine. ``copy.deepcopy`` alone would also copy what an engine
+    has attached to the parameters."""
     copies: dict[int, Tensor] = {
         id(param): nn.Parameter(param.detach().clone(), requires_grad=False) for param in module.parameters()
     }

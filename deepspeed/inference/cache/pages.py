@@ -1,4 +1,4 @@
-"""The tensors of the paged cache."""
+"""Tensors of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from deepspeed.ops.paged_attention import supports
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Key-value entry of one token in one layer: ``heads`` keys of ``key_size`` and values of ``value_size``
-    numbers."""
+    """Shape of one token's entry in a layer: ``heads`` keys of ``key_size`` and values of ``value_size`` elements."""
 
     heads: int
     key_size: int
@@ -28,7 +27,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> LayerShape:
-        """Derive it from a layer's ``key`` and ``value`` [.., heads, tokens, size]. ValueError: their heads differ."""
+        """Derive the shape from ``key`` and ``value`` [.., heads, tokens, size]. ValueError: their heads differ."""
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(f"{key.shape[-3]} heads of keys, {value.shape[-3]} of values")
         return cls(key.shape[-3], key.shape[-1], value.shape[-1], key.dtype, key.device)
@@ -39,11 +38,11 @@ class LayerShape:
 
 
 class PagedCache:
-    """Keys and values of all layers. Keys ``[blocks, heads, key size, block_size]`` lie transposed, so that a query is
-    compared with those of a whole block at once; values ``[blocks, heads, block_size, value size]``.
+    """Keys and values of all layers. Keys are stored transposed, [blocks, heads, key size, block_size], so that a query
+    is compared with all keys of a block at once; values are [blocks, heads, block_size, value size].
 
     Args:
-        shapes: by the number of the layer.
+        shapes: by layer number.
     """
 
     def __init__(self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int) -> None:
@@ -60,29 +59,29 @@ class PagedCache:
         self.is_on_host = bool(self.shapes) and all(
             supports(shape.dtype, shape.device) for shape in self.shapes.values()
         )
-        """Whether the host kernel can read all of it."""
+        """Whether the host kernel can read all pages."""
         pages = [tensor for both in self._pages.values() for tensor in both]
         self.is_on_gpu = bool(pages) and usable(*pages) and all(map(_in_kernel, self.shapes.values()))
-        """Whether the Triton kernel can read all of it, from one GPU."""
+        """Whether the Triton kernel can read all pages, from one GPU."""
 
     @property
     def nbytes(self) -> int:
         return block_bytes(self.shapes, self.block_size) * self.num_blocks
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer. KeyError: it has none."""
+        """Return the keys and values of one layer. KeyError: the layer has none."""
         return self._pages[layer]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
-        """``key``, ``value`` [tokens, heads, size] to the slots ``offsets`` of ``blocks``, both [tokens] (or all three
-        with a dim for sequences before that)."""
+        """Write ``key`` and ``value`` [tokens, heads, size] to the slots ``offsets`` of ``blocks``, both [tokens] (or
+        all with a leading dim of sequences)."""
         keys, values = self._pages[layer]
         keys[blocks, :, :, offsets] = key
         values[blocks, :, offsets] = value
 
     def read(self, layer: int, blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, stop - start, size] of the tokens from ``start`` to ``stop`` of the sequence that has
-        ``blocks``: copies."""
+        """Return copies of the keys and values [heads, stop - start, size] of the tokens ``start`` to ``stop`` of the
+        sequence that has ``blocks``."""
         first, last = start // self.block_size, -(-stop // self.block_size)
         inside = slice(start - first * self.block_size, stop - first * self.block_size)
         keys, values = (pages.index_select(0, blocks[first:last]) for pages in self._pages[layer])
@@ -91,7 +90,8 @@ class PagedCache:
         return keys[:, inside], values[:, inside]
 
     def read_slots(self, layer: int, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, heads, tokens, size] of the slots ``offsets`` of ``blocks``, [batch, tokens]."""
+        """Return the keys and values [batch, heads, tokens, size] of slots ``offsets`` of ``blocks``, [batch,
+        tokens]."""
         keys, values = self._pages[layer]
         return keys[blocks, :, :, offsets].transpose(1, 2), values[blocks, :, offsets].transpose(1, 2)
 
@@ -103,8 +103,8 @@ def _in_kernel(shape: LayerShape) -> bool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, as what is never written may be read under a mask and must be finite. On the host without touching the
-    memory, which is taken from the system when it is first written."""
+    """Allocate zeros, since unwritten slots may be read under a mask and must be finite. On the host the memory is not
+    touched, so the system allocates each page when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -118,10 +118,10 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagePiece:
-    """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
-    are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
-    (`inference/model/rotations.py`). ``wanted``: how many of its last tokens logits are wanted for.
-    ``adapter``: of the sequence (`inference/model/low_rank.py`)."""
+    """Tokens of one sequence for one forward: ``tokens`` from position ``start``; keys and values of earlier tokens are
+    in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
+    (`inference/model/rotations.py`). ``wanted``: number of last tokens whose logits are needed. ``adapter``: of the
+    sequence (`inference/model/low_rank.py`)."""
 
     tokens: Sequence[int]
     start: int

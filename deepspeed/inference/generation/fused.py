@@ -1,10 +1,10 @@
-"""``generate`` of Transformers whose forwards are one call of the native library each.
+"""``generate`` of Transformers with each forward in a single call of the native library.
 
-Transformers says how tokens are chosen, with its own random numbers, processors, streamers and criteria. Only the
-forward is another one: it runs the fused layout over a paged cache, which takes the place of the cache of ``generate``;
-and where no streamer listens, so is the loop around it (`token_loop.py`). Prompts that are the same are computed
-once. A call that needs more of the model than the logits of the last tokens (beams, an assistant, hidden states), and a
-model or batch that the fused layout is not for, get the module's own ``generate``.
+Transformers selects the tokens, with its own random numbers, processors, streamers and criteria. Only the forward is
+replaced: it runs the fused layout over a paged cache instead of the cache of ``generate``; without a streamer, the loop
+around it is replaced, too. Identical prompts are computed once. Calls that need more than the logits of the last tokens
+(beams, an assistant, hidden states), and models or batches that the fused layout does not support, use the module's own
+``generate``.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops.host_graph import largest_of
 
-# The loop that chooses tokens, as Transformers' ``generate`` has it for greedy search and samples, over a
-# forward that computes only what goes on.
+# The token loop of Transformers' ``generate`` for greedy search and sampling, over a forward that computes only the
+# unfinished rows.
 #
-# Processors, criteria and random numbers are those of the call, asked for and drawn in the same order, so
-# that the tokens are the same. Left out is what goes around a forward of any model: inputs that are
-# prepared, masks that grow, and rows that have ended, which Transformers computes on until the last one
-# has.
+# Processors, criteria and random numbers are those of the call, used in the same order, so the tokens are the same.
+# Omitted is the generic work around a model's forward: preparing inputs, growing masks, and computing finished rows,
+# which Transformers does until the last row is finished.
 
 
 Forward = Callable[[Tensor, Sequence[int]], Tensor]
-"""(tokens [rows, new], the numbers of the rows that go on) -> their logits [rows that go on, vocabulary]."""
+"""(tokens [rows, new], indices of unfinished rows) -> their logits [unfinished rows, vocabulary]."""
 
 _USUAL = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
@@ -50,8 +49,8 @@ def is_usual(kind: type[Any]) -> bool:
 
 @dataclass(slots=True)
 class Chosen:
-    """``tokens`` [rows, length]: the prompts and what comes behind them, with padding behind a row's end. ``scores``,
-    ``logits`` [rows, vocabulary] of each new token, with and without processors, where they are wanted."""
+    """``tokens`` [rows, length]: prompts and new tokens, padded after a row's end. ``scores``, ``logits`` [rows,
+    vocabulary] of each new token, with and without processors, if requested."""
 
     tokens: Tensor
     scores: list[Tensor] = field(default_factory=list)
@@ -59,20 +58,20 @@ class Chosen:
 
 
 def supports(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
-    """Return whether this loop supports all that is asked for. ``others``: further arguments of the loop."""
+    """Return whether this loop supports the call. ``others``: further arguments of the loop."""
     padded = isinstance(getattr(config, "_pad_token_tensor", None), Tensor)
     return not any(others) and (padded or not _has_ends(criteria))
 
 
 def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any) -> Chosen:
-    """``prompts``: [rows, length] on the host."""
+    """Run the loop. ``prompts``: [rows, length] on the host."""
     made, new, as_dict = Chosen(prompts), prompts, config.return_dict_in_generate
     ends, rows = _has_ends(criteria), len(prompts)
     going, unfinished = list(range(rows)), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(0)
     while True:
         found = forward(new, going).float()
-        # A row that has ended keeps its last logits: it draws what it would have drawn, and gets padding.
+        # A finished row keeps its last logits: it draws as many random numbers as in Transformers, and gets padding.
         logits = found if len(going) == rows else logits.index_copy(0, torch.tensor(going), found)
         scores = processors(made.tokens, logits.clone()) if processors else logits
         if as_dict and config.output_scores:
@@ -87,7 +86,7 @@ def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: 
         unfinished &= ~criteria(made.tokens, tuple(made.scores) or None)
         if not unfinished.any():
             return made
-        if ends and not as_dict:  # logits of what comes behind an end, and the cache, are part of that output
+        if ends and not as_dict:  # the dict contains the logits after an end, and the cache
             going = unfinished.nonzero()[:, 0].tolist()
 
 
@@ -104,7 +103,7 @@ def _has_ends(criteria: Any) -> bool:
 
 _BLOCK_SIZE = 16
 _FIRST_TOKENS = 256
-"""Of the cache, behind the prompt; it grows by doubling."""
+"""Initial size of the cache in tokens, after the prompt; it grows by doubling."""
 
 _ARGUMENTS = frozenset(
     "inputs input_ids attention_mask generation_config logits_processor stopping_criteria streamer "
@@ -115,7 +114,7 @@ _ARGUMENTS = frozenset(
     "prefix_allowed_tokens_fn stop_strings max_time num_return_sequences num_beams use_cache bos_token_id "
     "pad_token_id eos_token_id return_dict_in_generate output_logits output_scores".split()
 )
-"""Of a call of ``generate``: those that say which tokens are chosen."""
+"""Arguments of ``generate`` that affect which tokens are selected."""
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -130,7 +129,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1, 1.0),
     "watermarking_config": (None,),
 }
-"""Settings of a call or of a model that change what is asked of the forward, with the values that do not."""
+"""Settings of a call or model that change what the forward must return, with the values that do not."""
 
 _FORWARD = frozenset(
     "input_ids attention_mask position_ids cache_position past_key_values use_cache logits_to_keep return_dict "
@@ -140,8 +139,8 @@ _UNWANTED = ("output_attentions", "output_hidden_states")
 
 
 class FusedGeneration:
-    """Generates with one module after another. What was found out about a module is kept while it lives; the cache is
-    that of one call."""
+    """Generates with one module after another. Facts about a module are kept while it lives; the cache is dropped after
+    each call."""
 
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
@@ -160,18 +159,18 @@ class FusedGeneration:
         cache: Any = cache_over(rows, 1)
         cache.rows = rows
         acting = object.__new__(self._acting)
-        object.__setattr__(acting, "__dict__", _attributes(module))  # the module itself, with another forward
+        object.__setattr__(acting, "__dict__", _attributes(module))  # the same module with another forward
         try:
             made = plain(acting, *inputs, past_key_values=cache, **kwargs)
             if getattr(made, "past_key_values", None) is cache:
-                # Whoever asked for more than tokens gets that too.
+                # A caller that asked for the whole output gets the cache, too.
                 made.past_key_values = rows.kept(module)
             return made
         finally:
             runner.release()
 
     def _runner_of(self, module: nn.Module) -> ModelRunner | None:
-        """None if the fused layout is not for ``module``, or somebody listens to it, who shall not hear of trials."""
+        """Return a runner; None if the fused layout does not support ``module``, or hooks would see the trial."""
         if any(map(is_heard, module.modules())):
             return None
         if self._module is None or self._module() is not module:
@@ -179,7 +178,7 @@ class FusedGeneration:
             self._acting = _acting_kind(type(module))
             try:
                 self._runner = ModelRunner(module, _BLOCK_SIZE, layouts=(FusedLayout,))
-            except (LayoutError, AttributeError, TypeError, ValueError):  # of any model
+            except (LayoutError, AttributeError, TypeError, ValueError):  # from any model code
                 self._runner = None
         return self._runner
 
@@ -188,13 +187,13 @@ class FusedGeneration:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the module's attributes, without a forward that replaces its class's."""
+    """Return the module's attributes, without a replaced forward."""
     own = vars(module)
     return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call asks for greedy or sampled tokens and nothing else."""
+    """Return whether a call asks for greedy or sampled tokens only."""
     if module.training or not kwargs.keys() <= _ARGUMENTS or len(inputs) > 1:
         return False
     configs = (kwargs.get("generation_config"), getattr(module, "generation_config", None))
@@ -206,7 +205,8 @@ def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _acting_kind(kind: type[Any]) -> type[Any]:
-    """``kind`` with a forward that runs the rows of a call if the cache is theirs, and a loop around it."""
+    """Return a subclass of ``kind`` whose forward runs the rows of a call if the cache is theirs, and with this
+    loop."""
     plain = kind.forward
 
     @functools.wraps(plain)
@@ -274,8 +274,8 @@ def _plain_cache(module: Any) -> Any:
 
 
 class _Rows:
-    """The sequences of one call of ``generate``. To the cache interface of Transformers: what has ``length`` tokens, of
-    which ``count`` are new."""
+    """The sequences of one call of ``generate``. As a Transformers cache, it has ``length`` tokens, of which ``count``
+    are new."""
 
     count = 0
 
@@ -289,7 +289,7 @@ class _Rows:
         raise RuntimeError("the model's own attention does not use this cache")
 
     def supports(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the first forward of a call has left-padded rows, and few enough of them."""
+        """Return whether the first forward of a call has left-padded rows, and not too many."""
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if not arguments.keys() <= _FORWARD or any(arguments.get(name) for name in _UNWANTED):
             return False
@@ -305,7 +305,7 @@ class _Rows:
         return bool((mask[:, -1] == 1).all() and (mask[:, 1:] >= mask[:, :-1]).all())
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
-        """Logits [rows, 1, vocabulary] after the last token of each row."""
+        """Return logits [rows, 1, vocabulary] after the last token of each row."""
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         tokens = arguments["input_ids"]
@@ -313,7 +313,7 @@ class _Rows:
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=arguments["past_key_values"])
 
     def logits(self, mask: Tensor | None, tokens: Tensor, going: Sequence[int]) -> Tensor:
-        """[rows, vocabulary] after the last token of each of the rows ``going``, all at first."""
+        """Return logits [rows, vocabulary] after the last token of each row in ``going`` (all rows at first)."""
         self.length += tokens.shape[1]
         if not self.sequences:
             return self._first_logits(tokens, mask)
@@ -321,7 +321,7 @@ class _Rows:
         return self.runner.forward([self._piece(i, numbers[i]) for i in going], unchanged=True)
 
     def kept(self, module: Any) -> Any:
-        """A cache of Transformers with the keys and values of all rows, padded on the left."""
+        """Return a Transformers cache with the keys and values of all rows, left-padded."""
         cache, pages = _plain_cache(module), self.runner.cache
         for layer in sorted(pages.shapes):
             pairs = [pages.read(layer, torch.tensor(blocks), 0, stop) for stop, blocks in self.sequences]
@@ -348,7 +348,8 @@ class _Rows:
         return logits[torch.tensor([different.index(first[prompt]) for prompt in prompts])]
 
     def _follow(self, one: int, other: int) -> None:
-        """Sequence ``other`` has the tokens of ``one``: it shares the full blocks, and has a copy of the last."""
+        """Let sequence ``other`` continue from the tokens of ``one``: full blocks are shared, the last one is
+        copied."""
         stop, blocks = self.sequences[one]
         full = stop // _BLOCK_SIZE
         self.sequences[other] = (full * _BLOCK_SIZE, blocks[:full])

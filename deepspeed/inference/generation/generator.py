@@ -1,6 +1,6 @@
-"""Continuous batching: many requests at once, each forward with as many tokens as the budget.
+"""Continuous batching: many concurrent requests, and as many tokens per forward as the budget allows.
 
-``schedule -> run -> choose -> complete`` is all there is to a step; each part is an object of its own.
+A step is ``schedule -> run -> choose -> complete``; each part is an object.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _PART_OF_MEMORY = 0.4
 class Generator:
     """Generates from an unchanged causal model of Transformers.
 
-    Tensor-parallel ranks each have one of these with the same requests in the same order; they take the same decisions
-    without talking to each other.
+    Each tensor-parallel rank has a generator with the same requests in the same order; all of them make the same
+    decisions without communicating.
 
     Args:
-        module: the model, in evaluation mode; tensor-parallel ones are split already. Or a runner of it, which another
-            generator had: the model is not tried again, and the runner's cache is a new one.
-        token_budget: tokens of one forward.
-        max_sequences: requests that are served at the same time.
-        max_length: tokens of the longest request with its result; None: what the model was made for, at most 2,048.
-        block_size: tokens of a block of the cache.
-        cache_bytes: of the cache; None: what ``max_sequences`` of the longest requests need, at most 0.4 of the memory
-            that is free.
-        num_blocks: instead of ``cache_bytes``.
-        short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
-            strictly in the order of arrival.
+        module: the model, in evaluation mode, already split if tensor-parallel; or the runner of an earlier generator,
+            whose layout is reused without a new trial, with a new cache.
+        token_budget: tokens per forward.
+        max_sequences: maximum number of requests served concurrently.
+        max_length: maximum tokens of a request with its result; None: what the model was made for, at most 2,048.
+        block_size: tokens per block of the cache.
+        cache_bytes: size of the cache; None: enough for ``max_sequences`` requests of maximum length, at most 0.4 of
+            the free memory.
+        num_blocks: size of the cache in blocks, instead of ``cache_bytes``.
+        short_share: fraction of the prompt tokens of a forward with which short prompts may overtake long ones; 0:
+            strict order of arrival.
         policy: "fcfs": requests are served by arrival; "priority": by `SamplingParams.priority`, then by arrival.
-        speculation: proposes the next tokens of requests, several of which one forward then gives; None: one each. It
-            is this generator's alone.
+        speculation: proposes next tokens, so that a forward may yield several per request; None: one each. Not shared
+            with other generators.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
-        seed: of requests without one.
+        seed: for requests without a seed.
         group: the tensor-parallel ranks.
-        matcher_of: makes the matchers of requests with a constraint; None: these are refused.
+        matcher_of: creates the matchers of requests with a constraint; None: these are refused.
 
     Raises:
         LayoutError: the model cannot be run over a paged cache.
-        ValueError: the memory does not hold the cache of one request, or ``speculation`` is not for this model.
+        ValueError: the memory does not hold the cache of one request, or ``speculation`` does not fit this model.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Generator:
         return self.scheduler.has_work
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, has a token that
-        the model does not know, or would grow beyond a length where its rotations change
+        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, has a token
+        outside the vocabulary, or would grow beyond a length at which its rotations change
         (`inference/model/rotations.py`)."""
         request = self._known(Request(self._next_id, prompt, params or SamplingParams()))
         self.scheduler.add(request)
@@ -119,11 +119,11 @@ class Generator:
         return request
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """ValueError: such a request would be refused."""
+        """Check a request without adding it. ValueError: it would be refused."""
         self.scheduler.check(self._known(Request(self._next_id, prompt, params)))
 
     def state(self) -> dict[str, float]:
-        """Values of this moment, by name."""
+        """Return current values by name."""
         scheduler = self.scheduler
         pool = scheduler.blocks.pool
         return {
@@ -135,13 +135,13 @@ class Generator:
         }
 
     def cancel(self, request: Request) -> None:
-        """It gets no further tokens, and its blocks are free."""
+        """Stop generating for a request, and free its blocks."""
         self.scheduler.cancel(request)
         self.sampler.forget(request)
 
     def step(self, unchanged: bool = False) -> list[Request]:
-        """One forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module was not
-        touched since the last one."""
+        """Run one forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module has not
+        been modified since the last step."""
         scheduled = self.scheduler.schedule(self._max_with_drafts())
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
@@ -153,11 +153,12 @@ class Generator:
         return requests
 
     def _max_with_drafts(self) -> int | None:
-        """A forward is not to be computed by other kernels, with other roundings, for its proposed tokens."""
+        """Return the maximum tokens of a forward with drafts: with more, other kernels would run, with other
+        rounding."""
         return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 
     def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
-        """Compute ``chunks``; return the requests that get tokens, and the last of these by their ids."""
+        """Compute ``chunks``. Returns the requests that got tokens, and the last token of each by request id."""
         pieces = [_piece(chunk) for chunk in chunks]
         logits = self.runner.forward(pieces, unchanged)
         last, end = [], 0
@@ -176,13 +177,13 @@ class Generator:
         return requests, chosen
 
     def _pool(self, chunks: Sequence[Chunk], unchanged: bool) -> None:
-        """Compute ``chunks``, and add their hidden states to the vectors of their requests."""
+        """Compute ``chunks``, and add their hidden states to the pooled vectors of their requests."""
         pieces = [_piece(chunk) for chunk in chunks]
         states = self.runner.hidden(pieces, unchanged).float().split([piece.wanted for piece in pieces])
         for chunk, rows in zip(chunks, states, strict=True):
             request, pooling = chunk.request, chunk.request.params.pooling
             if pooling == "mean":
-                # One that was preempted starts anew.
+                # A preempted request starts over.
                 request.pooled = rows.sum(0) + (request.pooled if chunk.start else 0.0)
                 if chunk.is_last:
                     request.pooled = request.pooled / len(request.prompt)
@@ -194,9 +195,10 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
-        """Return the finished requests, in the order of the prompts. ``params``: one for all, or one for each.
+        """Generate for all prompts. Returns the finished requests in the order of the prompts. ``params``: one for all,
+        or one for each.
 
-        After an error none of them is left for the next call."""
+        An error cancels all of them."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         requests: list[Request] = []
         try:
@@ -212,7 +214,7 @@ class Generator:
         return requests
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[int]:
-        """The new tokens of one request as they come. If the iterator is closed, the request is cancelled."""
+        """Yield the new tokens of one request as they are generated. Closing the iterator cancels the request."""
         request = self.submit(prompt, params)
         given = 0
         try:
@@ -270,12 +272,12 @@ class Generator:
 
 
 def default_cache_bytes() -> int:
-    """Return the size of caches that nothing is said about, from the memory that is free now."""
+    """Return the default size of a cache in bytes, from the memory that is free now."""
     return int(_PART_OF_MEMORY * get_accelerator().available_memory())
 
 
 def longest_request(runner: ModelRunner, max_length: int | None) -> int:
-    """Return the tokens of the longest request with its result. ValueError: the model was not made for so many."""
+    """Return the maximum tokens of a request with its result. ValueError: more than the model supports."""
     made_for = runner.facts.max_length
     length = max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if made_for is not None and length > made_for:
@@ -299,7 +301,7 @@ def _note_prompt(chunk: Chunk, logits: Tensor) -> None:
     """Add the log-probabilities of the prompt's tokens that ``logits`` [tokens of the chunk, vocabulary] predict."""
     request, params = chunk.request, chunk.request.params
     predicted = request.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, len(request.prompt))]
-    known = len(request.prompt_logprobs) - chunk.start  # of a request that was preempted and starts anew
+    known = len(request.prompt_logprobs) - chunk.start  # of a preempted request that starts over
     found = logprobs_of(
         logits[known : len(predicted)], predicted[known:], [params.top_logprobs] * len(predicted)
     )

@@ -1,7 +1,7 @@
-"""Grammars of answers: JSON schemas, regular expressions, lists of choices and Lark grammars, matched by llguidance.
+"""Grammars that constrain answers: JSON schemas, regular expressions, choices and Lark grammars, matched by llguidance.
 
-llguidance computes the mask of a token in some 50 us and depends on nothing; xgrammar brings Triton and a compiler of
-its own, and outlines-core compiles every schema to an automaton before the first token.
+llguidance computes the mask of a token in about 50 us and has no dependencies; xgrammar requires Triton and its own
+compiler, and outlines-core compiles each schema to an automaton before the first token.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Constraint
 
 _MAX_CHARACTERS = 100_000
-"""Of a grammar: llguidance is quick, but grows with it."""
+"""Maximum characters of a grammar: llguidance is fast, but its time grows with the size."""
 
 _CHECKED = 64
-"""Constraints whose check is remembered: a server asks twice, and clients repeat theirs."""
+"""Number of constraints whose check is cached: a server checks each twice, and clients repeat theirs."""
 
 
 class Grammars:
-    """Makes the matchers of constraints (`logits.py`). May be used from several threads.
+    """Creates the matchers of constraints (`logits.py`). Thread-safe.
 
     Args:
         tokenizer: a fast tokenizer of Transformers, or one of the library ``tokenizers``.
@@ -36,12 +36,12 @@ class Grammars:
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._stops = list(stop_token_ids)
-        self._made: dict[int, Any] = {}  # by the size of the vocabulary
-        self._right: dict[tuple[Constraint, int], None] = {}  # the last that were checked
+        self._made: dict[int, Any] = {}  # by vocabulary size
+        self._right: dict[tuple[Constraint, int], None] = {}  # recently checked, valid ones
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint, size: int) -> None:
-        """ValueError: the constraint is no grammar, or the tokenizer cannot follow one."""
+        """Check a constraint. ValueError: it is not a grammar, or the tokenizer cannot follow one."""
         if (constraint, size) in self._right:
             return
         if len(constraint.text) > _MAX_CHARACTERS:
@@ -55,7 +55,7 @@ class Grammars:
                 self._right.pop(next(iter(self._right)))
 
     def __call__(self, constraint: Constraint, size: int) -> GrammarMatcher:
-        """Return a matcher at the beginning of ``constraint`` over a vocabulary of ``size`` tokens."""
+        """Return a matcher at the start of ``constraint``, over a vocabulary of ``size`` tokens."""
         known = self._tokens(size)
         matcher = _library().LLMatcher(known, self._grammar(constraint), log_level=0)
         return GrammarMatcher(matcher, known.vocab_size, size, self._stops)
@@ -65,7 +65,7 @@ class Grammars:
         return grammar if constraint.reasoning is None else self._behind(grammar, *constraint.reasoning)
 
     def _behind(self, grammar: str, begin: str, end: str) -> str:
-        """Return a grammar of free text from ``begin`` to ``end`` and ``grammar`` behind it."""
+        """Return a grammar of free text from ``begin`` to ``end``, followed by ``grammar``."""
         added = self._tokenizer.get_added_tokens_decoder()
         specials = {each.content: f"<[{token}]>" for token, each in added.items() if each.special}
         ended = f"FREE? {specials[end]}" if end in specials else "free"
@@ -93,9 +93,9 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Progress of one answer through its grammar. Once nothing but an end may follow, or the grammar has become too
-    complex to go on, only ``stops`` are allowed: one request must not stop the others. ``known``: tokens of the
-    matcher, of which the model has the first ``size``."""
+    """Progress of one answer through its grammar. Once only the end may follow, or the grammar has become too complex,
+    only ``stops`` are allowed: a request must not disturb others. ``known``: vocabulary of the matcher, of which the
+    model has the first ``size`` tokens."""
 
     def __init__(self, matcher: Any, known: int, size: int, stops: Sequence[int]) -> None:
         self._matcher = matcher
@@ -105,14 +105,14 @@ class GrammarMatcher:
         self._words = torch.zeros((known + 31) // 32, dtype=torch.int32)
 
     def allowed(self) -> Tensor:
-        """Return which tokens may follow, bool [vocabulary]."""
+        """Return a mask of the tokens that may follow, bool [vocabulary]."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
         bits = self._words[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         found = bits.flatten()[: self._size].bool()
         return self._end() if self._is_lost() or not bool(found.any()) else found
 
     def advance(self, token: int) -> None:
-        """Take the token that was chosen."""
+        """Advance by the chosen token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 

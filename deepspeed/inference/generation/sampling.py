@@ -1,4 +1,4 @@
-"""Choice of the next tokens from logits, by Transformers' rules in Transformers' order."""
+"""Selection of the next tokens from logits, by Transformers' rules in Transformers' order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from deepspeed.ops import gpu
 from deepspeed.ops.host_graph import largest_of
 
 _ROWS = 64
-"""Of logits whose log-probabilities exist at one time."""
+"""Number of rows of logits whose log-probabilities are computed at once."""
 
 
 class Sampler:
-    """Draws for requests, each with random numbers of its own: what else is in a batch, and when a request was
-    preempted, makes no difference. All ranks with the same ``seed`` and the same logits choose the same tokens. On a
-    GPU a Triton kernel draws, with other random numbers than the host.
+    """Samples for requests, each with its own random numbers: results depend neither on the rest of the batch nor on
+    preemption. All ranks with the same ``seed`` and logits choose the same tokens. On a GPU a Triton kernel samples,
+    with other random numbers than the host.
 
     Args:
-        seed: for requests without one.
-        matcher_of: makes the matchers of constrained requests (`logits.py`).
+        seed: for requests without a seed.
+        matcher_of: creates the matchers of constrained requests (`logits.py`).
     """
 
     def __init__(self, seed: int = 0, matcher_of: MatcherFactory | None = None) -> None:
@@ -32,8 +32,8 @@ class Sampler:
         self._random: dict[int, torch.Generator] = {}
 
     def choose(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
-        """Choose the next token of each request, by its id. ``logits`` [requests, vocabulary]. ``logprobs`` of the
-        requests that ask for it grow by one.
+        """Choose the next token of each request, by request id. ``logits`` [requests, vocabulary]. Appends an entry to
+        ``logprobs`` of the requests that ask for it.
 
         ValueError: logits are not finite.
         """
@@ -71,12 +71,12 @@ class Sampler:
         return chosen
 
     def _drawn(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
-        """Draw a token for each row of ``scores`` [requests, vocabulary], whose softmax are the probabilities."""
+        """Sample a token from each row of ``scores`` [requests, vocabulary], by its softmax."""
         probabilities = scores.softmax(-1).cpu()
         if not bool(probabilities.isfinite().all()):
             wrong = probabilities.isfinite().all(-1).tolist().index(False)
             raise ValueError(f"the logits of request {requests[wrong].id} are not finite")
-        # the exponential race: the first of clocks with these rates, a draw with these probabilities
+        # an exponential race: the first of clocks with these rates is a sample with these probabilities
         clocks = torch.empty_like(probabilities)
         for row, request in zip(clocks, requests, strict=True):
             row.exponential_(generator=self._random_of(request))
@@ -126,7 +126,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
-    """Return the log-probability of one token for each row of ``logits`` [rows, vocabulary], with the ``top`` likeliest
+    """Return the log-probability of one token per row of ``logits`` [rows, vocabulary], with the ``top`` most probable
     tokens of the row."""
     made: list[TokenLogprob] = []
     for start in range(0, len(tokens), _ROWS):

@@ -1,11 +1,11 @@
-"""The parts of a decoder of the usual build, found in a model by what its modules are and what their code reads.
+"""Parts of a decoder of the common architecture, identified by module types and by what the modules' code reads.
 
-The usual build is: embedding, then layers of norm, attention with rotated queries and keys, norm, gated MLP, each added
-to its input; a norm, and a linear layer to the vocabulary. Llama, Mistral, Qwen 2 and 3 and Phi-3 are built so.
+The common architecture is an embedding; layers of norm, attention with rotary embedding, norm and gated MLP, each added
+to its input; a norm; and a linear layer to the vocabulary. Examples: Llama, Mistral, Qwen 2 and 3, Phi-3.
 
-Two things keep a model of another build out. A value that the code of a module reads and that is not known here (a
-clamp, a cap of the logits) is a reason to refuse, as it may act only on values that no trial shows. What reads the same
-names and computes something else gives other logits when it is tried (`probing.py`).
+Two checks exclude models of another architecture. A value that a module's code reads and that is unknown here (a clamp,
+a cap of the logits) is refused, as it may affect only values that no trial covers. A model that reads the same names
+but computes something else gives other logits in the trial (`runner.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepspeed.ops.transformer.products import NativeLinear
 
 _LINEAR = (nn.Linear, NativeLinear, HostLinear, IntegerLinear)
 _ROPE = {"default", "linear", "llama3", "yarn"}
-"""Rotations that do not depend on the length of the sequence."""
+"""Rotary types that do not depend on the sequence length."""
 _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -58,12 +58,12 @@ _READS = {
         "CausalLMOutputWithPast past_key_values hidden_states attentions"
     ),
 }
-"""By the role of a module, the names that its forward may read."""
+"""Names that the forward of a module may read, by its role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """By the root mean square."""
+    """An RMS norm."""
 
     module: nn.Module
     eps: float
@@ -75,7 +75,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """``projections``: to queries, keys and values, or one to all; likewise ``gated``, to gates and values."""
+    """``projections``: separate ones of queries, keys and values, or a fused one; ``gated``: likewise of gate and
+    up."""
 
     before_attention: Norm
     projections: tuple[nn.Module, ...]
@@ -92,7 +93,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """``watch``: of all modules of the model."""
+    """A decoder. ``watch``: of all modules of the model."""
 
     watch: DecoderWatch
     embedding: nn.Embedding
@@ -107,7 +108,7 @@ class Decoder:
 
 
 class DecoderWatch:
-    """Check that modules are unchanged since they were analysed; runs before every forward, so in few steps."""
+    """Checks that modules are unchanged since they were analyzed; runs before every forward, so it must be cheap."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
@@ -123,12 +124,12 @@ class DecoderWatch:
         self._children = [(each._modules, tuple(each._modules.values())) for each in modules if each._modules]
 
     def addresses(self) -> list[int]:
-        """Return the addresses of all weights; they differ once weights were moved or replaced."""
+        """Return the addresses of all weights; they change when weights are moved or replaced."""
         found = [kind.get(name) for kind, name in self._tensors]
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def is_disturbed(self) -> bool:
-        """Somebody wants to hear of the calls of a module, or has put something in the place of it or its forward."""
+        """Return whether a module has hooks, or it or its forward has been replaced."""
         return (
             any(self._hooks)
             or any(
@@ -147,10 +148,10 @@ def decoder_of(
     *,
     on_host: bool = True,
 ) -> Decoder:
-    """Analyse ``module``, a causal model of Transformers. ``shapes`` and ``terms``: what its layers keep and
-    say about their attention. ``on_host``: for the host's kernels, which know two types of weights.
+    """Analyze ``module``, a causal model of Transformers. ``shapes`` and ``terms``: cache shapes and attention settings
+    of its layers. ``on_host``: for the host's kernels, which support two kinds of weights.
 
-    LayoutError: it is not of the usual build, or not on the host.
+    LayoutError: another architecture, or not on the host.
     """
     if on_host and any(each.device.type != "cpu" for each in module.parameters()):
         raise LayoutError("its weights are not on the host")
@@ -180,7 +181,7 @@ def decoder_of(
 
 
 def matrix_of(linear: nn.Module) -> GraphMatrix:
-    """Its weights for the kernels."""
+    """Return the weights of ``linear`` for the kernels."""
     if isinstance(linear, IntegerLinear):
         return linear.matrix.described(linear.bias)
     assert isinstance(linear, nn.Linear)
@@ -258,7 +259,7 @@ def _child(parent: nn.Module, name: str) -> Any:
 
 
 def _check(module: nn.Module, role: str) -> None:
-    """LayoutError: its forward reads what that of a module in this role does not."""
+    """Check what a module's forward reads. LayoutError: a name that modules of this role do not read."""
     unknown = sorted(set(_names(module)) - set(_READS[role].split()))
     if unknown:
         raise LayoutError(f"{type(module).__name__} reads {', '.join(unknown)}")
@@ -269,25 +270,25 @@ def _names(module: nn.Module) -> Iterator[str]:
     yield from forward.__code__.co_names
 
 
-# Hooks on the calls of a module, and replacements of its forward.
+# Hooks on modules, and replacements of their forward.
 
 _TRL = "trl.trainer.utils", "_fused_forward"
-"""The module and the name of the forward that TRL's trainers put in the place of a model's own."""
+"""Module and name of the function with which TRL's trainers replace a model's forward."""
 _ORIGINAL = "original_forward"
-"""Its variable with the model's own."""
+"""The variable of its closure that holds the original forward."""
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Return whether this module itself, not one inside it, has hooks."""
+    """Return whether this module itself has hooks, regardless of its submodules."""
     found = vars(module).get("forward")
     hooked = module._forward_pre_hooks or module._forward_hooks
     return bool(hooked) or (found is not None and harmless_forward(module) is not found)
 
 
 def harmless_forward(module: nn.Module) -> Any:
-    """Return the function that replaces the module's forward and calls it unchanged whenever logits are asked for; or
-    None. TRL's trainers have such a one: log-probabilities of given tokens without the logits, where an argument
-    says so."""
+    """Return the function that replaces the module's forward, if it calls the original unchanged whenever logits are
+    requested; else None. TRL's trainers use such a function, which computes log-probabilities of given tokens without
+    the logits if an argument asks for it."""
     found = vars(module).get("forward")
     function: Any = getattr(found, "__func__", None)
     code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})

@@ -12,20 +12,20 @@ from torch import nn
 from deepspeed.base.exceptions import ExplainedError
 
 DEFAULT_LENGTH = 2048
-"""Most tokens of a request with its result, where nothing is said and the model was made for more."""
+"""Maximum tokens of a request with its result, if unset and the model supports more."""
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class LayoutError(ExplainedError, ValueError):
-    """A model cannot be run in a layout, or not at all."""
+    """A model cannot run in a layout, or in any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``arguments``: of the model's forward. ``sliding_layers``: how many layers have a window, None if the config does
-    not list its layers. ``max_length``: positions that the model was made for, None if it does not say.
-    ``stop_token_ids``: that end its texts."""
+    """``arguments``: of the model's forward. ``sliding_layers``: number of layers with a window; None: the config does
+    not list its layers. ``max_length``: positions of the model; None: unknown. ``stop_token_ids``: tokens that end a
+    text."""
 
     name: str
     config: Any
@@ -39,7 +39,8 @@ class ModelFacts:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelFacts:
-        """LayoutError: it is no causal language model of Transformers, or has layers that are no attention."""
+        """Read the properties. LayoutError: not a causal language model of Transformers, or a layer is not
+        attention."""
         name = type(module).__name__
         config: Any = getattr(module, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
@@ -68,7 +69,7 @@ class ModelFacts:
 
 
 def _stop_tokens(module: nn.Module, config: Any) -> tuple[int, ...]:
-    """As the model's generation config says, else its config."""
+    """Return the end tokens of the model's generation config, else of its config."""
     for source in (getattr(module, "generation_config", None), config):
         found = getattr(source, "eos_token_id", None)
         if found is not None:

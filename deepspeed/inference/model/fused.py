@@ -1,10 +1,10 @@
-"""The fused layout: for decoders of the usual build on the host, a forward of few tokens is one call of the native
+"""The fused layout: for common decoder architectures on the host, a forward of few tokens is one call of the native
 library, which runs a program of kernels over the model's own weights.
 
-A step of decoding reads each weight once and computes little; what a model's Python code and the dispatch of its small
-operations cost then is as much as the weights. Here it costs one call. Between products, numbers are fp32 whatever the
-dtype of the model. Forwards of many tokens are left to the packed layout: they cost what their products cost, and
-torch's are made for that.
+A decode step reads each weight once and computes little, so the model's Python code and operator dispatch would cost as
+much as the weights. Here a step costs one call. Between products, values are fp32 whatever the dtype of the model.
+Forwards of many tokens use the packed layout: their time is that of their products, for which torch's kernels are
+faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import program_rows
 
 FIRST_POSITIONS = 512
-"""Of the tables of rotations, which double as sequences become longer."""
+"""Initial size of the rotary tables, which double as sequences grow."""
 
 
 _Streams = tuple[Tensor, Tensor]
@@ -44,7 +44,8 @@ class FusedLayout:
         self._program: DecoderProgram | None = None
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
-        """As the packed layout does. LayoutError: the model is of another build, or there is no native library."""
+        """Learn the shapes as the packed layout does. LayoutError: an unsupported architecture, or no native
+        library."""
         if library() is None:
             raise LayoutError("the native library is not there")
         shapes = self.packed.learn(pieces, block_size)
@@ -57,11 +58,11 @@ class FusedLayout:
         return self.packed.hidden(pieces, cache, unchanged)
 
     def release(self) -> None:
-        """Let go of the cache of the last forward."""
+        """Drop the cache of the last forward."""
         self._program = None
 
     def supports(self, tokens: int) -> bool:
-        """Return whether a forward of so many tokens is one call: not while somebody listens to the modules."""
+        """Return whether a forward of this many tokens is one call; never while modules have hooks."""
         return tokens <= self.max_fused_tokens and not (
             self._decoder is None or self._decoder.watch.is_disturbed()
         )
@@ -91,8 +92,8 @@ class DecoderProgram:
     """The program of a decoder over one cache.
 
     Args:
-        rows: the most tokens of a forward.
-        positions: the longest sequence.
+        rows: maximum tokens per forward.
+        positions: maximum sequence length.
     """
 
     def __init__(self, decoder: Decoder, cache: PagedCache, rows: int, positions: int) -> None:
@@ -104,7 +105,7 @@ class DecoderProgram:
         self._logits = self._build()
 
     def supports(self, cache: PagedCache, rows: int, positions: int) -> bool:
-        """Return whether it can run such a forward."""
+        """Return whether the program can run such a forward."""
         return cache is self.cache and rows <= self.rows and positions <= self.positions
 
     def is_current(self) -> bool:
@@ -113,7 +114,7 @@ class DecoderProgram:
         return not watch.is_disturbed() and watch.addresses() == self._addresses
 
     def run(self, pieces: Sequence[PagePiece], rows: int, last: Sequence[int]) -> Tensor:
-        """Return logits [last, vocabulary] after the rows ``last``."""
+        """Return the logits [last, vocabulary] after the rows ``last``."""
         described = PagedPieces(
             [(each.blocks, each.start, each.count) for each in pieces], [True] * len(pieces)
         )
@@ -125,14 +126,14 @@ class DecoderProgram:
         return logits
 
     def _buffer(self, name: str, width: int) -> Tensor:
-        """[rows, width] of fp32, shared by all layers."""
+        """Return an fp32 buffer [rows, width], shared by all layers."""
         known = self._buffers.get((name, width))
         if known is None:
             known = self._buffers[name, width] = torch.zeros(self.rows, width)
         return known
 
     def _build(self) -> Any:
-        """Returns the product that gives the logits."""
+        """Build the program. Returns the product that computes the logits."""
         decoder, program = self.decoder, self._program
         width = decoder.embedding.embedding_dim
         streams = self._buffer("stream", width), self._buffer("other stream", width)
@@ -141,7 +142,7 @@ class DecoderProgram:
         delta = None
         for index, layer in enumerate(decoder.layers):
             streams, delta = self._add_layer(layer, index, streams, normed, delta)
-        # every row gets the last sum; the norm is of the chosen ones
+        # the residual sum covers all rows, the norm only the selected ones
         eps = decoder.norm.eps
         program.norm(
             streams[0], normed, decoder.norm.weight, delta=delta, sum=streams[1], eps=eps, on_last=True
@@ -153,8 +154,8 @@ class DecoderProgram:
     def _add_layer(
         self, layer: Layer, index: int, streams: _Streams, normed: Tensor, delta: Tensor | None
     ) -> tuple[_Streams, Tensor]:
-        """``streams``: the one with what layers have added so far, and the one that the next sum goes to. Returns them
-        for the next layer, and what is to be added to the first."""
+        """Add a layer. ``streams``: the residual stream so far, and the buffer for the next sum. Returns both for the
+        next layer, and what the next layer must add to the first."""
         program = self._program
         added = self._buffer("added", normed.shape[1])
         norm = layer.before_attention
@@ -168,7 +169,7 @@ class DecoderProgram:
         return (streams[1], streams[0]), added
 
     def _add_attention(self, layer: Layer, index: int, normed: Tensor, added: Tensor) -> None:
-        """From ``normed`` to ``added``."""
+        """Add the attention, which reads ``normed`` and writes ``added``."""
         program, shape, terms = self._program, layer.shape, layer.terms
         projections, output = [matrix_of(one) for one in layer.projections], matrix_of(layer.output)
         sizes: dict[str, Any] = {
@@ -202,7 +203,7 @@ class DecoderProgram:
         program.product(attended, added, [output])
 
     def _add_mlp(self, layer: Layer, normed: Tensor, added: Tensor) -> None:
-        """From ``normed`` to ``added``."""
+        """Add the feed-forward part, which reads ``normed`` and writes ``added``."""
         program, down = self._program, matrix_of(layer.down)
         hidden = self._buffer("hidden", 2 * down.columns)
         gates = self._buffer("gates", down.columns)
@@ -214,8 +215,8 @@ class DecoderProgram:
 def rotations_of(
     module: nn.Module, positions: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, pairs], from the model's own module. LayoutError: the two numbers of a pair do not
-    have the same."""
+    """Return cosines and sines [positions, pairs], computed by the model's own module. LayoutError: the two elements of
+    a pair have different ones."""
     with torch.no_grad():
         made = module(torch.zeros(1, 1, 1, device=device), torch.arange(positions, device=device)[None])
     tables = []

@@ -1,4 +1,4 @@
-"""The model runner: logits of any pieces of any sequences, from an unchanged model over a paged cache."""
+"""The model runner: logits for pieces of any sequences, from an unchanged model over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layout(Protocol):
     def name(self) -> str: ...
     @property
     def max_fused_tokens(self) -> int:
-        """Return the tokens of the longest forward that is one call; 0: there are no such calls."""
+        """Return the maximum tokens of a forward that is one call; 0: there are no such calls."""
         ...
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]: ...
@@ -59,17 +59,17 @@ class Layout(Protocol):
 
 
 class ModelRunner:
-    """Runs ``module`` as it is. No list of models decides how, but trying: the first layout whose logits are those of
-    the plain model is used. So a model whose attention is not what its code seems to say is refused, and never gives
-    wrong text.
+    """Runs ``module`` unchanged. There is no list of supported models: each layout is tried, and the first one whose
+    logits equal those of the plain model is used. A model whose attention differs from what its code suggests is thus
+    refused, rather than generating wrong text.
 
     Args:
         module: a causal language model of Transformers in evaluation mode.
-        block_size: tokens of a block of the cache.
-        layouts: that are tried, in this order; None: those of the module's device.
+        block_size: tokens per block of the cache.
+        layouts: layouts to try, in this order; None: those of the module's device.
 
     Raises:
-        LayoutError: no layout gives the plain model's logits; the reasons are told.
+        LayoutError: no layout reproduces the plain model's logits; the message has the reasons.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModelRunner:
         self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
         hidden = partial(self._forward, self.layout.hidden)
         self.no_states = why_no_states(hidden, self.shapes, self.facts)
-        """Why ``hidden`` cannot be called; None: it can."""
+        """Reason why ``hidden`` cannot be called; None: it can."""
         self.layout.release()
         collapse(weights_of(module))
         self._cache: PagedCache | None = None
@@ -95,7 +95,7 @@ class ModelRunner:
 
     @property
     def max_fused_tokens(self) -> int | None:
-        """Return the tokens of the longest forward that one program of kernels computes, each with the bits that it has
+        """Return the maximum tokens of a forward that one program of kernels computes, each with the same bits as
         alone; None: the layout has no such programs."""
         return self.layout.max_fused_tokens or None
 
@@ -105,23 +105,23 @@ class ModelRunner:
         return self._cache
 
     def allocate(self, num_blocks: int) -> None:
-        """The cache; one that was there is gone."""
+        """Allocate the cache, and drop the previous one."""
         self._cache = None
         self._cache = PagedCache(self.shapes, num_blocks, self.block_size)
 
     def release(self) -> None:
-        """The cache is gone until ``allocate``."""
+        """Free the cache until the next ``allocate``."""
         self._cache = None
         self.layout.release()
 
     def forward(self, pieces: Sequence[PagePiece], unchanged: bool = False) -> Tensor:
-        """Return logits [tokens, vocabulary] after the ``wanted`` last tokens of each piece, in their order; keys and
-        values of all tokens are in the cache then. ``unchanged``: nobody has touched the module since the last
-        forward, which spares looking."""
+        """Return the logits [tokens, vocabulary] after the last ``wanted`` tokens of each piece, in their order, and
+        store keys and values of all tokens in the cache. ``unchanged``: the module has not been modified since the last
+        forward, which saves a check."""
         return self._forward(self.layout.forward, pieces, self.cache, unchanged)
 
     def hidden(self, pieces: Sequence[PagePiece], unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [tokens, size] of the ``wanted`` last tokens of each piece; see ``forward``."""
+        """Return the last hidden states [tokens, size] of the last ``wanted`` tokens of each piece; see ``forward``."""
         return self._forward(self.layout.hidden, pieces, self.cache, unchanged)
 
     def _forward(
@@ -131,7 +131,7 @@ class ModelRunner:
         cache: PagedCache,
         unchanged: bool = False,
     ) -> Tensor:
-        """One forward of the layout, by its method ``compute``, for each span."""
+        """Run a forward of the layout, by its method ``compute``, per span."""
         if not self.rotations.lengths:
             return compute(pieces, cache, unchanged)
         by_span: dict[int, list[int]] = defaultdict(list)
@@ -157,9 +157,7 @@ class ModelRunner:
                 if has_windows:
                     with narrow_windows(self.module):
                         error = max(error, self._tried(kind(self.module, self.facts), in_windows)[1])
-            except (
-                Exception
-            ) as problem:  # whatever a model raises that meets a mask or cache it does not expect
+            except Exception as problem:  # a model may raise anything for an unexpected mask or cache
                 reasons.append(f"{layout.name}: {type(problem).__name__}: {problem}")
                 continue
             if error <= tolerance(expected[0][0].dtype):
@@ -172,14 +170,14 @@ class ModelRunner:
         )
 
     def _plain_logits(self) -> list[list[Tensor]]:
-        """Compute the logits of the trial's sequences, for each span."""
+        """Compute the logits of the trial sequences, per span."""
         spans = range(len(self.rotations.lengths) + 1)
         return [plain_logits(self.module, self.facts, self.rotations, span) for span in spans]
 
     def _tried(
         self, layout: Layout, expected: Sequence[Sequence[Tensor]]
     ) -> tuple[dict[int, LayerShape], float]:
-        """Return what ``layout`` learns, and its largest error."""
+        """Return the shapes that ``layout`` learns, and its largest error."""
         shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
         forward = partial(self._forward, layout.forward)
         errors = [error_of(forward, shapes, self.facts, each, span) for span, each in enumerate(expected)]
@@ -191,8 +189,8 @@ class ModelRunner:
 
 @contextlib.contextmanager
 def narrow_windows(module: nn.Module) -> Iterator[bool]:
-    """Give ``WINDOW`` tokens to the sliding windows that ``module`` finds in its configs and modules; whether there are
-    any. The plain model has the same windows then: what a trial compares stays comparable."""
+    """Set the sliding windows found in the configs and modules of ``module`` to ``WINDOW`` tokens; yields whether there
+    are any. The plain model gets the same windows, so results stay comparable."""
     owners: dict[int, Any] = {
         id(each): each for part in module.modules() for each in (part, getattr(part, "config", None))
     }
@@ -211,7 +209,7 @@ def narrow_windows(module: nn.Module) -> Iterator[bool]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest error of logits relative to their norm that passes; in 16 bits, tokens may go to other
+    """Return the tolerated error of logits, relative to their norm; in 16 bits, tokens may be routed to other
     experts."""
     return 2e-4 if dtype.itemsize >= 4 else 0.1
 
@@ -224,13 +222,13 @@ def probe_tokens(facts: ModelFacts) -> list[list[int]]:
 
 
 def learning_pieces(facts: ModelFacts) -> list[PagePiece]:
-    """For ``Layout.learn``."""
+    """Return pieces for ``Layout.learn``."""
     pairs = zip(probe_tokens(facts), _BLOCKS, strict=True)
     return [PagePiece(tokens[: 2 * BLOCK_SIZE], 0, blocks) for tokens, blocks in pairs]
 
 
 def plain_logits(module: nn.Module, facts: ModelFacts, rotations: Rotations, span: int = 0) -> list[Tensor]:
-    """[tokens, vocabulary] of each sequence, from the model alone; the first one is of ``span``."""
+    """Return logits [tokens, vocabulary] of each sequence from the plain model; the first one is of ``span``."""
     made = []
     for tokens, own in zip(probe_tokens(facts), (span, 0), strict=True):
         with torch.inference_mode(), rotations.of_span(own):
@@ -240,13 +238,13 @@ def plain_logits(module: nn.Module, facts: ModelFacts, rotations: Rotations, spa
 
 
 def why_no_states(hidden: Forward, shapes: Mapping[int, LayerShape], facts: ModelFacts) -> str | None:
-    """Return why a layout does not give the last hidden states of the first sequence by its method ``hidden``; None: it
-    does."""
+    """Return why the method ``hidden`` of a layout does not return the last hidden states of the first sequence; None:
+    it does."""
     tokens = probe_tokens(facts)[0]
     piece = PagePiece(tokens, 0, _BLOCKS[0], wanted=len(tokens))
     try:
         found: Any = hidden([piece], PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE))
-    except Exception as problem:  # whatever a model raises whose base is not what it seems
+    except Exception as problem:  # a model may raise anything if its base model is unusual
         return f"{type(problem).__name__}: {problem}"
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(tokens):
         shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
@@ -261,8 +259,8 @@ def error_of(
     expected: Sequence[Tensor],
     span: int = 0,
 ) -> float:
-    """The largest error of any row of logits, relative to the row's norm; inf if one is not finite. ``span``: of the
-    first sequence."""
+    """Return the largest error of any row of logits, relative to the row's norm; inf if one is not finite. ``span``: of
+    the first sequence."""
     cache = PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE)
     tokens, worst = probe_tokens(facts), 0.0
     for step in _STEPS:

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's completions and chats, health and metrics. Imported only where FastAPI is installed."""
+"""The HTTP server: OpenAI's completions and chats, health and metrics. Imported only if FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from deepspeed.observe.live.access import names_this_machine
 from deepspeed.observe.live.server import policy_of
 
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-"""Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
+"""Many clients split events at all line ends of Python's ``splitlines``; JSON does not require escaping these three."""
 
 _END = 24
-"""Tokens of a prompt's end that tell whether it opens or closes reasoning."""
+"""Number of last prompt tokens in which to look for the start or end of reasoning."""
 
 
 def make_app(models: Models, settings: ServerSettings) -> FastAPI:
-    """The application; whoever runs it starts and closes ``models.services``."""
+    """Create the application. The caller starts and closes ``models.services``."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
     intake = Intake(settings, models.services)
     server = _Server(intake, models)
@@ -108,7 +108,7 @@ def make_app(models: Models, settings: ServerSettings) -> FastAPI:
 
 
 def _add_health_routes(app: FastAPI, models: Models) -> None:
-    """``?model=name``: of one model; else of all together."""
+    """Add the routes; ``?model=name`` selects one model, otherwise they cover all."""
 
     def condition(request: Request, is_good: Callable[[Service | Services], bool]) -> Response:
         name = request.query_params.get("model")
@@ -143,8 +143,8 @@ def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve a page to try the models. It has no secrets: who asks a model there gives the token, and only then sees
-    the names."""
+    """Serve the page to try the models. It has no secrets: the user enters the token there, and only then sees the
+    names of models."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": policy_of(text),
@@ -180,13 +180,13 @@ def _add_response_routes(app: FastAPI, intake: Intake, server: _Server) -> None:
 
 
 def endpoints(app: FastAPI) -> list[str]:
-    """The paths without a part that varies."""
+    """Return the paths without parameters."""
     paths = [getattr(route, "path", "{") for route in app.routes]
     return [path for path in paths if "{" not in path]
 
 
 class _ThisMachineOnly:
-    """In front of a server without a token."""
+    """Middleware of a server without a token, which rejects requests to other host names."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -218,7 +218,7 @@ class _Server:
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
     def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> _Begun:
-        """Parse, tokenize and submit, on a thread beside ``loop``, where the updates arrive."""
+        """Parse, tokenize and submit, on a worker thread; updates arrive on ``loop``."""
         return self._submitted(protocol.parse(kind, body), loop)
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
@@ -248,7 +248,7 @@ class _Server:
     async def _response_events(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
     ) -> AsyncIterator[str]:
-        """See `_events`."""
+        """Yield the events of a streamed response; see `_events`."""
         try:
             for event in response.begin():
                 yield _event(event, event["type"])
@@ -266,7 +266,7 @@ class _Server:
     async def _end(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
     ) -> list[dict[str, Any]]:
-        """Remember a response before its client is told of its end. Returns the last events."""
+        """Store a response before its client learns of its end. Returns the last events."""
         usage = usage_of_response(usage_of(sequences), sequences[0].reasoning_tokens)
         events = response.end(sequences[0].finish_reason, usage)
         if response.is_kept:
@@ -276,7 +276,7 @@ class _Server:
     async def _finished(
         self, request: Request, sequences: Sequence[RunningAnswer]
     ) -> list[list[Piece]] | Response:
-        """Return whole answers; or what is said instead, where nobody reads them or the service ends."""
+        """Return whole answers, or an error response if the client disconnects or the service ends."""
         try:
             return await unless_gone(request, read_all(sequences))
         except ClosedError as problem:
@@ -305,7 +305,7 @@ class _Server:
     async def _events(
         self, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool, counted: bool
     ) -> AsyncIterator[str]:
-        """A client that leaves closes this iterator, and its sequences are cancelled."""
+        """Yield the events of a stream. A client that disconnects closes this iterator, which cancels its sequences."""
         news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
         readers = [asyncio.ensure_future(read_into(news, each)) for each in sequences]
         open_ones, begun = len(sequences), set[int]()
@@ -344,7 +344,7 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
     else:
         given = protocol.prompts_of(request)
         _check_count(model.service, len(given), request.n)
-        # One by one: those after the first that does not fit are not tokenized.
+        # Lazily: prompts after the first one that does not fit are not tokenized.
         prompts = (_tokens(model.tokenizer, each, request) for each in given)
     shared = {**sampling_of(request, model.tokenizer.words), "adapter": adapter}
     if form is not None:
@@ -365,7 +365,7 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
 
 
 def _chat(model: ServedModel, request: ChatRequest) -> tuple[list[int], AnswerForm]:
-    """Return the tokens of a chat, and how its answers are read."""
+    """Return the tokens of a chat, and how to parse its answers."""
     use, own = tools_of(request), protocol.own_template_of(request, model.trust_templates)
     arguments = {
         **protocol.template_of(request),
@@ -381,7 +381,7 @@ def _chat(model: ServedModel, request: ChatRequest) -> tuple[list[int], AnswerFo
 
 
 def _check_count(service: Service, prompts: int, n: int) -> None:
-    """RequestError: more sequences than are ever served at one time."""
+    """Check the number of sequences. RequestError: more than are ever served at once."""
     most = service.max_requests
     if prompts * n > most:
         raise RequestError(
@@ -394,7 +394,7 @@ def _check_count(service: Service, prompts: int, n: int) -> None:
 def _tokens(
     tokenizer: Tokenizer, prompt: str | list[int], request: CompletionRequest
 ) -> tuple[str, list[int]]:
-    """Return the text to repeat, and the tokens."""
+    """Return the text to echo, and the tokens."""
     whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if not whole:
         raise RequestError("the prompt is empty", "prompt")
@@ -413,7 +413,7 @@ def _submit(
     loop: asyncio.AbstractEventLoop,
     form: AnswerForm | None,
 ) -> list[RunningAnswer]:
-    """All or none."""
+    """Submit all sequences, or none."""
     model.service.check_room(len(choices))
     made, stops, ids = [], protocol.stops_of(request), model.special_ids
     marked = () if form is None else form.markers
@@ -439,7 +439,7 @@ def _submit(
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. However it ends, also before its first event, nobody reads the sequences afterwards."""
+    """Server-sent events. However the stream ends, even before its first event, its sequences are cancelled."""
 
     def __init__(self, events: AsyncIterator[str], sequences: Sequence[RunningAnswer]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -455,7 +455,7 @@ class _EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A submitted request: its sequences, and how it is to be answered. ``counted``: a stream ends with its usage."""
+    """A submitted request: its sequences, and the form of the response. ``counted``: a stream ends with its usage."""
 
     sequences: list[RunningAnswer]
     stream: bool
@@ -466,13 +466,13 @@ class _Begun:
 
 
 def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
-    """Return the parts behind the prompt that is repeated."""
+    """Return the parts of an answer, after the echoed prompt."""
     prefix = sequence.choice.prefix
     return [Piece("text", prefix), *pieces] if prefix else pieces
 
 
 def _cut(tokens: list[int], most: int | None) -> list[int]:
-    """Return the last ``most`` tokens."""
+    """Return the last ``most`` tokens; None: all."""
     return tokens if most is None or len(tokens) <= most else tokens[-most:]
 
 

@@ -1,4 +1,4 @@
-"""From the bytes of a request to its fields, with bounded time and memory whatever the bytes are. Pure."""
+"""Parsing of request bodies, with bounded time and memory for any input. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, NoReturn
 from deepspeed.base.exceptions import ExplainedError
 
 MAX_PARTS = 2**16
-"""Texts, lists and objects of a request. Each takes up to 250 bytes of memory for 3 bytes of JSON."""
+"""Maximum strings, lists and objects per request. Each takes up to 250 bytes of memory for 3 bytes of JSON."""
 
 MAX_VALUES = 2**19
-"""Values of all lists and objects."""
+"""Maximum values in all lists and objects."""
 
 _MAX_DIGITS = 100
-"""Digits. The time to parse one grows with their square."""
+"""Maximum digits of an integer: the time to parse one is quadratic in its length."""
 
 LONG = 64 * 2**10
-"""Bytes of a body beyond which it is a long one: the longest short one takes some 0.1 s."""
+"""Size in bytes above which a body is long: the longest short one takes about 0.1 s."""
 
 _PIECE = 64 * 2**10
-"""Bytes checked in one call of C: less than 2 ms, after which other threads get their turn."""
+"""Bytes checked per call of C code: less than 2 ms, after which other threads can run."""
 
 _NO_MARKS = b"".join(bytes([each]) for each in range(256) if each not in b'"[{,')
 
-# A high surrogate without a low one after it, or a low one without a high one before it.
+# A high surrogate not followed by a low one, or a low one not preceded by a high one.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))", re.DOTALL
 )
@@ -35,12 +35,13 @@ _HIGH = re.compile(rb"\\u[dD][89abAB]")
 _PAIR_BYTES = 12  # of \ud83d\ude42
 
 _parsing = threading.Lock()
-"""Held while a long body is parsed: the event loop, which waits for the interpreter lock several times in a request,
-then waits for one such thread at a time."""
+"""Held while a long body is parsed. The event loop, which waits for the interpreter lock several times per request,
+then competes with only one such thread."""
 
 
 class RequestError(ExplainedError, ValueError):
-    """A request that cannot be served. ``field``: which part of it, if one. ``code``: OpenAI's, if there is one."""
+    """A request that cannot be served. ``field``: the offending field, if any. ``code``: OpenAI's error code, if
+    any."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -49,14 +50,14 @@ class RequestError(ExplainedError, ValueError):
 
 @dataclass(slots=True)
 class JsonBudget:
-    """Parts and values that may still be parsed of a request."""
+    """Parts and values of a request that may still be parsed."""
 
     parts: int = field(default_factory=lambda: MAX_PARTS)
     values: int = field(default_factory=lambda: MAX_VALUES)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """Parse a body. RequestError: it is no JSON object in UTF-8, or has more parts or values than a request needs."""
+    """Parse a body. RequestError: it is not a JSON object in UTF-8, or has too many parts or values."""
     try:
         fields = parsed(body, JsonBudget())
     except RequestError:
@@ -69,8 +70,8 @@ def fields_of(body: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes, budget: JsonBudget, where: str | None = None) -> Any:
-    """Parse JSON, and take what it has from ``budget``. ``where``: the field that it stands in, if it is no body.
-    RequestError: that is more than is left. ValueError: it is no JSON in UTF-8."""
+    """Parse JSON, and subtract its parts and values from ``budget``. ``where``: the field that contains it; None: it is
+    the body. RequestError: the budget is exceeded. ValueError: it is not JSON in UTF-8."""
     if len(text) <= LONG:
         return _parsed(text, budget, where)
     with _parsing:
@@ -80,7 +81,7 @@ def parsed(text: bytes, budget: JsonBudget, where: str | None = None) -> Any:
 def _parsed(text: bytes, budget: JsonBudget, where: str | None) -> Any:
     _check(text, budget, where)
     try:
-        # Functions of Python: while they are called, other threads get their turn.
+        # Callbacks in Python let other threads run.
         return json.loads(text.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
@@ -89,13 +90,13 @@ def _parsed(text: bytes, budget: JsonBudget, where: str | None) -> Any:
 
 
 def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
-    """Count parts and values, and look for half pairs, before anything is built; piece by piece, as each call holds
-    the interpreter lock."""
+    """Count parts and values, and look for lone surrogates, before any object is created. Works piece by piece, since
+    each call holds the interpreter lock."""
     most = budget.parts
     quotes = brackets = commas = 0
     rest = b""
     for begin in range(0, len(body), _PIECE):
-        # Afterwards each quotation mark begins or ends a text, and each backslash begins an escape.
+        # From here on, each quotation mark begins or ends a string, and each backslash begins an escape.
         piece = rest + body[begin : begin + _PIECE]
         piece = piece.replace(rb"\\", b"__").replace(rb"\"", b"__")
         if begin + _PIECE < len(body):
@@ -103,7 +104,7 @@ def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
         marks, inside = piece.translate(None, delete=_NO_MARKS), quotes % 2
         quotes += marks.count(b'"')
         if quotes // 2 <= most:
-            marks = b"".join(marks.split(b'"')[inside::2])  # those that are in no text
+            marks = b"".join(marks.split(b'"')[inside::2])  # those outside strings
         brackets += marks.count(b"[") + marks.count(b"{")
         commas += marks.count(b",")
         if quotes // 2 + brackets > most:

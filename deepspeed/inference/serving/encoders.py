@@ -1,6 +1,5 @@
-"""Encoders, which read a text whole: those that give its vector, as models of sentence-transformers do; and
-cross-encoders (``BertForSequenceClassification`` with one label), which read two texts together and tell how well they
-match, as its ``CrossEncoder`` does."""
+"""Encoders: embedding models, as in sentence-transformers, and cross-encoders (``BertForSequenceClassification`` with
+one label), which read two texts together and score how well they match, as its ``CrossEncoder`` does."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ _ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
 
 
 class TextEncoder:
-    """Computes vectors of texts for a ``Service``, in the order of their arrival, several in one forward.
+    """Embeds texts for a ``Service``, in order of arrival, several in one forward.
 
     Args:
         module: in evaluation mode.
-        tokenizer: of Transformers, which nobody else uses.
-        token_budget: tokens of a forward, padding included; a longer text has one of its own.
+        tokenizer: of Transformers, not shared with other users.
+        token_budget: tokens per forward, with padding; a longer text gets its own forward.
     """
 
     use, unit, remedy = "the model gives vectors of texts and generates none: use /v1/embeddings", "text", ""
@@ -42,7 +41,7 @@ class TextEncoder:
         return bool(self._waiting)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """ValueError: it asks for text, is empty or too long, or has unknown tokens."""
+        """Check a request. ValueError: it asks for text, is empty or too long, or has unknown tokens."""
         if params.pooling is None:
             raise ValueError(self.use)
         if not 0 < len(prompt) <= self.max_length:
@@ -66,7 +65,7 @@ class TextEncoder:
         return {"waiting": len(self._waiting)}
 
     def step(self) -> list[Request]:
-        """Compute what has waited longest; return it."""
+        """Compute the oldest waiting requests, and return them."""
         batch = self._waiting[:1]
         longest = len(batch[0].prompt)
         for request in self._waiting[1:]:
@@ -81,7 +80,7 @@ class TextEncoder:
 
     @torch.inference_mode()
     def _computed(self, batch: Sequence[Request]) -> Sequence[Tensor]:
-        """Return a vector in fp32 for each."""
+        """Return one fp32 vector per request."""
         states = self._outputs([request.prompt for request in batch]).last_hidden_state.float().cpu()
         return [
             _pooled(rows[: len(request.prompt)], request.params.pooling)
@@ -89,7 +88,7 @@ class TextEncoder:
         ]
 
     def _outputs(self, prompts: Sequence[Sequence[int]]) -> Any:
-        """Run the module over ``prompts``, padded. Tokens of segment 1 have the size of the vocabulary added."""
+        """Run the module over ``prompts``, padded. Tokens of segment 1 are offset by the vocabulary size."""
         width, fill = max(map(len, prompts)), self._tokenizer.pad_token_id or 0
         padded = torch.tensor([[*each, *[fill] * (width - len(each))] for each in prompts])
         mask = torch.arange(width) < torch.tensor([[len(each)] for each in prompts])
@@ -101,9 +100,9 @@ class TextEncoder:
 
 
 class CrossEncoder(TextEncoder):
-    """Scores pairs of texts. A prompt is a pair as ``encode_pair`` makes it, and the score its pooled value.
+    """Scores pairs of texts. A prompt is a pair as encoded by ``encode_pair``, and its pooled value is the score.
 
-    ValueError: the model has more labels than one, or an activation that is not known here.
+    ValueError: the model has several labels, or an unknown activation.
     """
 
     use = "the model scores pairs of texts and generates none: use /v1/score or /v1/rerank"
@@ -119,15 +118,15 @@ class CrossEncoder(TextEncoder):
         self._activate = _activation(config)
 
     def encode_pair(self, left: str, right: str, most: int | None = None) -> list[int]:
-        """Return the tokens of a pair, at most ``most`` (the longer text is cut first); to those of segment 1, the size
-        of the vocabulary is added. May be called from any thread. RequestError: ``most`` is less than the tokens that
-        belong to no text, with which a tokenizer would cut nothing."""
+        """Return the tokens of a pair, at most ``most`` (the longer text is truncated first); those of segment 1 are
+        offset by the vocabulary size. Thread-safe. RequestError: ``most`` is less than the number of special tokens, in
+        which case a tokenizer would not truncate at all."""
         if most is not None and most < self._least:
             raise RequestError(
                 f"truncate_prompt_tokens={most}: at least {self._least} is expected, the special tokens of a pair",
                 "truncate_prompt_tokens",
             )
-        with self._encoding:  # truncation is a state of the tokenizer
+        with self._encoding:  # truncation is set on the tokenizer
             found = self._tokenizer(
                 left, right, truncation="longest_first" if most else False, max_length=most, verbose=False
             )
@@ -139,7 +138,7 @@ class CrossEncoder(TextEncoder):
 
     @torch.inference_mode()
     def _computed(self, batch: Sequence[Request]) -> Sequence[Tensor]:
-        """Return fp32 [pairs]."""
+        """Return the scores, fp32 [pairs]."""
         logits = self._outputs([request.prompt for request in batch]).logits
         return self._activate(logits[:, 0].float()).cpu()
 
@@ -149,7 +148,7 @@ def _pooled(rows: Tensor, pooling: str | None) -> Tensor:
 
 
 def _positions(module: nn.Module) -> int:
-    """Return the tokens that the model has positions for: RoBERTa's begin behind that of padding."""
+    """Return the number of positions for tokens: RoBERTa's begin after that of padding."""
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
             return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
@@ -157,7 +156,7 @@ def _positions(module: nn.Module) -> int:
 
 
 def _activation(config: Any) -> nn.Module:
-    """Return what a folder of sentence-transformers names; the logistic function where it names nothing."""
+    """Return the activation that a folder of sentence-transformers names; default: the logistic function."""
     settings = {**vars(config), **(getattr(config, "sentence_transformers", None) or {})}
     named = next((str(settings[key]) for key in _ACTIVATION_KEYS if settings.get(key)), "Sigmoid").rpartition(
         "."

@@ -1,5 +1,5 @@
-"""Common part of all routes: who may ask, how a body arrives, which threads work on it, and which errors are told.
-Imported only where FastAPI is installed."""
+"""Shared by all routes: authentication, rate limits, reading of bodies, worker threads and error responses. Imported
+only if FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """``token``: that clients have to send, or one of ``keys``, by the names of their owners; neither: only requests
-    to a name of this machine are answered. ``requests_per_minute``: of a client, by its key, else by its address.
-    ``allowed_origins``: whose pages may read answers in a browser. ``max_body_bytes``: of a request; ``body_seconds``:
-    in which it has to arrive."""
+    """``token``: required of clients, or one of ``keys``, by owner; neither: only requests to a name of this machine
+    are accepted. ``requests_per_minute``: per client, by key or else by address. ``allowed_origins``: of pages that may
+    read responses in a browser (CORS). ``max_body_bytes``: per request; ``body_seconds``: timeout for receiving a
+    body."""
 
     token: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ServerSettings:
 
     @property
     def all_keys(self) -> dict[str, str]:
-        """The keys that are accepted, by name; empty: nobody needs one."""
+        """Return the accepted keys by name; empty: no key is required."""
         return {**({} if self.token is None else {OPERATOR: self.token}), **self.keys}
 
 
@@ -56,7 +56,7 @@ class _TooLargeError(ValueError):
 
 
 class Intake:
-    """Takes requests in, as long as one of ``services`` is there for them."""
+    """Accepts requests while any of ``services`` is open."""
 
     def __init__(self, settings: ServerSettings, services: Services) -> None:
         self.settings = settings
@@ -64,12 +64,12 @@ class Intake:
         self._keys = settings.all_keys
         rate = settings.requests_per_minute
         self._rate = None if rate is None else RateLimit(rate)
-        # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
-        # keeps memory of its own.
+        # Threads for parsing and tokenizing. Long requests, which may take seconds, wait only for each other. There are
+        # few threads, since each keeps its own memory.
         self._short = ThreadPoolExecutor(2, "short-requests")
         self._long = ThreadPoolExecutor(2, "long-requests")
         self.loads = ThreadPoolExecutor(1, "adapter-loads")
-        """Reads files, which may take minutes, one after another."""
+        """Loads adapters one at a time: reading files may take minutes."""
 
     def authorize(self, request: Request) -> bool:
         if not self._keys:
@@ -79,7 +79,7 @@ class Intake:
         return owner is not None
 
     def _too_fast(self, request: Request) -> Response | None:
-        """Count the request. Returns the refusal of one that exceeds the rate of its client."""
+        """Count the request. Returns a 429 response if it exceeds its client's rate, else None."""
         client = request.scope.get(CALLER) or (request.client.host if request.client else "")
         wait = self._rate.take(client, time.monotonic()) if self._rate is not None else 0.0
         if not wait:
@@ -95,9 +95,9 @@ class Intake:
         work: Callable[[bytes, asyncio.AbstractEventLoop], _Made],
         threads: ThreadPoolExecutor | None = None,
     ) -> _Made | Response:
-        """Return what ``work`` makes of the body, on a thread beside the event loop, which it is given; or the refusal
-        of a request that may not be answered, or whose body or work raises an error of its client or of the service.
-        ``threads``: in place of the usual ones."""
+        """Return the result of ``work``, called with the body and the event loop on another thread; or an error
+        response, if the request is unauthorized, or its body or ``work`` raises an error of the client or the service.
+        ``threads``: instead of the default ones."""
         if not self.authorize(request):
             return unauthorized()
         if (refused := self._too_fast(request)) is not None:
@@ -108,7 +108,7 @@ class Intake:
             usual = self._long if sum(map(len, body)) > LONG else self._short
             return await loop.run_in_executor(threads or usual, _worked, work, body, loop)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # client gone
         except asyncio.TimeoutError:
             seconds = self.settings.body_seconds
             return refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
@@ -116,12 +116,12 @@ class Intake:
             return refusal_of(problem)
 
     async def _body(self, request: Request) -> list[bytes]:
-        """Read the parts of a body. TimeoutError: they do not come in time. _TooLargeError: they are too long."""
+        """Read the chunks of a body. TimeoutError: they arrive too slowly. _TooLargeError: the body is too large."""
         most = self.settings.max_body_bytes
         too_large = _TooLargeError(f"a request has at most {most} bytes")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > most:
-            raise too_large  # before memory is taken for it
+            raise too_large  # before allocating memory for it
 
         async def read() -> list[bytes]:
             parts, size = [], 0
@@ -136,7 +136,8 @@ class Intake:
 
 
 def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asyncio.AbstractEventLoop) -> _Made:
-    """Free what is parsed here too, up to 500,000 values, which takes 10 ms: errors leave without their frames."""
+    """Call ``work``, and free the parsed values in this thread, also after an error, whose frames are dropped: up to
+    500,000 values take 10 ms."""
     try:
         return work(b"".join(body), loop)
     except (ValueError, BusyError, ClosedError) as problem:
@@ -145,12 +146,12 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
-    """Return what ``work`` returns, or raise what it raises. A client that closes the connection before, whose body
-    has been read, cancels it."""
+    """Return the result of ``work``, or raise its exception. ``work`` is cancelled if the client, whose body has been
+    read, disconnects."""
     running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else Response(status_code=499)  # nobody reads it
+        return running.result() if running.done() else Response(status_code=499)  # client gone
     finally:
         gone.cancel()
         running.cancel()
@@ -163,14 +164,14 @@ async def _until_gone(request: Request) -> None:
 
 
 def refusal_of(problem: Exception) -> Response:
-    """Return the answer that tells a client of an error of its own or of the service."""
+    """Return the error response for an exception of the client or the service."""
     if isinstance(problem, _TooLargeError):
         return refusal(413, str(problem), "invalid_request_error")
     if isinstance(problem, ModelError):
         return refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
     if isinstance(problem, BusyError):
         return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
-    if isinstance(problem, OverdueError):  # OpenAI's clients would send it again
+    if isinstance(problem, OverdueError):  # OpenAI's clients would retry it
         return refusal(504, str(problem), "server_error", headers={"X-Should-Retry": "false"})
     if isinstance(problem, ClosedError):
         after = problem.retry_after

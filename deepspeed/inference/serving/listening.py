@@ -1,5 +1,4 @@
-"""The connections of a server: when they are cut off, when they are accepted, and how they end. Imported only where
-uvicorn is installed."""
+"""The connections of a server: timeouts, acceptance and shutdown. Imported only if uvicorn is installed."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from deepspeed.inference.serving.clients import Certificate
 from deepspeed.inference.serving.service import RETRY_AFTER_S, Services
 
 HEADERS_S = 20.0
-"""In which the headers of a request have to arrive."""
+"""Timeout for receiving the headers of a request."""
 
 _READ_BYTES = 32 * 2**10
-"""Read from one connection per iteration of the event loop: 50 clients that send long bodies at once then hold it for
-10 ms; with the 256 KiB of asyncio, for 40 ms."""
+"""Bytes read from a connection per iteration of the event loop. 50 clients that send long bodies at once then block it
+for 10 ms; with asyncio's 256 KiB, for 40 ms."""
 
 _SWITCH_S = 0.001
-"""Interval after which a running thread hands over the interpreter lock. The event loop waits for the lock about six
+"""Interval after which a running thread releases the interpreter lock. The event loop waits for the lock about six
 times per request: after each system call."""
 
 _LAST_WORDS_S = 2.0
-"""For the errors of answers that were cut short, and for the rest of a request that is refused before it is read."""
+"""Time for sending the errors of interrupted answers, and for reading the rest of a request refused early."""
 
 _POLL_S = 0.05
 
@@ -50,7 +49,7 @@ def make_listener(
     headers_seconds: float = HEADERS_S,
     certificate: Certificate | None = None,
 ) -> Listener:
-    """A server of ``app``, not started; see ``Listener``. ``certificate``: it speaks TLS."""
+    """Create a server of ``app``, not started; see ``Listener``. ``certificate``: use TLS."""
 
     class Connection(_Connection):
         seconds = headers_seconds
@@ -64,7 +63,7 @@ def make_listener(
         ssl_certfile=certificate and certificate.file,
         ssl_keyfile=certificate and certificate.key_file,
         ws="none",
-        lifespan="off",  # it would be in the midst of it when a second Ctrl-C ends it
+        lifespan="off",  # a second Ctrl-C could interrupt it
     )
     return Listener(config, services, drain_seconds, ready)
 
@@ -73,8 +72,8 @@ class Listener(uvicorn.Server):
     """
     Args:
         ready: called with the address once connections are accepted.
-        drain_seconds: for answers to be finished after SIGTERM or Ctrl-C. What is left is told so, and the connections
-            of clients that do not read that are closed.
+        drain_seconds: time to finish answers after SIGTERM or Ctrl-C. Unfinished ones then end with an error, and
+            connections whose clients do not read it are closed.
     """
 
     def __init__(
@@ -104,16 +103,16 @@ class Listener(uvicorn.Server):
         begun = set(self.server_state.tasks)
         ending = asyncio.create_task(self._end_answers())
         try:
-            # Connections are still accepted: probes of /ready, and clients with new requests, are told 503.
+            # Connections are still accepted: /ready and new requests get 503.
             while not (self.force_exit or all(task.done() for task in begun)):
                 await asyncio.sleep(_POLL_S)
-            await super().shutdown(sockets)  # waits until there are no connections
+            await super().shutdown(sockets)  # waits until all connections are closed
         finally:
             ending.cancel()
-            self._hang_up()  # there are some only after a second Ctrl-C
+            self._hang_up()  # connections are left only after a second Ctrl-C
             if self.server_state.tasks:
                 await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
-            # Nobody is left to be served, and the service must not call a loop that is gone.
+            # No clients are left, and the service must not call a closed loop.
             await asyncio.to_thread(self._services.close, drain=False)
 
     async def _end_answers(self) -> None:
@@ -128,7 +127,7 @@ class Listener(uvicorn.Server):
 
 
 class LoadingAnswers:
-    """Answers on the address of a server while its model is loaded: 200 to ``/health``, 503 to everything else.
+    """Responds on a server's address while its model is loading: 200 to ``/health``, 503 to everything else.
 
     OSError: the address cannot be used.
     """
@@ -141,11 +140,11 @@ class LoadingAnswers:
         self._thread.start()
 
     def hand_over(self) -> list[socket.socket]:
-        """Stop answering. Returns the sockets, on which connections wait to be accepted."""
+        """Stop responding. Returns the listening sockets, with connections waiting to be accepted."""
         sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in self._server.sockets]
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for each in self._server.sockets:  # a closed server would not take what it has accepted
+        for each in self._server.sockets:  # closing the server would drop accepted connections
             self._loop.remove_reader(each.fileno())
         self._loop.run_until_complete(self._cancel())
         self._server.close()
@@ -153,23 +152,23 @@ class LoadingAnswers:
         return sockets
 
     async def _cancel(self) -> None:
-        # Accepted connections are answered first: a task that never began would not close its own.
+        # Accepted connections are answered first: a task that has not started would not close its connection.
         await asyncio.sleep(_POLL_S)
         begun = asyncio.all_tasks() - {asyncio.current_task()}
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.sleep(_POLL_S)  # the transports close in the meantime
+        await asyncio.sleep(_POLL_S)  # lets the transports close
 
     def close(self) -> None:
-        """Nobody listens, unless the sockets were handed over."""
+        """Close the sockets, unless they were handed over."""
         for each in () if self._loop.is_closed() else self.hand_over():
             each.close()
 
 
 async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     failures = (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError, asyncio.CancelledError)
-    with contextlib.suppress(*failures, ValueError, LookupError):  # the last two: a head that is none
+    with contextlib.suppress(*failures, ValueError, LookupError):  # the last two: a malformed head
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEADERS_S)
         alive = head.split(b" ", 2)[1].partition(b"?")[0] == b"/health"
         loading = protocol.error("the model is being loaded: try again later", "server_error")
@@ -182,7 +181,7 @@ async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         )
         if writer.can_write_eof():  # not with TLS
             writer.write_eof()
-        await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the answer
+        await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the response
     writer.close()
 
 
@@ -192,8 +191,8 @@ async def _until_end(reader: asyncio.StreamReader) -> None:
 
 
 class _Connection(H11Protocol):
-    """It is cut off if the headers of a request take more than ``seconds``. h11 itself bounds their length; another
-    protocol that is installed may not."""
+    """Closed if the headers of a request take longer than ``seconds``. h11 itself bounds their length, which another
+    installed protocol may not do."""
 
     seconds = HEADERS_S
     _deadline: asyncio.TimerHandle | None = None
@@ -214,7 +213,7 @@ class _Connection(H11Protocol):
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._rest()  # there is a request
+            self._rest()  # a request has arrived
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.seconds, self._cut_off)
 

@@ -1,4 +1,4 @@
-"""Numbers of a server, in the text format of Prometheus."""
+"""Metrics of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 
 
 class Histogram:
-    """Histogram of durations in seconds, or of what else has these ``bounds``."""
+    """Histogram of durations in seconds, or of other values with these ``bounds``."""
 
     def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
         self.bounds = bounds
@@ -24,7 +24,7 @@ class Histogram:
         self.sum += value
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        """``labels``: further ones, each with a comma behind it."""
+        """Yield the lines. ``labels``: additional ones, each followed by a comma."""
         total, alone = 0, f"{{{labels[:-1]}}}"
         yield f"# TYPE {name} histogram"
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
@@ -35,7 +35,7 @@ class Histogram:
 
 
 class Metrics:
-    """Counters of requests and tokens; thread-safe."""
+    """Counters of requests and tokens. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,12 +52,12 @@ class Metrics:
             self._first_token.add(seconds)
 
     def next_token(self, seconds: float) -> None:
-        """A token has come so long after the one before it."""
+        """Record the time since the previous token of a request."""
         with self._lock:
             self._between_tokens.add(seconds)
 
     def computed(self, prompt_tokens: int, new_tokens: int) -> None:
-        """The generator is done with a request."""
+        """Record a request that the generator has finished."""
         with self._lock:
             self._tokens["prompt"] += prompt_tokens
             self._tokens["generated"] += new_tokens
@@ -65,14 +65,14 @@ class Metrics:
             self._answers.add(new_tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
-        """A request has ended for its client."""
+        """Record a request that has ended for its client."""
         with self._lock:
             self._finished[reason] += 1
             self._whole.add(seconds)
 
     def lines(self, now: Mapping[str, float], model: str) -> Iterator[str]:
-        """Our names, then those of vLLM's server for what means the same, each behind its type. ``now``: values of
-        this moment, by name."""
+        """Yield our metrics, then those of vLLM with the same meaning, each after its type. ``now``: current values by
+        name."""
         labels = f'model_name="{_escaped(model)}",'
         with self._lock:
             totals = {"requests": ("reason", self._finished), "tokens": ("kind", self._tokens)}
@@ -88,7 +88,7 @@ class Metrics:
             yield from self._as_vllm(now, f'{labels}engine="0",')
 
     def _as_vllm(self, now: Mapping[str, float], labels: str) -> Iterator[str]:
-        """The names that dashboards for vLLM's server ask for."""
+        """Yield the metrics that dashboards for vLLM query."""
         for name, value in _gauges(now).items():
             yield from _value(f"vllm:{name}", "gauge", labels, value)
         for name, key in (("prompt_tokens", "prompt"), ("generation_tokens", "generated")):
@@ -102,7 +102,7 @@ class Metrics:
         for name, histogram in (
             ("time_to_first_token_seconds", self._first_token),
             ("inter_token_latency_seconds", self._between_tokens),
-            ("time_per_output_token_seconds", self._between_tokens),  # as it was called before
+            ("time_per_output_token_seconds", self._between_tokens),  # its former name
             ("e2e_request_latency_seconds", self._whole),
             ("request_prompt_tokens", self._prompts),
             ("request_generation_tokens", self._answers),
@@ -111,8 +111,8 @@ class Metrics:
 
 
 def page_of(models: Mapping[str, tuple[Metrics, Mapping[str, float]]]) -> str:
-    """Return the page of models: name -> (its metrics, values of this moment). The samples of one name are together,
-    as the format asks for."""
+    """Return the page of models: name -> (metrics, current values). Samples of one name are adjacent, as the format
+    requires."""
     families: dict[str, list[str]] = {}
     for name, (metrics, now) in models.items():
         family: list[str] = []
@@ -141,7 +141,7 @@ def _gauges(now: Mapping[str, float]) -> dict[str, float]:
         "num_requests_running": now.get("running", 0),
         "num_requests_waiting": now.get("waiting", 0),
         "kv_cache_usage_perc": used,
-        "gpu_cache_usage_perc": used,  # as it was called before
+        "gpu_cache_usage_perc": used,  # its former name
     }
 
 

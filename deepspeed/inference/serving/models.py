@@ -1,4 +1,4 @@
-"""Models of a server, and the names by which requests ask for them."""
+"""Models of a server, and the names by which requests select them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from deepspeed.inference.serving.tool_requests import Formats
 _MAX_TOLD = 8
 
 _MAX_ADAPTERS = 64
-"""Each keeps memory until it is removed."""
+"""Maximum number of adapters: each keeps memory until it is removed."""
 
 
 class ModelError(ExplainedError, ValueError):
-    """A request names a model that is not there."""
+    """A request names an unknown model."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel:
-    """``name``: in requests and answers. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an
-    answer if the client does not say. ``formats``: of calls and reasoning; ``trust_templates``: a request may bring
-    its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for
-    an empty one, none for None. ``generates``: text. ``encode_pair``: (left, right, most tokens) -> the prompt of a
-    pair of texts, for a cross-encoder; None: it is none. ``load_adapter``: makes an adapter of a folder; None: there
-    are none."""
+    """``name``: in requests and answers. ``max_length``: maximum tokens of a prompt and its answer. ``default_tokens``:
+    length of an answer if the client does not set it. ``formats``: of tool calls and reasoning; ``trust_templates``:
+    requests may bring their own chat template. ``pooling``: of embeddings; ``dimensions``: sizes to which they may be
+    truncated; empty: any; None: not allowed. ``generates``: whether the model generates text. ``encode_pair``: (left,
+    right, max tokens) -> the prompt of a pair of texts, for a cross-encoder, else None. ``load_adapter``: creates an
+    adapter from a folder; None: adapters are not supported."""
 
     name: str
     service: Service
@@ -51,12 +51,12 @@ class ServedModel:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Return the tokens that decoding leaves out, by their texts."""
+        """Return the tokens that decoding omits, by their texts."""
         return {text: token for token, text in self.tokenizer.specials.items()}
 
     @property
     def type(self) -> str:
-        """Return what the model is for, as Together's API lists it: a "rerank" model scores pairs of texts, a
+        """Return the type of the model in the terms of Together's API: a "rerank" model scores pairs of texts, a
         "language" model has no chat template."""
         if self.encode_pair is not None or not self.generates:
             return "embedding" if self.encode_pair is None else "rerank"
@@ -64,8 +64,8 @@ class ServedModel:
 
 
 class Models:
-    """Methods may be called from any thread. ``models``: with different names; the first answers requests that name
-    none. ValueError: a name is empty or given twice."""
+    """The models of a server. Thread-safe. ``models``: with different names; the first serves requests without a model.
+    ValueError: a name is empty or occurs twice."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._models = {model.name: model for model in models}
@@ -81,9 +81,9 @@ class Models:
         self._lock = threading.Lock()  # of both
 
     def add(self, name: str, folder: str, base: str = "", *, anew: bool = False) -> None:
-        """Load an adapter of the model ``base``. ``anew``: in place of one of this name; requests that have begun keep
-        the one they began with. ModelError: there is no such model. ValueError: the name is taken, there are too many,
-        or the folder holds none for this model."""
+        """Load an adapter of the model ``base``. ``anew``: replace one of this name; running requests keep the old one.
+        ModelError: no such model. ValueError: the name is taken, there are too many adapters, or the folder has none
+        for this model."""
         model = self._base(base)
         if model.load_adapter is None:
             raise ValueError(
@@ -109,13 +109,13 @@ class Models:
         self._loading.add(name)
 
     def remove(self, name: str) -> None:
-        """ModelError: there is no such adapter. Requests that have begun are finished with it."""
+        """Remove an adapter. Running requests finish with it. ModelError: no such adapter."""
         if self._adapters.pop(name, None) is None:
             raise ModelError(f"there is no adapter {name!r}")
 
     def find(self, name: str) -> tuple[ServedModel, Any]:
-        """Return the model of this name, and None; or the adapter of this name behind its model. An empty name stands
-        for the first model. ModelError: there is none."""
+        """Return the model of this name, and None; or the model and the adapter of this name. An empty name means the
+        first model. ModelError: unknown name."""
         if (known := self._adapters.get(name)) is not None:
             return known[2], known[1]
         return self._base(name), None
@@ -128,11 +128,11 @@ class Models:
         return found
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the models as ``/v1/models`` lists them, adapters last."""
+        """Return the entries of ``/v1/models``, adapters last."""
         return [self.one(name) for name in (*self._models, *list(self._adapters))]
 
     def one(self, name: str) -> dict[str, Any]:
-        """ModelError: there is no model of this name."""
+        """Return the entry of one model. ModelError: unknown name."""
         folder, _, model = self._adapters.get(name) or ("", None, self._base(name))
         return {
             "id": name,

@@ -1,4 +1,4 @@
-"""Pooling of hidden states into one vector, as a model's folder describes it, and as a client gets it. Pure."""
+"""Pooling of hidden states into one vector, as configured in a model's folder and requested by a client. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MODES = {
 
 
 class NotFiniteError(RuntimeError):
-    """A vector has numbers that JSON does not have, and that no client can use."""
+    """A vector has values that JSON does not have, and that no client can use: NaN or infinity."""
 
 
 def pooling_of(folder: str) -> str | None:
-    """Return the pooling that a folder of sentence-transformers names; None: it is no such folder. ValueError: another
-    than the last token, the mean or the first."""
+    """Return the pooling in a sentence-transformers folder; None: it is not such a folder. ValueError: a pooling other
+    than last token, mean or first token."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
@@ -46,7 +46,7 @@ def pooling_of(folder: str) -> str | None:
 
 
 def dimensions_of(config: Any) -> tuple[int, ...] | None:
-    """Return the sizes to which a model's vectors may be cut, by its config; empty: any; None: they may not."""
+    """Return the sizes to which a model's vectors may be truncated, by its config; empty: any; None: not allowed."""
     listed = getattr(config, "matryoshka_dimensions", None)
     if listed:
         return tuple(int(size) for size in listed)
@@ -54,7 +54,7 @@ def dimensions_of(config: Any) -> tuple[int, ...] | None:
 
 
 def check_dimensions(asked: int | None, allowed: tuple[int, ...] | None) -> None:
-    """RequestError: vectors may not be cut to ``asked`` numbers (`dimensions_of`)."""
+    """Check a requested size. RequestError: vectors may not be truncated to ``asked`` values (`dimensions_of`)."""
     if asked is None or allowed == () or (allowed is not None and asked in allowed):
         return
     why = "the model was not trained for shorter vectors"
@@ -64,8 +64,8 @@ def check_dimensions(asked: int | None, allowed: tuple[int, ...] | None) -> None
 
 
 def vectors_of(pooled: Sequence[Tensor], dimensions: int | None, normalized: bool) -> Tensor:
-    """Return the first ``dimensions`` numbers of each of ``pooled`` [size], in host memory and, with ``normalized``, at
-    length 1. RequestError: there are fewer. NotFiniteError: a number is infinite or none."""
+    """Return the first ``dimensions`` values of each of ``pooled`` [size], in host memory and, with ``normalized``, at
+    norm 1. RequestError: there are fewer. NotFiniteError: a value is NaN or infinite."""
     size = len(pooled[0])
     if dimensions is not None and dimensions > size:
         raise RequestError(f"dimensions: the vectors have {size} numbers", "dimensions")
@@ -80,7 +80,7 @@ def vectors_of(pooled: Sequence[Tensor], dimensions: int | None, normalized: boo
 
 
 def encoded(vector: Tensor, index: int, encoding: str) -> bytes:
-    """Return an entry of the answer in JSON: its numbers as a list, or as base64 of little-endian fp32."""
+    """Encode an entry of the response in JSON: its values as a list, or as base64 of little-endian fp32."""
     numbers = vector.tolist() if encoding == "float" else _base64_of(vector)
     return json.dumps({"object": "embedding", "index": index, "embedding": numbers}).encode()
 

@@ -1,4 +1,4 @@
-"""Requests and answers as the clients of OpenAI's HTTP interface write and read them. Pure."""
+"""Requests and responses of OpenAI's HTTP interface. Pure."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from deepspeed.inference.serving.tool_requests import with_calls
 _MAX_TOKENS = 2**31
 _STOPS, _STOP_LENGTH = 16, 1000
 _COLDEST = 1e-5
-"""Some clients write a temperature of 1e-8 and mean 0."""
+"""Lowest temperature above 0: some clients send 1e-8 and mean 0."""
 
 _MIN_LOGPROB = -9999.0
-"""Instead of minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 _MESSAGE_LENGTH = 1000
-"""Of an error, which may quote what a client sent."""
+"""Maximum characters of an error message, which may quote a client's input."""
 
 MAX_LOGPROBS = 20
-"""Of the likeliest tokens at one place."""
+"""Maximum number of most probable tokens per position."""
 
 _NO_VARIABLES = {
     "chat_template", "tools", "tokenize", "conversation", "messages", "return_dict", "tokenizer_kwargs",
 }  # fmt: skip
-"""What else a template is applied with."""
+"""Other arguments with which a chat template is applied."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
@@ -51,10 +51,10 @@ REASONS = {"stop": "stop", "length": "length"}
 
 
 class _Sampling(BaseModel):
-    """Fields of both kinds of request: OpenAI's, and those of vLLM's server that mean the same here.
+    """Fields of both kinds of request: OpenAI's, and those of vLLM with the same meaning.
 
-    Lists are checked by the functions below, which end at the first error: pydantic would make one for each element
-    and each type that it might have.
+    Lists are validated by the functions below, which stop at the first error: pydantic would create one per element and
+    candidate type.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -117,7 +117,7 @@ class ChatRequest(_Sampling):
 
     @model_validator(mode="after")
     def _without_tools(self) -> ChatRequest:
-        """Fields that say nothing without tools are as if not given."""
+        """Clear fields that have no meaning without tools."""
         if not self.tools:
             self.tools, self.parallel_tool_calls = None, True
             self.tool_choice = "auto" if self.tool_choice == "none" else self.tool_choice
@@ -142,7 +142,7 @@ class ResponsesRequest(_Sampling):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence to generate."""
+    """A sequence to generate."""
 
     index: int
     prompt: Sequence[int]
@@ -151,9 +151,9 @@ class Choice:
 
 
 def fields_as(kind: type[BaseModel], body: bytes) -> Any:
-    """Parse a body as a ``kind``. RequestError: it is no JSON, or a field is unknown, missing or out of range. Takes up
-    to 0.2 s for 4 MiB."""
-    # Many clients write null for what they do not set.
+    """Parse a body as a ``kind``. RequestError: it is not JSON, or a field is unknown, missing or out of range. Takes
+    up to 0.2 s for 4 MiB."""
+    # Many clients write null for unset fields.
     fields = {name: value for name, value in fields_of(body).items() if value is not None}
     check_names(fields, kind.model_fields)
     try:
@@ -166,8 +166,8 @@ def fields_as(kind: type[BaseModel], body: bytes) -> Any:
 
 
 def parse(kind: type[_Sampling], body: bytes) -> Any:
-    """Parse a request for an answer. RequestError: see ``fields_as``; or a field would change the answer in a way that
-    is not supported."""
+    """Parse a generation request. RequestError: see ``fields_as``; or a field would change the answer in an unsupported
+    way."""
     request = fields_as(kind, body)
     check_names(request.stream_options or {}, STREAM_OPTIONS, {}, inside="stream_options.")
     if request.best_of not in (None, request.n):
@@ -177,13 +177,13 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """One or several, as texts or tokens. RequestError: there is none, or it is something else."""
+    """Return the prompts, as texts or tokens. RequestError: there is none, or it has another type."""
     return texts_of(request.prompt, "prompt")
 
 
 def texts_of(given: Any, name: str) -> list[str | list[int]]:
-    """Return the value of the field ``name`` as a list of texts or of lists of tokens. RequestError: there is none, or
-    it is something else."""
+    """Return the field ``name`` as a list of texts or of lists of tokens. RequestError: it is missing, or has another
+    type."""
     if isinstance(given, list) and given and type(given[0]) is not int:
         prompts = given
     else:
@@ -202,7 +202,7 @@ def texts_of(given: Any, name: str) -> list[str | list[int]]:
 
 
 def check_tokens(tokens: list[Any], where: str) -> None:
-    """RequestError: one is no integer, or none that a tokenizer can have."""
+    """Check token ids. RequestError: one is not an integer, or outside the range of any tokenizer."""
     for place, token in enumerate(tokens):
         if type(token) is int and 0 <= token < _MAX_TOKENS:  # True is an instance of int
             continue
@@ -214,8 +214,8 @@ def check_tokens(tokens: list[Any], where: str) -> None:
 
 
 def messages_of(request: Any) -> list[dict[str, Any]]:
-    """Messages with contents of one text each, as templates expect them. RequestError: there is none, one is no
-    object with a role, a part of its content is no text, or its calls are malformed."""
+    """Return messages with one text as content each, as templates expect. RequestError: there is none, one is not an
+    object with a role, a part of its content is not text, or its calls are malformed."""
     given: Any = request.messages
     if not isinstance(given, list) or not given:
         raise RequestError("messages: a list of at least one message is expected", "messages")
@@ -248,14 +248,14 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def wants_logprobs(request: _Sampling) -> bool:
-    """Return whether log-probabilities are asked for: by 0 in completions, by True in chats."""
+    """Return whether log-probabilities are requested: by 0 or more in completions, by True in chats."""
     asked = getattr(request, "logprobs", None)
     return asked is not None and asked is not False
 
 
 def top_logprobs_of(request: _Sampling) -> int:
-    """Return of how many of the likeliest tokens log-probabilities are asked for. RequestError: of some, but of no
-    chosen token."""
+    """Return the number of most probable tokens whose log-probabilities are requested. RequestError: it is set, but
+    log-probabilities are off."""
     if isinstance(request, CompletionRequest):
         return request.logprobs or 0
     top: int = getattr(request, "top_logprobs", 0)
@@ -281,8 +281,8 @@ def template_of(request: Any) -> dict[str, Any]:
 
 
 def own_template_of(request: ChatRequest, trusted: bool) -> dict[str, Any]:
-    """Return the template that a request brings. RequestError: templates of clients are not ``trusted``: they may run
-    for as long as they like."""
+    """Return the chat template in the request, if any. RequestError: clients' templates are not ``trusted``, since they
+    may run forever."""
     if request.chat_template is None:
         return {}
     if not trusted:
@@ -294,7 +294,7 @@ def own_template_of(request: ChatRequest, trusted: bool) -> dict[str, Any]:
 
 
 def stops_of(request: _Sampling) -> list[str]:
-    """RequestError: there are too many, one is too long or no text."""
+    """Return the stop texts. RequestError: too many, or one is too long or not text."""
     stop: Any = request.stop
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or len(stops) > _STOPS:
@@ -314,9 +314,9 @@ def params_of(
     stop_token_ids: tuple[int, ...],
     shared: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens, with which it has at most
-    ``most``; ``default`` new ones if the request does not say how many; ``shared``: those of all sequences
-    (`sampling_fields.py`). RequestError: more are asked for than fit."""
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens. ``most``: maximum tokens of
+    both; ``default``: new tokens if the request does not set them; ``shared``: parameters of all sequences
+    (`sampling_fields.py`). RequestError: the requested length does not fit."""
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
@@ -345,8 +345,8 @@ def params_of(
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """Log-probability of a token with its text; ``value`` is None for a prompt's first token. ``top``: the likeliest
-    tokens, the chosen one included. ``offset``: of the text, in characters of the answer."""
+    """Log-probability of a token with its text; ``value`` is None for a prompt's first token. ``top``: the most
+    probable tokens, including the chosen one. ``offset``: of the text, in characters of the answer."""
 
     text: str
     value: float | None
@@ -356,7 +356,7 @@ class TextLogprob:
 
 @dataclass(slots=True)
 class Answer:
-    """Common fields of all parts of one answer."""
+    """Fields common to all parts of an answer."""
 
     chat: bool
     model: str
@@ -370,7 +370,7 @@ class Answer:
     def part(
         self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int] | None = None
     ) -> dict[str, Any]:
-        """One event of a stream."""
+        """Return an event of a stream."""
         name = "chat.completion.chunk" if self.chat else "text_completion"
         made = {**self._head(name), "choices": list(choices)}
         return made if usage is None else {**made, "usage": dict(usage)}
@@ -378,7 +378,7 @@ class Answer:
     def choice(
         self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None
     ) -> dict[str, Any]:
-        """Make a choice of a whole answer."""
+        """Return a choice of a whole answer."""
         content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
             message = {"content": "", **_message_fields(pieces)}
@@ -396,7 +396,7 @@ class Answer:
         logprobs: Sequence[TextLogprob] | None,
         first: bool,
     ) -> dict[str, Any]:
-        """Make a choice of one event of a stream."""
+        """Return a choice of a stream's event."""
         content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
             role = {"role": "assistant", "content": ""} if first else {}
@@ -427,7 +427,7 @@ def _text(pieces: Sequence[Piece]) -> str:
 
 
 def _message_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return the parts of a message that are there: content, reasoning under both of its names, calls."""
+    """Return the non-empty parts of a message: content, reasoning under both of its names, calls."""
     fields: dict[str, Any] = {}
     text, thought = _text(pieces), "".join(each.text for each in pieces if each.kind == "reasoning")
     if text:
@@ -446,7 +446,8 @@ def _message_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return, of tokens with one text, such as parts of characters, only the likeliest, which comes first."""
+    """Map texts to log-probabilities; of several tokens with one text, such as partial characters, keep the most
+    probable, which comes first."""
     found: dict[str, float] = {}
     for text, value in top:
         found.setdefault(text, _finite(value))
@@ -459,7 +460,7 @@ def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
-    """``bytes`` is null where a token is no whole character: its text does not say which bytes it has."""
+    """Return an entry. ``bytes`` is null if a token is not a whole character: its text does not determine its bytes."""
     whole = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": _finite(logprob), "bytes": whole}
 

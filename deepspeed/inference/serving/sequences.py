@@ -1,4 +1,4 @@
-"""Answers that are being generated: updates of the service's thread become text and its parts on the event loop."""
+"""Answers being generated: updates from the service's thread become text and its parts on the event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from deepspeed.inference.serving.protocol import Choice, TextLogprob
 from deepspeed.inference.serving.service import Service, Ticket, Update
 from deepspeed.inference.serving.text import TextStream
 
-ECHOED = 8  # tokens of a prompt that the answer's first token is decoded with
+ECHOED = 8  # prompt tokens that are decoded together with the answer's first token
 
 
 class RunningAnswer:
-    """One sequence of an answer: updates of the service's thread arrive on the event loop and become text."""
+    """One sequence of an answer: updates from the service's thread arrive on the event loop and become text."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RunningAnswer:
         self._ticket: Ticket = service.submit(choice.prompt, choice.params, listen)
 
     async def read(self) -> AsyncIterator[tuple[list[Piece], bool]]:
-        """Parts of the answer as they become certain, and whether they are the last. ClosedError: the service has
+        """Yield parts of the answer as they become certain, and whether they are the last. ClosedError: the service has
         ended or failed."""
         while self.reason is None:
             update = await self._updates.get()
@@ -52,7 +52,7 @@ class RunningAnswer:
                 raise update.error
             text = ""
             if update.prompt is not None:
-                await asyncio.to_thread(self._note_prompt, update.prompt)  # a second for a long one
+                await asyncio.to_thread(self._note_prompt, update.prompt)  # takes a second for a long prompt
             if update.token is not None:
                 self.new_tokens += 1
                 if update.logprob is not None:
@@ -71,7 +71,7 @@ class RunningAnswer:
                 yield pieces, self.reason is not None
 
     def _taken_apart(self, text: str) -> list[Piece]:
-        """An answer ends with its last call if there may be no more."""
+        """Parse ``text`` into parts. The answer ends with its last call if no more are allowed."""
         parser = self._parser
         if parser is None:
             return [Piece("text", text)] if text else []
@@ -85,7 +85,7 @@ class RunningAnswer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Return why it ended, as clients are told: calls are a reason of their own, unless the last was cut short."""
+        """Return the finish reason for clients: "tool_calls" after a call, unless the last one was cut short."""
         called = self._parser is not None and self._parser.has_called
         return "tool_calls" if called and self.reason == "stop" else self.reason
 
@@ -98,7 +98,7 @@ class RunningAnswer:
         self._offset += len(text)
 
     def _note_prompt(self, found: Sequence[TokenLogprob]) -> None:
-        """Add those of a prompt that is repeated, whose first token nothing predicts."""
+        """Add the log-probabilities of an echoed prompt, whose first token has none."""
         prompt = self.choice.prompt
         (first,) = self._text.texts_of(prompt[:1], ())
         self.logprobs.append(TextLogprob(first, None))
@@ -110,22 +110,22 @@ class RunningAnswer:
         return [piece async for pieces, _ in self.read() for piece in pieces]
 
     def take_logprobs(self) -> list[TextLogprob]:
-        """Those since the last call."""
+        """Return the log-probabilities since the last call."""
         taken, self.logprobs = self.logprobs, []
         return taken
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """The first call's reason is counted."""
+        """Cancel the request. Only the reason of the first call is counted."""
         self._service.cancel(self._ticket, reason)
 
 
 async def read_all(answers: Sequence[RunningAnswer]) -> list[list[Piece]]:
-    """Wait for the end of all."""
+    """Read all answers to their end."""
     return await asyncio.gather(*(each.read_all() for each in answers))
 
 
 async def read_into(news: asyncio.Queue[Any], answer: RunningAnswer) -> None:
-    """Put what is read of an answer, or the error that ends it, into ``news``."""
+    """Put the parts of an answer, or the error that ends it, into ``news``."""
     try:
         async for pieces, last in answer.read():
             news.put_nowait((answer, pieces, last))

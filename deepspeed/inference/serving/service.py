@@ -1,4 +1,4 @@
-"""One generator for many clients: a thread runs it, clients submit from any thread."""
+"""One generator for many clients: a thread runs it, and clients submit from any thread."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from deepspeed.inference.serving.commands import Announcer, Commands, SingleRank
 from deepspeed.inference.serving.metrics import Metrics, page_of
 
 _PULSE_S = 10.0
-"""How often ranks hear of an idle server, far below the timeout of a collective."""
+"""Interval at which other ranks hear from an idle server, far below the timeout of a collective."""
 
 
 class BusyError(ExplainedError, RuntimeError):
-    """More requests than the server takes: try again later."""
+    """The server has reached its maximum of requests: try again later."""
 
 
 RETRY_AFTER_S = 5
-"""For ``Retry-After``, while a server loads or drains: another one, or its successor, may take the request then."""
+"""Value of ``Retry-After`` while a server loads or drains: then another one, or its successor, may be ready."""
 
 
 class ClosedError(ExplainedError, RuntimeError):
-    """The server ends, or has failed; the text says which. ``retry_after``: seconds; None: it has failed."""
+    """The server is shutting down or has failed; the message says which. ``retry_after``: seconds; None: it has
+    failed."""
 
     def __init__(self, why: str, retry_after: int | None = None) -> None:
         super().__init__(why)
@@ -37,7 +38,7 @@ class ClosedError(ExplainedError, RuntimeError):
 
 
 class OverdueError(ClosedError):
-    """A request has taken longer than any may."""
+    """A request has exceeded the time limit."""
 
 
 class Engine(Protocol):
@@ -54,9 +55,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of a request: a further token, or how it ended, or both. ``prompt``: log-probabilities of the prompt, with
-    the first update, where they are asked for. ``pooled``: the vector of a request that asks for one. ``error``: of a
-    request that does not end by itself."""
+    """News of a request: another token, the end, or both. ``prompt``: log-probabilities of the prompt, with the first
+    update, if requested. ``pooled``: the vector of an embedding request. ``error``: the reason, if the request
+    failed."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
@@ -75,8 +76,8 @@ Listener = Callable[[Update], None]
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request of a client. ``listener`` is called on the service's thread, and must return at once.
-    ``counted``: whether the metrics have it."""
+    """A client's request. ``listener`` is called on the service's thread, and must return immediately. ``counted``:
+    whether it is in the metrics."""
 
     number: int
     prompt: Sequence[int]
@@ -85,16 +86,16 @@ class Ticket:
     arrived: float
     request: Request | None = None
     given: int = 0
-    latest: float = 0.0  # when its last token came
+    latest: float = 0.0  # time of its last token
     counted: bool = False
 
 
 class Service:
     """
     Args:
-        engine: what generates; from now on only the service's thread uses it.
-        max_requests: that are waiting or being served at one time.
-        request_seconds: after which one that has not ended is cancelled; None: never.
+        engine: the generator, used only by the service's thread from now on.
+        max_requests: maximum number of waiting and running requests.
+        request_seconds: time after which an unfinished request is cancelled; None: never.
         announcer: for several ranks. Ranks other than the first call ``follow`` instead of ``start``.
 
     Methods may be called from any thread.
@@ -114,11 +115,11 @@ class Service:
         self.metrics = Metrics()
         self.failure: BaseException | None = None
         self.draining = False
-        """Whether the server answers only those who have asked already."""
+        """Whether only requests that have already been submitted are served."""
         self._announcer: Announcer = announcer or SingleRankCommands()
         self._changed = threading.Condition()
         self._new = Commands()
-        self._tickets: dict[int, Ticket] = {}  # waiting or being served
+        self._tickets: dict[int, Ticket] = {}  # waiting or running
         self._last_number = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="deepspeed-generation", daemon=True)
@@ -130,12 +131,12 @@ class Service:
         return self
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, listener: Listener) -> Ticket:
-        """Have a request served; ``listener`` is told. Whoever submits calls ``cancel`` in the end.
+        """Submit a request, whose updates go to ``listener``. The caller must call ``cancel`` in the end.
 
         Raises:
             ValueError: the prompt is empty, or the request too long.
             BusyError: there are ``max_requests`` already.
-            ClosedError: the service takes no more.
+            ClosedError: the service accepts no requests.
         """
         self.engine.check(prompt, params)
         with self._changed:
@@ -150,13 +151,13 @@ class Service:
         return ticket
 
     def check_room(self, requests: int) -> None:
-        """BusyError: there is none for so many."""
+        """Check for free capacity. BusyError: this many requests do not fit."""
         with self._changed:
             self._check_room(requests)
 
     def cancel(self, ticket: Ticket, reason: str = "cancelled") -> None:
-        """The client is done with it: what is left of it is not served, and it is counted, once, by ``reason``. Only
-        the client knows that: the service may be ahead of what a stop text lets it read."""
+        """End a request for its client: stop serving it, and count it once by ``reason``. Only the client knows the
+        reason: the service may be ahead of what a stop text lets the client read."""
         with self._changed:
             if ticket.number in self._tickets:
                 self._new.cancelled.append(ticket.number)
@@ -167,8 +168,8 @@ class Service:
         self.metrics.finished(reason, time.monotonic() - ticket.arrived)
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
-        """The updates of one request, the last of which has a reason. A closed iterator cancels it; for the errors see
-        ``submit``, and the service's failure is raised too."""
+        """Yield the updates of one request; the last one has a reason. Closing the iterator cancels the request. Errors
+        as in ``submit``; a failure of the service is raised, too."""
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         ticket, reason = self.submit(prompt, params, updates.put), "cancelled"
         try:
@@ -185,21 +186,21 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Return whether it takes requests."""
+        """Return whether the service accepts requests."""
         return self.failure is None and not (self.draining or self._closing) and self._thread.is_alive()
 
     def state(self) -> dict[str, float]:
-        """Values of this moment, by name."""
+        """Return current values by name."""
         return {"requests": len(self._tickets), "healthy": self.healthy, **self.engine.state()}
 
     def check_open(self) -> None:
-        """ClosedError: new requests of clients are not answered any more."""
+        """Check whether requests are accepted. ClosedError: they are not."""
         if not self.healthy:
             raise self._closed()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
-        most ``timeout`` seconds, after which what is left is cancelled. Who waits for those is told a ClosedError."""
+        """Accept no more requests; with ``drain`` finish the submitted ones, otherwise cancel them. Waits at most
+        ``timeout`` seconds, then cancels the rest. Clients of cancelled requests get a ClosedError."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -244,7 +245,7 @@ class Service:
             self._fail(error)
 
     def _run_once(self) -> bool:
-        """Carry out new commands, then a forward if there is work. Returns False once the service has ended."""
+        """Process new commands, then run a forward if there is work. Returns False once the service has ended."""
         commands = self._announcer.announce(self._take_new())
         for number, prompt, params in commands.submitted:
             self._tickets[number].request = self.engine.submit(prompt, params)
@@ -272,7 +273,7 @@ class Service:
         if self.request_seconds is None:
             return []
         latest = time.monotonic() - self.request_seconds
-        # They are in the order in which they came.
+        # They are in order of arrival.
         return [t.number for t in takewhile(lambda t: t.arrived < latest, self._tickets.values())]
 
     def _has_news(self) -> bool:
@@ -347,7 +348,7 @@ class Service:
 
 
 class Services:
-    """The services of a server's models, by their names, as one."""
+    """The services of a server's models by name, with the interface of one."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
@@ -358,37 +359,37 @@ class Services:
         return self
 
     def follow(self) -> None:
-        """See ``Service.follow``: models of several ranks are alone on their server."""
+        """See ``Service.follow``: a model on several ranks is the only one of its server."""
         for each in self._services.values():
             each.follow()
 
     @property
     def failure(self) -> BaseException | None:
-        """Return that of the first which has failed."""
+        """Return the failure of the first service that has failed, or None."""
         return next((each.failure for each in self._services.values() if each.failure is not None), None)
 
     @property
     def healthy(self) -> bool:
-        """Return whether all take requests."""
+        """Return whether all services accept requests."""
         return all(each.healthy for each in self._services.values())
 
     def drain(self) -> None:
-        """Answer only those who have asked already."""
+        """Serve only requests that have already been submitted."""
         for each in self._services.values():
             each.draining = True
 
     def check_open(self) -> None:
-        """ClosedError: none of them answers new requests of clients."""
+        """Check whether requests are accepted. ClosedError: no service accepts any."""
         if not any(each.healthy for each in self._services.values()):
             next(iter(self._services.values())).check_open()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        """See ``Service.close``; ``timeout`` is that of all together."""
+        """See ``Service.close``; ``timeout`` is for all services together."""
         self.drain()
         end = None if timeout is None else time.monotonic() + timeout
         for each in self._services.values():
             each.close(drain=drain, timeout=None if end is None else max(0.0, end - time.monotonic()))
 
     def metrics(self) -> str:
-        """Return the page of all."""
+        """Return the metrics page of all services."""
         return page_of({name: (each.metrics, each.state()) for name, each in self._services.items()})

@@ -1,4 +1,4 @@
-"""``InferenceEngineV2``: the model runner and the paged cache for clients that schedule themselves."""
+"""``InferenceEngineV2``: the model runner and the paged cache, for clients with their own scheduler."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = [
 
 BLOCK_SIZE = 64
 MARK = "ds_engine.json"
-"""The file by which a folder of ``serialize`` is known."""
+"""File that marks a folder of ``serialize``."""
 _MARK_OF_OTHERS = "ds_model_config.pkl"
 
 
 @dataclass(slots=True)
 class Tracked:
-    """A sequence of a client: the first ``computed`` of its tokens, mostly all, are in the cache, or (``stored``) their
-    blocks are in host memory."""
+    """A client's sequence: the first ``computed`` tokens, usually all, are in the cache, or (``stored``) their blocks
+    are in host memory."""
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
@@ -59,10 +59,10 @@ class InferenceEngineV2:
     """
     Args:
         policy: builds the model.
-        engine_config: its limits, and the ranks that share its layers.
+        engine_config: limits of the engine, and the ranks that share its layers.
 
     Raises:
-        DeepSpeedConfigError: the config asks for what this release does not have, or memory holds no block.
+        DeepSpeedConfigError: the config requests an unsupported feature, or memory holds no block.
         LayoutError: the model cannot be run over a paged cache.
     """
 
@@ -82,17 +82,17 @@ class InferenceEngineV2:
         num_blocks = self._num_blocks(manager)
         self.runner.allocate(num_blocks)
         self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE, span=self.runner.rotations.span)
-        self._sequences: dict[int, Tracked] = {}  # the one that was put longest ago first
+        self._sequences: dict[int, Tracked] = {}  # least recently put first
         self.blocks_moved = 0  # to the host and back, with state_manager.offload
 
     @property
     def free_blocks(self) -> Tensor:
-        """[cache groups], int: blocks that nobody uses."""
+        """Number of free blocks, int [cache groups]."""
         return torch.tensor([self._blocks.pool.num_free])
 
     @property
     def n_kv_cache_groups(self) -> int:
-        """All layers have the same blocks."""
+        """Number of cache groups: one, since all layers have the same blocks."""
         return 1
 
     @property
@@ -105,16 +105,16 @@ class InferenceEngineV2:
         """Append tokens to sequences and compute them.
 
         Args:
-            batch_uids: the client's numbers of the sequences; unknown ones begin.
+            batch_uids: the client's ids of the sequences; unknown ones start a sequence.
             batch_tokens: int [tokens] for each, on any device.
-            do_checks: ``can_schedule`` is asked first.
+            do_checks: call ``can_schedule`` first.
 
         Returns:
             Logits [sequences, vocabulary] after the last token of each.
 
         Raises:
-            SchedulingError: a limit stands in the way; nothing has happened then.
-            ValueError: a uid is there twice or without tokens, or a sequence would grow beyond a length where its
+            SchedulingError: a limit is exceeded; nothing has changed then.
+            ValueError: a uid occurs twice or without tokens, or a sequence would grow beyond a length at which its
                 rotations change and the model's ``generate`` is wrong.
         """
         uids = [int(uid) for uid in batch_uids]
@@ -135,7 +135,7 @@ class InferenceEngineV2:
         logits = self.runner.forward(pieces)
         for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.pop(uid)
-            self._sequences[uid] = sequence  # the last of those that may become idle
+            self._sequences[uid] = sequence  # now the most recently put
             sequence.tokens += new
             sequence.computed = len(sequence.tokens)
             self._blocks.publish(sequence.table, sequence.tokens, len(sequence.tokens))
@@ -144,9 +144,8 @@ class InferenceEngineV2:
     def query(
         self, uid: int, max_request_tokens: int, max_request_blocks: int | Tensor
     ) -> tuple[int, Tensor]:
-        """Return how many of ``max_request_tokens`` further tokens of a sequence can be put with at most so many
-        further
-        blocks, and how many blocks [cache groups] these take."""
+        """Return how many of ``max_request_tokens`` further tokens of a sequence fit into at most
+        ``max_request_blocks`` further blocks, and the number of blocks [cache groups] that they need."""
         sequence = self._sequences.get(uid)
         if sequence is None and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
             return 0, torch.tensor([0])
@@ -157,7 +156,7 @@ class InferenceEngineV2:
         return tokens, torch.tensor([self._blocks.blocks_for(max(0, tokens - room))])
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Return whether so many tokens of these sequences can be put at once."""
+        """Return whether these numbers of tokens of the sequences can be put in one batch."""
         manager = self._config.state_manager
         uids, lengths = [int(uid) for uid in uids], list(lengths)
         if len(uids) > manager.max_ragged_sequence_count:
@@ -179,19 +178,19 @@ class InferenceEngineV2:
         return SchedulingResult.Success
 
     def get_remaining_block_capacity(self, uid: int) -> int:
-        """Tokens for which a sequence needs no further block."""
+        """Return the number of tokens that fit into a sequence's last block."""
         sequence = self._sequences.get(uid)
         return 0 if sequence is None else -len(sequence.tokens) % BLOCK_SIZE
 
     def flush(self, uid: int) -> None:
-        """Forget a sequence. Nothing happens if it is not known."""
+        """Remove a sequence; an unknown uid is ignored."""
         sequence = self._sequences.pop(uid, None)
         if sequence is not None:
             self._blocks.release(sequence.table)
 
     def serialize(self, save_path: str) -> None:
-        """Write model and weights to a folder, from which ``build_engine_from_ds_checkpoint`` makes engines for any
-        number of ranks. One rank writes."""
+        """Write model and weights to a folder, from which ``build_engine_from_ds_checkpoint`` creates engines for any
+        number of ranks. Call it on one rank."""
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         from safetensors.torch import save_file
@@ -202,7 +201,7 @@ class InferenceEngineV2:
         source.model_config.save_pretrained(folder)
         unshared: dict[int, str] = {}
         tensors: dict[str, Tensor] = {}
-        for name, value in source.parameters():  # of weights under several names one is enough
+        for name, value in source.parameters():  # a weight with several names is written once
             if unshared.setdefault(value.data_ptr(), name) == name or not value.numel():
                 tensors[name] = value.detach().cpu().contiguous()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -211,7 +210,7 @@ class InferenceEngineV2:
     # -------------------------------------------------------------------------------------------------- parts
 
     def _reserve(self, uids: Sequence[int], tokens: Sequence[list[int]]) -> list[PagePiece]:
-        """Blocks for all, or SchedulingError and for none."""
+        """Reserve blocks for all sequences. SchedulingError: they do not fit, and none are reserved."""
         pieces, begun = [], []
         for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.get(uid)
@@ -234,7 +233,7 @@ class InferenceEngineV2:
         return pieces
 
     def _kept(self, sequence: Tracked | None, length: int) -> int:
-        """Blocks of a sequence that it does not have to take when it grows to ``length``."""
+        """Return the number of blocks that a sequence keeps when it grows to ``length``."""
         if sequence is None or sequence.stored is not None:
             return 0
         blocks, pool = sequence.table.blocks, self._blocks.pool
@@ -243,8 +242,8 @@ class InferenceEngineV2:
         return sum(pool.uses(block) == 1 for block in blocks)
 
     def _restart_grown(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
-        """Let a sequence begin anew whose tokens are rotated otherwise at ``length``. The tokens that are computed
-        again do not count against ``max_ragged_batch_size``. False: there is no room."""
+        """Restart a sequence whose tokens are rotated differently at ``length``. Recomputed tokens do not count towards
+        ``max_ragged_batch_size``. Returns False if there is no room."""
         table = sequence.table
         if self._blocks.span(length) == table.span:
             return True
@@ -256,8 +255,8 @@ class InferenceEngineV2:
         return True
 
     def _room_for(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
-        """Reserve blocks, with ``state_manager.offload`` those of sequences that are not among ``uids``: the ones that
-        were put longest ago give theirs first."""
+        """Reserve blocks; with ``state_manager.offload``, evict those of sequences not in ``uids``, least recently put
+        first. Returns False if there is no room."""
         table, pool = sequence.table, self._blocks.pool
         for uid in self._idle(uids):
             if self._blocks.missing(table, length) <= pool.num_free:
@@ -269,7 +268,7 @@ class InferenceEngineV2:
         return self._blocks.reserve(table, length)
 
     def _bring_back(self, sequence: Tracked, uids: Sequence[int]) -> bool:
-        """The blocks of a sequence that is computed again. False: there is no room."""
+        """Restore the offloaded blocks of a sequence. Returns False if there is no room."""
         stored = sequence.stored
         if stored is None:
             return True
@@ -281,27 +280,28 @@ class InferenceEngineV2:
         return True
 
     def _idle(self, uids: Sequence[int]) -> list[int]:
-        """Sequences whose blocks may move to the host, the one put longest ago first."""
+        """Return the sequences whose blocks may move to the host, least recently put first."""
         if not self._config.state_manager.offload:
             return []
         busy = set(uids)
         return [uid for uid, each in self._sequences.items() if uid not in busy and each.table.blocks]
 
     def _idle_blocks(self, uids: Sequence[int]) -> int:
-        """Count the blocks that would be free if all of these moved."""
+        """Count the blocks that would be free if all idle sequences were moved."""
         uses: Counter[int] = Counter()
         for uid in self._idle(uids):
             uses.update(self._sequences[uid].table.blocks)
         return sum(self._blocks.pool.uses(block) == count for block, count in uses.items())
 
     def _num_blocks(self, manager: DSStateManagerConfig) -> int:
-        """As ``memory_config`` says, though not more than all sequences can use; the same on all ranks."""
+        """Return the number of blocks by ``memory_config``, at most what all sequences can use; the same on all
+        ranks."""
         memory = manager.memory_config
         if AllocationMode(memory.mode) is AllocationMode.ALLOCATE:
             return memory.size
         accelerator = get_accelerator()
         free = accelerator.available_memory() - memory.size
-        if accelerator.device_name() == "cpu":  # others live on the host as well
+        if accelerator.device_name() == "cpu":  # shared with everything else on the host
             free = min(free, accelerator.available_memory() // 2)
         most = manager.max_tracked_sequences * -(-self._max_context // BLOCK_SIZE)
         blocks = min(most, int(free) // self.runner.block_bytes)
@@ -317,27 +317,27 @@ class InferenceEngineV2:
         return blocks
 
 
-# Results of the check whether a batch can be run.
+# Results of the check of a batch.
 
 
 class SchedulingResult(Enum):
-    """Success, or the first limit that stands in the way."""
+    """Success, or the first limit that is exceeded."""
 
     Success = 0
     EngineSequenceLimitExceeded = 1
-    """More sequences than are tracked at one time."""
+    """More sequences than the engine tracks."""
     BatchSequenceLimitExceeded = 2
-    """More sequences than one forward has."""
+    """More sequences than fit into one forward."""
     BatchTokenLimitExceeded = 3
-    """More tokens than one forward has."""
+    """More tokens than fit into one forward."""
     KVCacheLimitExceeded = 4
-    """More blocks than nobody uses."""
+    """More blocks than are free."""
     SequenceTokenLimitExceeded = 5
-    """A sequence longer than is possible."""
+    """A sequence longer than the maximum."""
 
 
 class SchedulingError(ExplainedError, RuntimeError):
-    """A batch was put that cannot be run; ``result`` says why."""
+    """A batch that was put cannot run; ``result`` is the reason."""
 
     def __init__(self, result: SchedulingResult) -> None:
         super().__init__(f"the batch cannot be scheduled: {result.name}")
@@ -348,15 +348,15 @@ class SchedulingError(ExplainedError, RuntimeError):
 def build_hf_engine(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine of a causal model of Transformers.
+    """Create an engine of a causal model of Transformers.
 
     Args:
-        path: a folder of ``save_pretrained`` or of ``InferenceEngineV2.serialize``, or a model's name in the hub.
+        path: a folder of ``save_pretrained`` or of ``InferenceEngineV2.serialize``, or the name of a model on the Hub.
         engine_config: limits and ranks.
-        debug_level: accepted for compatibility; the level of the package's log is the caller's.
+        debug_level: accepted for compatibility; the log level is left to the caller.
 
     Raises:
-        DeepSpeedConfigError: weights are missing, or the config asks for what this release does not have.
+        DeepSpeedConfigError: weights are missing, or the config requests an unsupported feature.
         LayoutError: the model cannot be run over a paged cache.
     """
     if (Path(path) / MARK).is_file() or (Path(path) / _MARK_OF_OTHERS).is_file():
@@ -367,9 +367,9 @@ def build_hf_engine(
 def build_engine_from_ds_checkpoint(
     path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
 ) -> InferenceEngineV2:
-    """An engine from a folder of ``InferenceEngineV2.serialize``; for the arguments see ``build_hf_engine``.
+    """Create an engine from a folder of ``InferenceEngineV2.serialize``; arguments as in ``build_hf_engine``.
 
-    DeepSpeedConfigError: the folder is none, or was written by another implementation.
+    DeepSpeedConfigError: not such a folder, or written by another implementation.
     """
     if not (Path(path) / MARK).is_file():
         pickled = (Path(path) / _MARK_OF_OTHERS).is_file()

@@ -1,4 +1,4 @@
-"""From a source of weights to a model."""
+"""Building of a model from a weight source."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deepspeed.transforms.on_device import OnDevice
 
 
 class InferenceV2Policy:
-    """Builds the causal model of Transformers that ``checkpoint_engine.model_config`` describes: no model needs a
-    policy of its own. Integers of folders that other libraries quantized stay integers where kernels compute with
-    them, if ``keeps_integers``."""
+    """Builds the causal Transformers model that ``checkpoint_engine.model_config`` describes; all models share this
+    policy. With ``keeps_integers``, weights of folders quantized by other libraries stay integers if kernels compute
+    with them."""
 
     def __init__(
         self,

@@ -13,23 +13,25 @@ from torch import Tensor
 from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
-# The op ``pin_memory``: host tensors in locked memory, without a handle for files.
+# The op ``pin_memory``: host tensors in locked memory, without a handle for file I/O.
 
 
 class pin_handle:
-    """Gives out locked tensors: the same memory as that of ``aio_handle``."""
+    """Allocates locked tensors; shares their memory with ``aio_handle``."""
 
     def __init__(self) -> None:
         self._locked = LockedMemory()
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A 1-D host tensor of the example's dtype in aligned, resident (and, if the limit allows, locked) memory."""
+        """Allocate a 1-D host tensor of the example's dtype in aligned, resident (and, if limits allow, locked)
+        memory."""
         if num_elem < 0:
             raise ValueError(f"new_cpu_locked_tensor: num_elem = {num_elem}: expected at least 0")
         return self._locked.new(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, locked_tensor: Tensor) -> bool:
-        """Release a tensor of ``new_cpu_locked_tensor``; its memory is freed with its last view. False: it is none."""
+        """Release a tensor of ``new_cpu_locked_tensor``; its memory is freed with its last view. False: not such a
+        tensor."""
         return self._locked.free(locked_tensor)
 
     def is_pinned(self, buffer: Tensor) -> bool:
@@ -40,11 +42,11 @@ class pin_handle:
 File: TypeAlias = str | int | None
 """A path or an open descriptor; None if the descriptor is given as ``fd``."""
 ALIGNMENT = 4096
-"""In bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
+"""In bytes. Memory addresses and offsets that are multiples of it never need an extra copy on current disks."""
 
 
 class PendingTransfer(NamedTuple):
-    """One operation in flight."""
+    """An operation in flight."""
 
     engine: AioEngine
     ticket: int
@@ -52,7 +54,7 @@ class PendingTransfer(NamedTuple):
     filename: str
     offset: int  # in the file, bytes
     tensor: Tensor  # the caller's
-    host: Tensor  # what the engine reads or writes: the same, or a copy on the host; kept alive here
+    host: Tensor  # what the engine reads or writes: `tensor`, or its copy on the host; kept alive here
     validate: bool
 
 
@@ -70,7 +72,7 @@ class aio_handle(pin_handle):  # documented name
         block_size: bytes per request to the disk; rounded up to whole pages.
         queue_depth: requests that each worker keeps in flight.
         single_submit: one system call per request instead of one per batch.
-        overlap_events: refill the queue whenever a request completes; otherwise when half of the queue has completed.
+        overlap_events: refill the queue when any request completes; otherwise when half of the queue has completed.
         intra_op_parallelism: number of workers, which share each operation.
     """
 
@@ -94,7 +96,7 @@ class aio_handle(pin_handle):  # documented name
         )
         super().__init__()
         self._pending: list[PendingTransfer] = []
-        self._running: tuple[int, AioEngine] | None = None  # process and its engine
+        self._running: tuple[int, AioEngine] | None = None  # process id and its engine
 
     # ---- settings ------------------------------------------------------------------------------------------
 
@@ -114,7 +116,7 @@ class aio_handle(pin_handle):  # documented name
         return self._options.intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Bytes to which the two ends of a transfer may be aligned to save a copy; alignment is never required."""
+        """Return the bytes to which both ends of a transfer may be aligned to save a copy; never required."""
         return ALIGNMENT
 
     @property
@@ -127,11 +129,11 @@ class aio_handle(pin_handle):  # documented name
     # A file is given as a path or an open descriptor: as `filename` or by the documented keyword `fd`.
 
     def read(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Fills the tensor from the file. With `validate` the bytes are read again by another method and compared."""
+        """Fill the tensor from the file. With `validate` the bytes are read again by another method and compared."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
     def write(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Writes the tensor to the file. With `validate` the file is read again and compared."""
+        """Write the tensor to the file. With `validate` the file is read again and compared."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(
@@ -144,7 +146,7 @@ class aio_handle(pin_handle):  # documented name
         *,
         fd: int | None = None,
     ) -> int:
-        """`read`, or with `is_async` only starts it. Returns 1 (operations complete), or 0 (started)."""
+        """Run `read`, or start it with `is_async`. Returns 1 (operation complete) or 0 (started)."""
         return self._transfer(False, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def pwrite(
@@ -157,7 +159,7 @@ class aio_handle(pin_handle):  # documented name
         *,
         fd: int | None = None,
     ) -> int:
-        """`write`, or with `is_async` only starts it. Returns 1 (operations complete), or 0 (started)."""
+        """Run `write`, or start it with `is_async`. Returns 1 (operation complete) or 0 (started)."""
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def sync_pread(
@@ -173,18 +175,18 @@ class aio_handle(pin_handle):  # documented name
     def async_pread(
         self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
-        """Starts a read; the tensor must not be used before `wait`."""
+        """Start a read; the tensor must not be used before `wait`."""
         return self._transfer(False, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def async_pwrite(
         self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
-        """Starts a write; the tensor must not change before `wait`."""
+        """Start a write; the tensor must not change before `wait`."""
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def wait(self) -> int:
-        """Waits for all operations started in the background; returns how many there were. If any failed, the
-        error of the first one is raised after all have finished."""
+        """Wait for all operations in flight. Returns their number. If any failed, the error of the first one is raised
+        after all have finished."""
         count, failure = len(self._pending), None
         while self._pending:  # each stays referenced until the engine has released its memory
             operation = self._pending.pop(0)
@@ -225,14 +227,15 @@ class aio_handle(pin_handle):  # documented name
         return PendingTransfer(engine, ticket, write, path, offset, buffer, host, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
-        """The tensor, or for a device tensor as many bytes on the host, filled with its values if ``copy``."""
+        """Return the tensor, or for a device tensor a host tensor of the same size, with its values if ``copy``."""
         if buffer.device.type == "cpu":
             return buffer
         host = host_buffer(_nbytes(buffer)).view(buffer.dtype).view(buffer.shape)
         return host.copy_(buffer.detach()) if copy else host
 
     def _engine(self) -> AioEngine:
-        """The threads of this process; started on first use, and again after a fork, which does not keep them."""
+        """Return this process's engine; its threads start on first use, and again after a fork, which does not copy
+        them."""
         if self._running is None or self._running[0] != os.getpid():
             engine = self._new_engine()
             weakref.finalize(self, _close, engine, os.getpid())
@@ -246,8 +249,8 @@ class aio_handle(pin_handle):  # documented name
     # ---- memory --------------------------------------------------------------------------------------------
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Releases a tensor of `new_cpu_locked_tensor`; its memory is freed with its last view. False if the
-        tensor is not one of this handle's."""
+        """Release a tensor of `new_cpu_locked_tensor`; its memory is freed with its last view. Returns False if the
+        tensor is not from this handle."""
         return self._locked.free(tensor)
 
 
@@ -279,7 +282,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _finish(operation: PendingTransfer) -> None:
-    """Waits for one operation and copies what was read to its device."""
+    """Wait for an operation, and copy what was read to its device."""
     try:
         operation.engine.finish(operation.ticket)
     except AioFailure as failure:
@@ -306,7 +309,7 @@ def _os_error(failure: AioFailure, write: bool, filename: str, offset: int, nbyt
 
 
 def _validate(operation: PendingTransfer) -> None:
-    """Compares memory with the file, read with plain Python."""
+    """Compare memory with the file, read with plain Python."""
     memory = operation.host.detach().reshape(-1).view(torch.uint8)
     step = 1 << 24
     with open(operation.filename, "rb") as file:

@@ -1,8 +1,8 @@
-"""The attention of the Evoformer (over rows, columns and triangles), with its biases and all gradients.
+"""Attention of the Evoformer (over rows, columns and triangles), with its biases and all gradients.
 
 J. Jumper et al.: Highly accurate protein structure prediction with AlphaFold, 2021, supplement 1.6. The scores of all
-sequences never exist at once: forward keeps the log-sum-exp of each row, and backward computes the weights again
-(T. Dao et al.: FlashAttention, 2022), some sequences at a time. On a GPU with Triton kernels of their own do it
+sequences are never materialized at once: forward saves the log-sum-exp of each row, and backward recomputes the weights
+(T. Dao et al.: FlashAttention, 2022), several sequences at a time. On a GPU with Triton, dedicated kernels compute it
 (``deepspeed.ops.gpu.evoformer_attention``).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed.ops.gpu import usable
 
 _CHUNK = 1 << 22
-"""Scores at a time, at most (16 MiB in fp32), but always those of one sequence."""
+"""Maximum number of scores at a time (16 MiB in fp32), but at least those of one sequence."""
 
 
 class EvoformerFusedAttention(torch.autograd.Function):
@@ -71,14 +71,14 @@ def attention_bwd(
     bias1_grad: Tensor | None,
     bias2_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the three inputs and of the biases.
+    """Compute the gradients of the three inputs and of the biases.
 
     Args:
         dO: the gradient of the output.
         Q, K, V, bias1, bias2: the inputs.
         O, lse: output and log-sum-exp [batch, sequences, heads, tokens] of the forward.
-        bias1_grad, bias2_grad: zeros of the biases' shapes in fp32 (fp64 for such inputs) that gradients are added to;
-            None: not wanted.
+        bias1_grad, bias2_grad: zeros in the shapes of the biases, in fp32 (fp64 for such inputs), to which gradients
+            are added; None: not needed.
     """
     arguments = (dO, Q, K, V, O, lse, bias1, bias2, bias1_grad, bias2_grad)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (dO, Q, K, V, O))
@@ -126,17 +126,17 @@ def _backward(
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
-    """Attention within each of many sequences, with biases that sequences, or heads and queries, share.
+    """Compute attention within each of many sequences, with biases shared over sequences, or over heads and queries.
 
     Args:
         Q, K, V: [batch, sequences, tokens, heads, head size], in any floating-point dtype and on any device. Keys and
-            values may have other numbers of tokens than queries.
-        biases: none, one or two. The first, [batch, sequences, 1, 1, keys], is that of the keys of each sequence (a
-            mask); the second, [batch, 1, heads, queries, keys], is the same for all sequences (the pairs). None
-            leaves one out. Both have gradients.
+            values may have another number of tokens than queries.
+        biases: none, one or two. The first, [batch, sequences, 1, 1, keys], is per key of each sequence (a mask); the
+            second, [batch, 1, heads, queries, keys], is the same for all sequences (the pair bias). None omits one.
+            Both have gradients.
 
     Returns:
-        As ``Q``. A row of which all scores are -inf gives zeros.
+        Like ``Q``. A row whose scores are all -inf is zero.
 
     Raises:
         ValueError: more than two biases, or shapes that do not fit.
@@ -158,7 +158,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
 
 
 def _in_kernel(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
-    """Return whether the GPU's kernels compute these."""
+    """Return whether the GPU kernels support these tensors."""
     if not usable(q, k, v, *biases):
         return False
     from deepspeed.ops.gpu.softmax_steps import supports
@@ -169,7 +169,7 @@ def _in_kernel(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
-    """Sequences of one batch element at a time."""
+    """Yield (batch index, slice of sequences) for each chunk."""
     each = max(1, q.shape[3] * q.shape[2] * k.shape[2])
     size = max(1, _CHUNK // each)
     for at in range(q.shape[0]):
@@ -180,7 +180,7 @@ def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
 def _scores(
     q: Tensor, k: Tensor, bias1: Tensor | None, bias2: Tensor | None, at: int, chunk: slice
 ) -> Tensor:
-    """[sequences, heads, queries, keys]."""
+    """Return the scores [sequences, heads, queries, keys] of a chunk."""
     scores = (_heads(q, at, chunk) * q.shape[-1] ** -0.5) @ _heads(k, at, chunk).mT
     if bias1 is not None:
         scores += bias1[at, chunk]
@@ -190,7 +190,7 @@ def _scores(
 
 
 def _heads(x: Tensor, at: int, chunk: slice) -> Tensor:
-    """[sequences, heads, tokens, head size], in fp32 or fp64."""
+    """Return a chunk as [sequences, heads, tokens, head size], in fp32 or fp64."""
     return x[at, chunk].transpose(1, 2).to(_wide(x))
 
 
@@ -199,5 +199,5 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """Rows that see nothing have no weights whatever is subtracted."""
+    """Replace -inf by 0: fully masked rows then have zero weights."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,5 +1,5 @@
-"""Payloads of a few bits per element (``deepspeed/ops/formats/codecs.py``), made and read in one pass: on the host by
-the native library, on GPUs by a Triton kernel."""
+"""Encoding and decoding of few-bit payloads (``deepspeed/ops/formats/codecs.py``) in one pass: by the native library on
+the host, by a Triton kernel on GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.ops import gpu, native
 
 
 class Payloads(ctypes.Structure):
-    """`struct ds_payloads`."""
+    """The C struct `ds_payloads`."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -34,8 +34,9 @@ def encode(
     errors: Tensor | None = None,
     seed: int | None = None,
 ) -> bool:
-    """Fill ``payloads`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. With
-    a ``seed`` integers are rounded up or down at random. False: there is no kernel here, and nothing was done."""
+    """Encode ``values`` [..., n] plus ``errors`` into ``payloads`` [..., bytes], and set ``errors`` to the encoding
+    error. With a ``seed``, integers are rounded stochastically. Returns False, without effect, if there is no
+    kernel."""
     if errors is not None and not (errors.dtype is torch.float32 and errors.is_contiguous()):
         return False
     if gpu.usable(payloads, values, errors):
@@ -60,8 +61,8 @@ def encode(
 
 
 def decode(payloads: Tensor, values: Tensor, codes: int, block: int, *, total: bool = False) -> bool:
-    """Fill ``values`` [..., n] with what ``payloads`` [..., bytes] hold; ``total``: [n] with the sum of all in their
-    order. False: there is no kernel for them here, and nothing was done."""
+    """Decode ``payloads`` [..., bytes] into ``values`` [..., n]; ``total``: into their sum [n], added in order. Returns
+    False, without effect, if there is no kernel."""
     if gpu.usable(payloads, values):
         from deepspeed.ops.gpu import codecs as kernels  # imports Triton
 
@@ -78,7 +79,7 @@ def decode(payloads: Tensor, values: Tensor, codes: int, block: int, *, total: b
 
 
 def encode_largest(payloads: Tensor, values: Tensor, count: int, errors: Tensor | None = None) -> bool:
-    """``encode`` for ``count`` elements of each row [n] and their places: ``payloads`` [..., 8 * count]."""
+    """``encode`` the ``count`` largest elements of each row [n] with their indices: ``payloads`` [..., 8 * count]."""
     lib = native.library()
     if lib is None or not values.numel() or not _can_encode(payloads, values, errors):
         return False
@@ -98,7 +99,7 @@ def encode_largest(payloads: Tensor, values: Tensor, count: int, errors: Tensor 
 
 
 def decode_largest(payloads: Tensor, values: Tensor, count: int, *, total: bool = False) -> bool:
-    """``decode`` for what ``encode_largest`` makes; ``values`` are fp32."""
+    """``decode`` payloads of ``encode_largest``; ``values`` are fp32."""
     lib = native.library()
     if lib is None or payloads.is_cuda or not payloads.is_contiguous() or not values.numel():
         return False

@@ -1,10 +1,10 @@
-"""Small floating-point formats: a sign, an exponent, a mantissa; subnormal numbers, no infinities.
+"""Small floating-point formats: a sign, an exponent, a mantissa; with subnormals, without infinities.
 
 The formats of 4, 6 and 8 bits are E2M1, E3M2 and E4M3 of the OCP specifications (Microscaling formats 1.0; 8-bit
-floating point 1.0, where the largest code of E4M3 is not a number); that of 12 bits is E7M4 in the same way.
+floating point 1.0, in which the largest code of E4M3 is NaN); the 12-bit format is E7M4, defined likewise.
 
-Groups of such numbers with a scale each are encoded and decoded by a kernel of the device, by one of the host in one
-pass over memory (``csrc/codec``), or in PyTorch: with the same bits, but for what is random.
+Groups of such numbers, each with a scale, are encoded and decoded by a GPU kernel, by a host kernel in one pass over
+memory (``csrc/codec``), or in PyTorch, with the same bits except for stochastic rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Format:
-    """A format of 1 + ``exponent`` + ``mantissa`` bits. ``codes``: how many magnitudes it has."""
+    """A format of 1 + ``exponent`` + ``mantissa`` bits. ``codes``: number of magnitudes."""
 
     exponent: int
     mantissa: int
@@ -43,11 +43,11 @@ class Format:
         return float(self._magnitudes()[-1])
 
     def encode(self, x: Tensor, *, stochastic: bool = False) -> Tensor:
-        """Codes (int32, below 2 to the power of ``bits``) of the nearest numbers, ties to even; beyond the largest: the
-        largest. ``stochastic``: of one of the two neighbours, so that the mean is ``x``. ``x`` in fp32."""
+        """Return the codes (int32, below 2 to the power of ``bits``) of the nearest numbers, ties to even, saturating.
+        ``stochastic``: round to one of the two neighbours, unbiased. ``x`` is fp32."""
         magnitude = x.abs()
         _, exponent = torch.frexp(magnitude)
-        smallest = 1 - self.bias  # that of subnormal numbers, and of 0
+        smallest = 1 - self.bias  # exponent of subnormal numbers and of 0
         exponent = (exponent - 1).clamp_(min=smallest).masked_fill_(magnitude == 0, smallest)
         steps = torch.ldexp(magnitude, self.mantissa - exponent)
         steps = (steps + torch.rand_like(steps)).floor_() if stochastic else steps.round_()
@@ -56,14 +56,14 @@ class Format:
         return code | (torch.signbit(x).to(torch.int32) << (self.bits - 1))
 
     def table(self, device: torch.device) -> Tensor:
-        """The number of each code, in fp32."""
+        """Return the value of each code, in fp32."""
         positive = self._magnitudes()
         unused = torch.full(((1 << (self.bits - 1)) - self.codes,), torch.nan, dtype=torch.float64)
         positive = torch.cat([positive, unused])
         return torch.cat([positive, -positive]).to(torch.float32).to(device)
 
     def _magnitudes(self) -> Tensor:
-        """In fp64, by their definition."""
+        """Return the magnitudes in fp64, by definition."""
         code = torch.arange(self.codes, dtype=torch.int64)
         exponent, fraction = code >> self.mantissa, code & ((1 << self.mantissa) - 1)
         normal = exponent > 0
@@ -72,13 +72,13 @@ class Format:
 
 
 FORMATS = {4: Format(2, 1, 8), 6: Format(3, 2, 32), 8: Format(4, 3, 127), 12: Format(7, 4, 2048)}
-"""By bits."""
+"""Formats by number of bits."""
 
 
 @dataclass(frozen=True)
 class FloatGroups:
-    """Runs of ``size`` elements of a tensor with an fp32 scale each, which makes the largest of a group the largest of
-    ``form``. The last run is filled with zeros."""
+    """Groups of ``size`` elements of a tensor, each with an fp32 scale that maps the largest magnitude of the group to
+    the largest of ``form``. The last group is zero-padded."""
 
     form: Format
     size: int
@@ -91,8 +91,8 @@ class FloatGroups:
     def encode(
         self, values: Tensor, *, stochastic: bool = False, separate_scales: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """uint8 codes [groups, width], with the scales at the end of each row unless ``separate_scales``, and the
-        scales [groups, 1]. ``stochastic``: rounded at random, right in the mean."""
+        """Return uint8 codes [groups, width], followed by the scales in each row unless ``separate_scales``, and the
+        scales [groups, 1]. ``stochastic``: unbiased random rounding."""
         found = self._encode_on_gpu(values, stochastic)
         if found is None and not stochastic:
             both = self._encode_on_host(values, separate_scales)
@@ -102,7 +102,7 @@ class FloatGroups:
         return (codes if separate_scales else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
 
     def decode(self, packed: Tensor, out: Tensor, scale: Tensor | None = None) -> Tensor:
-        """``out`` with what ``packed`` stands for; ``scale``: the scales, if they were encoded separately."""
+        """Decode ``packed`` into ``out`` and return it; ``scale``: the scales, if encoded separately."""
         if out.is_contiguous() and gpu.usable(packed, out, scale):
             from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
 
@@ -119,7 +119,7 @@ class FloatGroups:
         return self.form.exponent, self.form.mantissa, self.form.codes, self.form.largest
 
     def _encode_on_gpu(self, values: Tensor, stochastic: bool) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales; None: there is no kernel for it."""
+        """Return codes and scales; None: there is no kernel."""
         if not gpu.usable(values):
             return None
         from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
@@ -130,7 +130,7 @@ class FloatGroups:
         return kernels.encode(values, self.size, *self._constants, seed=seed)
 
     def _encode_on_host(self, values: Tensor, separate_scales: bool) -> tuple[Tensor, Tensor] | None:
-        """Encode on the host as ``encode`` does; None: there is no kernel for it."""
+        """Encode on the host like ``encode``; None: there is no kernel."""
         if not native.is_native(values):
             return None
         groups, width = -(-values.numel() // self.size), self.width
@@ -148,12 +148,12 @@ class FloatGroups:
         scale = (top / largest).clamp(min=torch.finfo(torch.float32).tiny)
         scale = torch.where(top > 0, scale, 1.0)
         shares = groups / scale
-        if self.form.bits == 8 and not stochastic:  # torch's own conversion is the same, and faster
+        if self.form.bits == 8 and not stochastic:  # torch's conversion gives the same result faster
             return shares.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8), scale
         return pack_bits(self.form.encode(shares, stochastic=stochastic), self.form.bits), scale
 
     def _parts(self, packed: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Codes [groups, width] and scales [groups, 4], both uint8."""
+        """Return codes [groups, width] and scales [groups, 4], both uint8."""
         if scale is None:
             rows = packed.reshape(-1, self.width + _SCALE_BYTES)
             return rows[:, : self.width], rows[:, self.width :]
@@ -161,7 +161,7 @@ class FloatGroups:
         return codes, scale.float().reshape(-1, 1).view(torch.uint8)
 
     def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """[groups, size] in fp32."""
+        """Return values [groups, size] in fp32."""
         scale = scales.contiguous().view(torch.float32)
         if self.form.bits == 8:
             return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
@@ -169,7 +169,7 @@ class FloatGroups:
 
 
 class _Groups(ctypes.Structure):
-    """``struct ds_float_groups``."""
+    """The C struct ``ds_float_groups``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales")),
@@ -179,7 +179,7 @@ class _Groups(ctypes.Structure):
 
 
 def _library(values: Tensor, codes: Tensor, scales: Tensor) -> ctypes.CDLL | None:
-    """None where the kernels cannot work on these."""
+    """Return the native library; None if its kernels do not support these tensors."""
     rows = all(
         t.device.type == "cpu" and t.dtype is torch.uint8 and t.stride(-1) == 1 for t in (codes, scales)
     )
@@ -187,8 +187,8 @@ def _library(values: Tensor, codes: Tensor, scales: Tensor) -> ctypes.CDLL | Non
 
 
 def _encode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
-    """Write ``codes`` [groups, bytes] and ``scales`` [groups, 4], uint8, rows of any stride. False, and both are of no
-    use: the kernels cannot, or a value is not finite."""
+    """Write ``codes`` [groups, bytes] and ``scales`` [groups, 4], uint8, with rows of any stride. Returns False, with
+    undefined contents, if the kernels do not support them or a value is not finite."""
     lib = _library(values, codes, scales)
     if lib is None:
         return False
@@ -198,7 +198,7 @@ def _encode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, b
 
 
 def _decode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
-    """Write ``values``, of which there may be fewer than in all groups. False: the kernels cannot."""
+    """Write ``values``, which may be shorter than all groups. Returns False if the kernels do not support them."""
     lib = _library(values, codes, scales)
     if lib is None or codes.shape[0] * group < values.numel():
         return False

@@ -1,4 +1,4 @@
-"""Quantizing tensors to small floating-point numbers in groups, each with a scale."""
+"""Group-wise quantization of tensors to small floating-point numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.ops.formats.small_floats import FORMATS, FloatGroups
 
 
 class Quantizer(ABC):
-    """Base of quantizers; ``group_size`` values share a scale."""
+    """Base class of quantizers; ``group_size`` values share a scale."""
 
     def __init__(self, group_size: int = 512) -> None:
         self.group_size = group_size
@@ -39,17 +39,16 @@ class Quantizer(ABC):
 
 
 class FP_Quantize(Quantizer):
-    """Floating-point numbers of 4 (E2M1), 6 (E3M2), 8 (E4M3) or 12 (E7M4) bits.
+    """Quantizes to floating-point numbers of 4 (E2M1), 6 (E3M2), 8 (E4M3) or 12 (E7M4) bits.
 
-    The largest number of a group becomes the largest of the format; all others are rounded to the nearest, ties to
+    The largest magnitude of a group is mapped to the largest of the format; all others are rounded to nearest, ties to
     even. A quantized tensor is uint8 [groups, group size * bits / 8 + 4]: packed codes, then the group's scale in fp32.
-    The quantizer remembers shape and dtype of what it quantized last, which `dequantize` gives back.
+    The quantizer remembers shape and dtype of the last tensor it quantized, which `dequantize` restores.
 
     Args:
-        quantization_config: has ``group_size`` (`deepspeed.transforms.lora.QuantizationConfig`), or is that number
-        itself; None:
-            512.
-        group_size: instead of the config's.
+        quantization_config: has ``group_size`` (`deepspeed.transforms.lora.QuantizationConfig`), or is that number;
+            None: 512.
+        group_size: overrides that of the config.
     """
 
     def __init__(self, quantization_config: Any = None, group_size: int | None = None) -> None:
@@ -61,7 +60,7 @@ class FP_Quantize(Quantizer):
         self.orig_shape: torch.Size | None = None
         self.scale: Tensor | None = None
         self.num_groups = 0
-        """Of what was quantized last."""
+        """Number of groups of the last quantized tensor."""
 
     def quantize(
         self,
@@ -71,21 +70,21 @@ class FP_Quantize(Quantizer):
         stochastic_mode: bool = False,
         return_meta_tensor: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Quantize a tensor of any floating-point dtype and size (the last group is filled with zeros).
+        """Quantize a tensor of any floating-point dtype and size (the last group is zero-padded).
 
         Args:
-            input: what to quantize; it stays as it is.
+            input: the tensor; unchanged.
             q_bits: 4, 6, 8 or 12.
-            q_mantisa_bits: of the format; follows from ``q_bits``.
-            stochastic_mode: round to one of the two neighbours at random, right in the mean.
-            return_meta_tensor: return codes and scales apart.
+            q_mantisa_bits: of the format; determined by ``q_bits``.
+            stochastic_mode: unbiased stochastic rounding.
+            return_meta_tensor: return codes and scales separately.
 
         Returns:
             The quantized tensor, or (codes, scales [groups, 1]); codes of 8 bits have the shape of ``input`` if the
             groups divide it.
 
         Raises:
-            ValueError: other bits, or groups of codes that are not whole bytes.
+            ValueError: another number of bits, or groups whose codes are not whole bytes.
         """
         groups = self._groups(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
@@ -110,7 +109,7 @@ class FP_Quantize(Quantizer):
 
         Args:
             input_q: from `quantize`.
-            fp_out: where to write it; None: a new tensor of the shape and dtype that were quantized.
+            fp_out: output tensor; None: a new tensor of the original shape and dtype.
             q_bits, q_mantisa_bits: as for `quantize`.
             scale: the scales, if ``input_q`` has only codes.
 
@@ -134,7 +133,7 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Only ``indexes`` along the first dimension of what was quantized; the others are not read.
+        """Dequantize only ``indexes`` along the first dim of the original tensor; the rest is not read.
 
         Raises:
             RuntimeError: nothing has been quantized yet. ValueError: groups that do not divide a row.
@@ -155,11 +154,11 @@ class FP_Quantize(Quantizer):
         return self._groups(q_bits).decode(part, fp_out, scale)
 
     def get_scales(self) -> Tensor | None:
-        """The scales of what was quantized last, [groups, 1] in fp32."""
+        """Return the scales of the last quantized tensor, [groups, 1] in fp32."""
         return self.scale
 
     def to(self, *args: Any, **kwargs: Any) -> FP_Quantize:
-        """Move the scales; this object."""
+        """Move the scales. Returns ``self``."""
         if self.scale is not None:
             self.scale = self.scale.to(*args, **kwargs)
         return self
@@ -182,7 +181,7 @@ class FP_Quantize(Quantizer):
 def matmul_fp8(
     inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
 ) -> Tensor:
-    """``inp @ weight`` for a matrix that ``quantizer`` has quantized last, given as its codes and scales.
+    """Compute ``inp @ weight`` for the matrix last quantized by ``quantizer``, given as its codes and scales.
 
     Args:
         inp: [.., rows of the matrix].
@@ -203,5 +202,5 @@ def matmul_fp8(
 def matmul_fp8_fallback(
     inp: Tensor, weight: Tensor, scale: Tensor, quantization_group_size: int, quantizer: Quantizer
 ) -> Tensor:
-    """The same by way of the dequantized matrix."""
+    """Compute the same by dequantizing the matrix."""
     return torch.matmul(inp, quantizer.dequantize(weight, scale=scale))

@@ -1,12 +1,12 @@
-"""Payloads of signs and of small integers (`deepspeed/ops/formats/codecs.py`), made and read in one pass over memory.
+"""Payloads of signs and of small integers (`deepspeed/ops/formats/codecs.py`), encoded and decoded in one pass.
 
-A program has one block of one row: it reads the block once, finds its scale, and writes codes and what encoding took
-away. All is IEEE arithmetic without fused multiply-adds, so that integers have the bits that the host's kernel gives
-them. The mean of a block of signs is a sum in fp64, whose order differs from the host's: it may differ in the last bit
-of fp32, once in a very long while.
+A program processes one block of one row: it reads the block once, computes its scale, and writes codes and encoding
+errors. Everything is IEEE arithmetic without fused multiply-adds, so integers have the same bits as those of the host's
+kernel. The mean of a block of signs is a sum in fp64, in another order than on the host: very rarely, it differs in the
+last bit of fp32.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BLOCK = 8192
 
 @triton.jit
 def _wanted(values, errors, at, inside):
-    """Values as fp32, with the errors that are owed."""
+    """Return values as fp32, with the error feedback added."""
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     if errors is not None:
         x = x + tl.load(errors + at, mask=inside, other=0.0)
@@ -33,7 +33,7 @@ def _wanted(values, errors, at, inside):
 
 @triton.jit
 def _code(x, divisor, part, MAX_CODE: tl.constexpr):
-    """The nearest integers, int32, of quotients and ``part``; 0 in a block that is not finite."""
+    """Return int32 codes: quotients plus ``part``, rounded to nearest; 0 in a block with non-finite values."""
     q = tl.div_rn(x, divisor)
     q = tl.where(q > MAX_CODE, MAX_CODE, q)
     q = tl.where(q < -MAX_CODE, -MAX_CODE, q)
@@ -46,20 +46,21 @@ def _code(x, divisor, part, MAX_CODE: tl.constexpr):
 
 @triton.jit
 def _largest_bits(x):
-    """The bits of the largest magnitude: those of a NaN if there is one, as they are larger than those of infinity."""
+    """Return the bits of the largest magnitude: those of a NaN if there is one, as they compare larger than
+    infinity."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
 @triton.jit
 def _part(key, element):
-    """Between -1/2 and 1/2, at random, for each element."""
+    """Return a random number between -1/2 and 1/2 for each element."""
     word = mixed(key + element.to(tl.uint32)) >> 15
     return (word | 1).to(tl.int32).to(tl.float32) * (1.0 / 131072.0) - 0.5
 
 
 @triton.jit
 def _finish(payloads, stride, used, is_last):
-    """Zeros behind the last code: what travels is the same whatever the memory held."""
+    """Write zeros after the last code, so that the payload does not depend on previous memory contents."""
     tail = used + tl.arange(0, 4)
     tl.store(payloads + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
 
@@ -191,7 +192,7 @@ CODES = (1, 4, 8)
 
 
 def supports(payloads: Tensor, values: Tensor, block: int) -> bool:
-    """Return whether there is a kernel for payload and values of such types and sizes."""
+    """Return whether there is a kernel for payload and values of these dtypes and sizes."""
     whole = payloads.is_contiguous() and payloads.storage_offset() % 4 == 0 and payloads.shape[-1] % 4 == 0
     return whole and values.is_contiguous() and values.dtype in FLOATS and block <= MAX_BLOCK
 
@@ -204,8 +205,8 @@ def encode(
     errors: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Fill ``payloads`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away.
-    With a ``seed`` integers are rounded up or down at random."""
+    """Encode ``values`` [.., n] plus ``errors`` (fp32) into ``payloads`` [.., bytes], and set ``errors`` to the
+    encoding error. With a ``seed``, integers are rounded stochastically."""
     numel, stride = values.shape[-1], payloads.shape[-1]
     if not values.numel():
         payloads.zero_()
@@ -231,7 +232,7 @@ def encode(
 
 
 def decode(payloads: Tensor, values: Tensor, bits: int, block: int, *, total: bool = False) -> None:
-    """Fill ``values`` [.., n] with what ``payloads`` [.., bytes] hold; ``total``: [n] with the sum of all, in order."""
+    """Decode ``payloads`` [.., bytes] into ``values`` [.., n]; ``total``: into their sum [n], added in order."""
     numel, stride = values.shape[-1], payloads.shape[-1]
     if not values.numel():
         return

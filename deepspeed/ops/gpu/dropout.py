@@ -1,6 +1,6 @@
-"""Dropout without a mask: what is dropped is a hash of the element's index and a seed, the same as on the host."""
+"""Dropout without a mask: a hash of element index and seed decides what is dropped, the same as on the host."""
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit
 def mixed(x):
-    """A hash of uint32."""
+    """Return a hash of uint32 values."""
     x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
     return x ^ (x >> 16)
@@ -24,7 +24,7 @@ def mixed(x):
 
 @triton.jit
 def kept(index, seed_low, seed_high, limit):
-    """Return which elements with ``index`` (int64) are kept; ``limit``: the probability of the others times 2^32."""
+    """Return which elements of ``index`` (int64) are kept; ``limit``: the drop probability times 2^32."""
     high = mixed(seed_high.to(tl.uint32) + (index >> 32).to(tl.uint32))
     random = mixed(index.to(tl.uint32) ^ mixed(seed_low.to(tl.uint32) + high))
     return random >= limit.to(tl.uint32)
@@ -42,24 +42,24 @@ def _dropout_kernel(x, residual, out, numel, seed_low, seed_high, limit, scale, 
 
 
 def supports(x: Tensor, residual: Tensor | None = None) -> bool:
-    """Return whether there is a kernel for these types."""
+    """Return whether there is a kernel for these dtypes."""
     return x.dtype in FLOATS and (residual is None or residual.dtype is x.dtype)
 
 
 def arguments(ratio: float, seed: int) -> tuple[int, int, int, float]:
-    """Return the kernels' arguments: the seed's halves and the limit, as int32, and the factor of the kept elements."""
+    """Return the kernels' arguments: halves of the seed and the limit, as int32, and the scale of kept elements."""
     return signed(seed), signed(seed >> 32), signed(int(ratio * 2**32)), 1.0 / (1.0 - ratio)
 
 
 def signed(word: int) -> int:
-    """The lowest 32 bits as int32."""
+    """Return the lowest 32 bits as int32."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 
 
 def dropped(x: Tensor, ratio: float, seed: int, residual: Tensor | None = None) -> Tensor:
-    """``x`` with elements dropped with probability ``ratio`` below 1, the others scaled, plus ``residual``; the same
-    for values and for gradients."""
+    """Drop elements of ``x`` with probability ``ratio`` below 1, scale the others, and add ``residual``. Gradients use
+    the same function."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():

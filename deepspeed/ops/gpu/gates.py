@@ -1,6 +1,6 @@
 """Activations of gated feed-forward parts: ``activation(gate) * up`` in one pass, with gradients."""
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(
-    gate,  # rows of `size` numbers, `stride` apart
+    gate,  # rows of `size` elements, with stride `gate_stride`
     up,  # the same, or None
     out,  # [rows, size]
     size,
@@ -70,13 +70,13 @@ def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, numel, BLOCK: tl
 
 
 def supports(gate: Tensor, up: Tensor | None = None) -> bool:
-    """Return whether there is a kernel for these types."""
+    """Return whether there is a kernel for these dtypes."""
     return gate.dtype in FLOATS and (up is None or up.dtype in FLOATS)
 
 
 def gated(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """activation(gate) * up of [rows, size], in the dtype of the gate. Rows may lie further apart than they are long.
-    Without gradients."""
+    """Compute activation(gate) * up of [rows, size], in the dtype of the gate. Rows may have any stride. Without
+    gradients."""
     gate = gate if gate.stride(1) == 1 else gate.contiguous()
     if up is not None and up.stride(1) != 1:
         up = up.contiguous()

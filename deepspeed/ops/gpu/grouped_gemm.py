@@ -1,11 +1,11 @@
-"""Grouped GEMM, groups of rows times one matrix per group: forward, and both gradients.
+"""Grouped GEMM: groups of rows times one matrix per group, forward and both gradients.
 
-A kernel is launched once for all groups. Where they end is read on the device, so nothing waits for it to be known on
-the host: a program finds its group and its tile in it by counting the tiles of the groups before. The launch has
-programs for the most tiles that there can be; those that have none end at once.
+One launch computes all groups. The ends of groups are read on the device, so the host does not wait for them: a program
+finds its group and tile by counting the tiles of the preceding groups. The launch has programs for the maximum number
+of tiles; those without a tile exit immediately.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from deepspeed.ops.gpu.types import FLOATS, operand_type, product_precision
 
 @triton.jit
 def _tile_of(tile, ends, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """The group of a tile, the first of its rows, and where the group ends. A tile too many gets group ``groups`` or
-    more."""
+    """Return the group of a tile, its first row, and the end of the group; ``groups`` or more for a tile that does not
+    exist."""
     each = tl.arange(0, GROUPS)
     end = tl.load(ends + each, mask=each < groups, other=0)
     start = tl.load(ends + each - 1, mask=(each > 0) & (each < groups), other=0)
@@ -38,7 +38,7 @@ def _tile_of(tile, ends, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def _product_kernel(
     x,  # [rows, inner]
-    matrices,  # [groups, inner, outer], in any layout
+    matrices,  # [groups, inner, outer], any strides
     bias,  # [groups, outer], or None
     out,  # [rows, outer]
     ends,  # [groups] int32
@@ -84,7 +84,7 @@ def _product_kernel(
 def _matrices_kernel(
     x,  # [rows, inner]
     grad,  # [rows, outer]
-    out,  # [groups, inner, outer], in any layout
+    out,  # [groups, inner, outer], any strides
     grad_bias,  # [groups, outer], or None
     ends,  # [groups] int32
     inner,
@@ -124,7 +124,7 @@ def _matrices_kernel(
 
 
 def supports(*tensors: Tensor | None) -> bool:
-    """Return whether there is a kernel for the dtype that all of these have."""
+    """Return whether there is a kernel for the common dtype of these tensors."""
     kinds = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(kinds) == 1 and kinds <= FLOATS.keys()
 
@@ -132,9 +132,9 @@ def supports(*tensors: Tensor | None) -> bool:
 def product(
     rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``rows`` [n, inner] times the matrix of their group in ``matrices`` [groups, inner, outer] (in any layout), plus
-    that of ``bias`` [groups, outer]: [n, outer]. ``ends``: int32 [groups], where each group ends; rows behind the last
-    end are not written."""
+    """Multiply ``rows`` [n, inner] by the matrix of their group in ``matrices`` [groups, inner, outer] (any strides),
+    and add that of ``bias`` [groups, outer]. Returns [n, outer]. ``ends``: int32 [groups], the end of each group; rows
+    after the last end are not written."""
     count, inner = rows.shape
     groups, _, outer = matrices.shape
     out = rows.new_empty(count, outer) if out is None else out
@@ -163,8 +163,8 @@ def product(
 def matrices_gradient(
     rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, grad_bias: Tensor | None
 ) -> Tensor:
-    """The gradient of ``matrices``, in their layout, for the gradient ``grad`` [n, outer] of `product`; that of the
-    bias is written to ``grad_bias`` [groups, outer]. Both are zeros for a group without rows."""
+    """Return the gradient of ``matrices``, in their layout, given ``grad`` [n, outer] of `product`, and write that of
+    the bias to ``grad_bias`` [groups, outer]. Both are zero for a group without rows."""
     groups, inner, outer = matrices.shape
     out = torch.empty_like(matrices)
     if not out.numel():
@@ -190,7 +190,7 @@ def matrices_gradient(
 
 
 class GroupedProduct(torch.autograd.Function):
-    """`product` with gradients, of rows, matrices and bias; rows behind the last end give zeros."""
+    """`product` with gradients for rows, matrices and bias; rows after the last end give zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,8 +218,8 @@ def _types(rows: Tensor) -> dict[str, Any]:
 
 
 def _tile(rows: Tensor, each: int) -> dict[str, Any]:
-    """Choose the tile of `product` for groups of ``each`` rows on average. Large tiles read factors more rarely, but
-    are filled by large groups only."""
+    """Choose the tile of `product` for groups with ``each`` rows on average. Large tiles reload operands less often,
+    but only large groups fill them."""
     if rows.dtype is torch.float32:
         return {"ROWS": 64, "INNER": 32, "OUTER": 64, "num_warps": 4, "num_stages": 3}
     if each <= 16:

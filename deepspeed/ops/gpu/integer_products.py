@@ -1,11 +1,11 @@
-"""Products with weights of 8 or 4 bits, which become numbers on their way from memory to the matrix units.
+"""Products with weights of 8 or 4 bits, which are dequantized between memory and the matrix units.
 
-The layout of the words is that of `deepspeed.ops.small_product.QuantizedMatrix`: word i of a run of 16 has, as number
-n, column 16 n + i of the run. A tile of words is read once, and gives 4 or 8 tiles of weights, one for each position
-in a word, each multiplied with the columns of the input that it belongs to.
+Words have the layout of `deepspeed.ops.small_product.QuantizedMatrix`: element n of word i in a run of 16 words is
+column 16 n + i of the run. A tile of words is read once, and yields 4 or 8 tiles of weights, one per position in a
+word, each multiplied by its columns of the input.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _weights_kernel(
     columns,
     width,
     groups,
-    group,  # columns with one scale
+    group,  # columns per scale
     BITS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -45,7 +45,7 @@ def _weights_kernel(
         word = first + tl.arange(0, WORDS)
         inside = is_output[:, None] & (word < width)[None, :]
         packed = tl.load(words + output[:, None] * width + word[None, :], mask=inside, other=0)
-        start = word // 16 * (512 // BITS) + word % 16  # the column of a word's first number
+        start = word // 16 * (512 // BITS) + word % 16  # column of a word's first element
         at = output[:, None] * groups + (start // group)[None, :]
         scale = tl.load(scales + at, mask=inside, other=0.0)
         for number in tl.static_range(32 // BITS):
@@ -74,11 +74,11 @@ def _integers_kernel(
     columns,
     width,
     groups,
-    group_words,  # with one scale
+    group_words,  # words per scale
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    WORDS: tl.constexpr,  # divides those of a group
+    WORDS: tl.constexpr,  # divides the words of a group
 ):
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
@@ -106,15 +106,15 @@ def _integers_kernel(
 
 
 def supports(input: Tensor, bias: Tensor | None) -> bool:
-    """Return whether there is a kernel for these types."""
+    """Return whether there is a kernel for these dtypes."""
     return input.dtype in FLOATS and (bias is None or bias.dtype in FLOATS)
 
 
 def product(
     input: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, *, bits: int, columns: int
 ) -> Tensor:
-    """``input`` [.., columns] times the matrix of `QuantizedMatrix`'s ``words`` and ``scales``: [.., outputs], in the
-    dtype of the input. Weights are rounded to that dtype, sums are fp32."""
+    """Multiply ``input`` [.., columns] by the matrix of `QuantizedMatrix`'s ``words`` and ``scales``. Returns [..,
+    outputs] in the dtype of the input, to which weights are rounded; sums are fp32."""
     outputs, width = words.shape
     rows = input.numel() // columns
     out = input.new_empty(*input.shape[:-1], outputs)
@@ -145,12 +145,11 @@ def product(
 
 
 _WORDS = 32
-"""Of a tile of integers: matrix units multiply 32 of 8 bits at a time."""
+"""Words per tile of integers: matrix units multiply 32 8-bit elements at a time."""
 
 
 def supports_integers(bits: int, scales: Tensor, group: int) -> bool:
-    """Return whether a tile of words has one scale, so that integers can be summed before they are multiplied with
-    it."""
+    """Return whether a tile of words has a single scale, so that integers can be summed before they are scaled."""
     return scales.shape[1] == 1 or group * bits // 32 % _WORDS == 0
 
 
@@ -165,8 +164,8 @@ def product_of_integers(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product of int8 [.., columns] times ``x_scales`` [.., 1] with a matrix: [.., outputs] of ``dtype``. Sums
-    within a group are exact."""
+    """Multiply int8 [.., columns], with scales ``x_scales`` [.., 1], by a matrix. Returns [.., outputs] in ``dtype``.
+    Sums within a group are exact."""
     outputs, width = words.shape
     rows = whole.numel() // columns
     bias = None if bias is None else bias.contiguous()

@@ -1,11 +1,11 @@
-"""Norms of rows, with what is done to the rows before: dropout and the sum with a residual, in one pass over memory.
+"""Norms of rows, fused with the preceding dropout and residual addition, in one pass over memory.
 
 Forward reads a row once and writes its sum and its norm. Backward reads the sum and the gradients once, and writes the
-gradient of the sum, after dropout where there was one; each program adds up the gradients of weight and bias over its
-own rows, and the few sums of all programs are added by torch. So results repeat.
+gradient of the sum, after dropout if there was any. Each program accumulates the gradients of weight and bias over its
+own rows, and torch adds the few partial sums, so results are reproducible.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from deepspeed.ops.gpu.dropout import arguments, kept
 from deepspeed.ops.gpu.types import FLOATS
 
 MAX_ROW = 8192
-"""Numbers of a row: backward has some eight of them in registers."""
+"""Maximum elements of a row: backward holds about eight of them in registers."""
 _PROGRAMS = 256
-"""Of backward."""
+"""Number of programs of backward."""
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "limit", "scale"])
@@ -32,7 +32,7 @@ def _norm_kernel(
     residual,  # [rows, size], or None
     weight,  # [size], or None
     bias,  # [size], or None
-    total,  # [rows, size], or None: what is normalised
+    total,  # [rows, size], or None: the sum that is normalized
     out,  # [rows, size]
     means,  # [rows] fp32, or None
     factors,  # [rows] fp32, or None: 1 / deviation
@@ -59,7 +59,7 @@ def _norm_kernel(
     if total is not None:
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
-        value = rounded.to(tl.float32)  # what backward, and whoever reads the sum, will see
+        value = rounded.to(tl.float32)  # the value that backward and later layers will read
     mean = tl.sum(value, 0) / size if CENTERED else 0.0
     deviation = tl.where(inside, value - mean, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(deviation * deviation, 0) / size + eps)
@@ -132,7 +132,7 @@ def _backward_kernel(
 
 
 def supports(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether there is a kernel for such types and for rows of such a size."""
+    """Return whether there is a kernel for these dtypes and this row size."""
     kinds = {x.dtype, *(other.dtype for other in others if other is not None)}
     return kinds <= FLOATS.keys() and 0 < x.shape[-1] <= MAX_ROW
 
@@ -147,8 +147,8 @@ def norm(
     offset: float = 0.0,
     centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of ``x`` plus ``residual``, and these normalised, times (weight + offset), plus bias. ``centered``: by
-    mean and deviation, else by the root mean square. Without gradients."""
+    """Return ``x`` plus ``residual``, and its normalized rows times (weight + offset), plus bias. ``centered``: by mean
+    and deviation, else by the root mean square. Without gradients."""
     x = x.contiguous()
     total = None if residual is None else torch.empty_like(x)
     out, _, _ = _forward(x, residual, total, weight, bias, eps, offset, centered, None)
@@ -157,7 +157,7 @@ def norm(
 
 class AddedNorm(torch.autograd.Function):
     """``apply(x, residual, weight, bias, ratio, seed, eps, centered)`` -> (sum, norm of the sum), where the sum is
-    ``x`` after dropout with probability ``ratio``, plus ``residual``. It keeps the sum, which the next layer keeps
+    ``x`` after dropout with probability ``ratio``, plus ``residual``. Saves the sum, which the next layer saves
     anyway."""
 
     @staticmethod
@@ -240,7 +240,7 @@ def _forward(
     *,
     keeps: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The norm, means and factors. ``x`` is contiguous."""
+    """Return the norm, means and factors. ``x`` must be contiguous."""
     size = x.shape[-1]
     rows = x.numel() // size
     out = torch.empty_like(x)

@@ -1,6 +1,6 @@
-"""Rotation of queries and keys by their positions, and the store of keys and values in the paged cache."""
+"""Rotary embedding of queries and keys, and the write of keys and values to the paged cache."""
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _store_value(source, target, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turned(
-    at,  # a head of queries or of keys
+    at,  # a query or key head
     weight,  # [size] of its norm, or None
     cosines,  # [pairs] at the row's position
     sines,
@@ -31,7 +31,7 @@ def _turned(
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The head after its norm and the rotation, fp32 [BLOCK], which is written where it was."""
+    """Return a head after its norm and rotation, fp32 [BLOCK], and write it in place."""
     column = tl.arange(0, BLOCK)
     inside, is_turned = column < size, column < 2 * pairs
     if INTERLEAVED:
@@ -50,18 +50,18 @@ def _turned(
     cosine = tl.load(cosines + pair, mask=is_turned & inside, other=1.0)
     sine = tl.load(sines + pair, mask=is_turned & inside, other=0.0)
     result = tl.where(is_first, x * cosine - y * sine, x * cosine + y * sine)
-    tl.debug_barrier()  # a number is read by the thread that has the other one of its pair, too
+    tl.debug_barrier()  # each element of a pair is also read by the thread of the other one
     tl.store(at + column, result.to(at.dtype.element_ty), mask=inside)
     return result
 
 
 @triton.jit
 def _rotary_kernel(
-    projected,  # [rows, heads of queries, of keys, of values]
+    projected,  # [rows, query heads, key heads, value heads]
     cosines,  # [positions, pairs] fp32
     sines,
     positions,  # [rows] int64
-    blocks,  # [rows] int64: where keys and values of a row go
+    blocks,  # [rows] int64: where to store keys and values of a row
     offsets,  # [rows] int64
     keys,  # [blocks, kv_heads, key_size, block_size]
     values,  # [blocks, kv_heads, block_size, value_size]
@@ -103,7 +103,7 @@ def _rotary_kernel(
 
 
 def supports(*tensors: Tensor | None) -> bool:
-    """Return whether there is a kernel for these types."""
+    """Return whether there is a kernel for these dtypes."""
     return all(tensor is None or tensor.dtype in FLOATS for tensor in tensors)
 
 
@@ -127,7 +127,7 @@ def rotate_and_store(
         positions: int64 [rows].
         slots: blocks and offsets, int64 [rows].
         pages: keys [blocks, kv heads, key size, block size], values [.., block size, value size].
-        weights: of norms of each head of queries and keys, which come first.
+        weights: of norms of each query and key head, applied before the rotation.
     """
     rows, width = projected.shape
     keys, values = pages

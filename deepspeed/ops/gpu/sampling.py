@@ -1,13 +1,13 @@
-"""Drawing tokens from logits: temperature, top-k, top-p, min-p and the draw itself, one program for each row.
+"""Sampling of tokens from logits: temperature, top-k, top-p, min-p and the draw, one program per row.
 
-Nothing is sorted. Scores are compared by their bits, made integers of the same order; which is the k-th largest, and
-above which score the likeliest tokens of a given mass lie, is found by bisection in 32 passes over the row, which stays
-in the cache. Equal scores are kept or dropped together. The draw is an exponential race: the first of clocks with these
-rates is a draw with these probabilities. A clock is a function of a seed, of how many tokens were drawn before, and of
-the token, so what else is in a batch makes no difference.
+Nothing is sorted. Scores are compared by their bits, mapped to integers of the same order. The k-th largest score, and
+the score above which the most probable tokens of a given mass lie, are found by bisection in 32 passes over the row,
+which stays in cache. Equal scores are kept or dropped together. The draw is an exponential race: the first of clocks
+with these rates is a sample with these probabilities. A clock is a function of a seed, the number of tokens drawn
+before, and the token, so the rest of the batch has no influence.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _score(logits, at, inside, factor):
 
 @triton.jit
 def _ordered(score):
-    """int32 in the order of the scores."""
+    """Return int32 values in the order of the scores."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _above(logits, size, factor, most, least, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find, for scores that are ordered at ``least`` or above, the bound such that those at it or above are ``wanted``
-    (COUNT), or such that those at it or below have more than the share ``wanted`` of the mass."""
+    """Return the bound at or above ``least`` such that ``wanted`` scores are at or above it (COUNT), or such that the
+    scores at or below it have more than the fraction ``wanted`` of the mass. Scores are mapped by ``_ordered``."""
     low, high = tl.cast(least, tl.int64), tl.cast(_ordered(most), tl.int64)
     total = 0.0
     if not COUNT:
@@ -75,10 +75,10 @@ def _above(logits, size, factor, most, least, wanted, COUNT: tl.constexpr, BLOCK
 @triton.jit
 def _draw_kernel(
     logits,  # [rows, size]
-    temperatures,  # [rows] fp32; 0: the likeliest
-    counts,  # [rows] int32, of top-k; 0: all
-    masses,  # [rows] fp32, of top-p
-    leasts,  # [rows] fp32, of min-p
+    temperatures,  # [rows] fp32; 0: greedy
+    counts,  # [rows] int32, top-k; 0: all
+    masses,  # [rows] fp32, top-p
+    leasts,  # [rows] fp32, min-p
     seeds,  # [rows] int64
     drawn,  # [rows] int32, tokens drawn before
     out,  # [rows] int64; -1: the logits are not finite
@@ -127,7 +127,7 @@ def _draw_kernel(
 
 
 def supports(logits: Tensor) -> bool:
-    """Return whether there is a kernel for these."""
+    """Return whether there is a kernel for these logits."""
     return logits.dtype in FLOATS and logits.dim() == 2 and logits.stride(1) == 1
 
 
@@ -141,8 +141,8 @@ def draw(
     seeds: Sequence[int],
     drawn: Sequence[int],
 ) -> list[int]:
-    """A token of each row of ``logits`` [rows, vocabulary]; -1 where they are not finite. The sequences have a number
-    for each row: a temperature of 0 takes the likeliest; ``drawn`` tokens were drawn with the seed before."""
+    """Sample a token from each row of ``logits`` [rows, vocabulary]; -1 for rows with non-finite logits. Each sequence
+    has one entry per row; temperature 0 is greedy; ``drawn``: number of tokens drawn with the seed before."""
     device, size = logits.device, logits.shape[1]
     floats = torch.tensor([temperatures, top_p, min_p], dtype=torch.float32).to(device)
     whole = torch.tensor([top_k, drawn], dtype=torch.int32).to(device)

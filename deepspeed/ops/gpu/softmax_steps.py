@@ -1,10 +1,10 @@
-"""Common part of the Triton attention kernels: steps of a softmax whose scores are never materialized, and tile sizes.
+"""Shared by the Triton attention kernels: steps of an online softmax, without materialized scores, and tile sizes.
 
 Scores are in units of log 2 here (``exp2`` is what a GPU computes), and in fp32. M. Milakov, N. Gimelshein: Online
 normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
 """
 
-# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# Kernels are Triton, not Python: the types of their arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -20,13 +20,13 @@ import triton.language as tl
 from deepspeed.ops.gpu.types import FLOATS
 
 LOG2E = 1.4426950408889634
-"""Factor of scores and of what is added to them."""
+"""Factor of the scores and of terms added to them."""
 _LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
 def biased(scores, bias, place, mask):
-    """Scores and what is at ``place`` of ``bias``, if there is one. Both broadcast to the scores."""
+    """Return the scores plus ``bias`` at ``place``, if there is one. Both broadcast to the scores."""
     if bias is not None:
         scores += tl.load(bias + place, mask=mask, other=0.0).to(tl.float32) * _LOG2E
     return scores
@@ -34,8 +34,8 @@ def biased(scores, bias, place, mask):
 
 @triton.jit
 def joined(top, total, out, scores, value, DOT: tl.constexpr):
-    """Largest score, sum of weights and weighted values of each row, with further columns. A row that has seen nothing
-    so far has -inf, 0 and zeros."""
+    """Update the largest score, sum of weights and weighted values of each row by further columns. They start as -inf,
+    0 and zeros."""
     found = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(found == float("-inf"), 0.0, found)
     weights = tl.exp2(scores - base[:, None])
@@ -47,14 +47,15 @@ def joined(top, total, out, scores, value, DOT: tl.constexpr):
 
 @triton.jit
 def finished(top, total, out):
-    """The attention of each row and its log-sum-exp, from sums over all columns."""
+    """Return the attention of each row and its log-sum-exp, from sums over all columns."""
     some = total > 0.0
     return out / tl.where(some, total, 1.0)[:, None], tl.where(some, top + tl.log2(total), float("-inf"))
 
 
 @triton.jit
 def finite(lse):
-    """A row that sees nothing has no weights, whatever is subtracted from its scores."""
+    """Replace -inf by 0 in ``lse``: a fully masked row then has zero weights, whatever is subtracted from its
+    scores."""
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 
@@ -67,7 +68,7 @@ def scores_gradient(weights, left, right, delta):
 
 
 def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current GPU; this makes it that of the first tensor among the arguments."""
+    """Run a function on the GPU of the first tensor among its arguments: Triton launches on the current GPU."""
 
     @wraps(function)
     def on_its_device(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program computes at a time."""
+    """Rows and columns computed by a program at a time."""
 
     rows: int
     columns: int
@@ -95,10 +96,10 @@ class Tile(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and 16, what a product takes."""
+    """Return the smallest power of two that is at least ``n`` and 16, the minimum for a matrix product."""
     return max(16, 1 << max(0, n - 1).bit_length())
 
 
 def supports(dtype: torch.dtype, *sizes: int) -> bool:
-    """Return whether attention kernels take tensors of this dtype and these head sizes."""
+    """Return whether attention kernels support tensors of this dtype with these head sizes."""
     return dtype in FLOATS and all(0 < size <= 256 for size in sizes)

@@ -1,4 +1,4 @@
-"""Common part of all writers: the path and the context-manager protocol."""
+"""Base class of all writers: the path and the context-manager protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 
 class BaseFileWriter:
-    """A write-only file, written from its beginning."""
+    """A write-only file, written sequentially."""
 
     def __init__(self, file_path: str) -> None:
         self._file_path = str(file_path)
@@ -23,17 +23,17 @@ class BaseFileWriter:
         return self._file_path
 
     def write(self, buffer: Any) -> int:
-        """Takes a bytes-like object, a tensor or a torch storage; returns its number of bytes."""
+        """Write a bytes-like object, a tensor or a torch storage. Returns its number of bytes."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Flushes what was written to the file, as far as the writer can before it is closed."""
+        """Flush written data to the file, as far as the writer can before it is closed."""
 
     def close(self) -> None:
-        """Completes the file."""
+        """Complete and close the file."""
 
     def fileno(self) -> int:
-        """There is no descriptor that others may write to: torch then passes all bytes to `write`."""
+        """Raise: there is no descriptor for others to write to, so torch passes all bytes to `write`."""
         raise io.UnsupportedOperation(f"{type(self).__name__} has no file descriptor")
 
     def __enter__(self) -> Self:
@@ -46,8 +46,8 @@ class BaseFileWriter:
 
 
 def as_bytes(buffer: Any) -> Tensor:
-    """The bytes of a bytes-like object, a tensor or a torch storage, as a 1-D uint8 tensor on the host; a view if
-    possible."""
+    """Return the bytes of a bytes-like object, a tensor or a torch storage, as a 1-D uint8 tensor on the host; a view
+    if possible."""
     if isinstance(buffer, torch.TypedStorage):
         buffer = buffer._untyped_storage
     if isinstance(buffer, torch.UntypedStorage):
@@ -57,12 +57,12 @@ def as_bytes(buffer: Any) -> Tensor:
     view = memoryview(buffer).cast("B")
     if view.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():  # about read-only memory, which nothing writes to here
+    with warnings.catch_warnings():  # about read-only memory, which is never written here
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-# A plain Python file, for comparison.
+# A plain Python file, as a baseline.
 
 
 class PyFileWriter(BaseFileWriter):
@@ -83,11 +83,11 @@ class PyFileWriter(BaseFileWriter):
         self._file.close()
 
 
-# A writer that only counts bytes, to see what serialization alone costs.
+# A writer that only counts bytes, to measure the cost of serialization alone.
 
 
 class MockFileWriter(BaseFileWriter):
-    """Writes nothing; `num_bytes` and `num_writes` say what would have been written."""
+    """Writes nothing; `num_bytes` and `num_writes` count what would have been written."""
 
     def __init__(self, file_path: str) -> None:
         super().__init__(file_path)
@@ -101,5 +101,5 @@ class MockFileWriter(BaseFileWriter):
         return nbytes
 
     def save_torch_storage_object_list(self, storage_obj_list: Iterable[Any], save_size: bool) -> int:
-        """Counts the storages, each with the 8 bytes of its size if `save_size`; returns the number of bytes."""
+        """Count the storages, plus 8 bytes each for the size if `save_size`. Returns the number of bytes."""
         return sum(self.write(storage) + 8 * bool(save_size) for storage in storage_obj_list)

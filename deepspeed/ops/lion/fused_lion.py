@@ -1,4 +1,4 @@
-"""FusedLion: Lion on whatever device holds the parameters."""
+"""FusedLion: Lion on any device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed.ops.update import Group, Tensors
 
 
 class MultiTensorLion(MultiTensorOptimizer):
-    """Groups hold lr, betas, weight_decay."""
+    """Lion. Groups have lr, betas, weight_decay."""
 
     state_names = ("exp_avg",)
 
@@ -70,7 +70,7 @@ class FusedLion(FusedOptimizer, MultiTensorLion):
         self.set_grad_none = set_grad_none
 
 
-# DeepSpeedCPULion: host Lion for offloaded training.
+# DeepSpeedCPULion: Lion on the host, for offloaded training.
 
 
 class DeepSpeedCPULion(MultiTensorLion):

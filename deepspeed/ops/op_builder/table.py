@@ -1,4 +1,4 @@
-"""All documented ops: their names, where each one is implemented, and what runs it."""
+"""Table of all documented ops: their names, modules, sources and kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ KERNELS = "deepspeed.inference.v2.kernels"
 class Op:
     """One op.
 
-    ``module`` is what ``load()`` returns. None: what the op does is part of something larger here, and ``instead``
-    says of what. ``sources`` are files in ``csrc/``. ``runs_on`` are the kinds of kernel that the op has: native ones
-    for the host, Triton's for a GPU. Where it has none it runs in PyTorch, unless ``fallback`` is False (then the
-    module has ``is_available``, and ``needs`` says what that depends on). ``on_host``: its tensors are in host memory,
-    whatever the accelerator is. ``part``: what its kernels compute, if PyTorch computes the rest. ``switch``: what the
-    build variable says for the op, where that is not its name.
+    ``module``: returned by ``load()``. None: the op is part of a larger feature here, which ``instead`` names.
+    ``sources``: files in ``csrc/``. ``runs_on``: kinds of kernels: native ones on the host, Triton kernels on a GPU.
+    Without a kernel, an op runs in PyTorch, unless ``fallback`` is False (then the module has ``is_available``, and
+    ``needs`` names the requirement). ``on_host``: its tensors are in host memory, whatever the accelerator is.
+    ``part``: what its kernels compute, if PyTorch computes the rest. ``switch``: name of the op in its build variable,
+    if another one.
     """
 
     name: str

@@ -1,10 +1,10 @@
 """Block-sparse attention, forward and backward.
 
-On the host (``host_attention.py``) and on GPUs with Triton (``deepspeed.ops.gpu.block_sparse_attention``) kernels walk
-the blocks, and the matrix of scores never exists. Backward computes the weights again from the log-sum-exp, as in T.
-Dao et al.: FlashAttention: Fast and memory-efficient exact attention with IO-awareness, 2022; what is kept for it is as
-large as the queries. Elsewhere, and for what the kernels do not support, the blocks of the scores are computed
-(``matmul.py``, ``softmax.py``).
+Kernels on the host (``host_attention.py``) and, with Triton, on GPUs (``deepspeed.ops.gpu.block_sparse_attention``)
+iterate over the blocks without materializing the scores. Backward recomputes the weights from the log-sum-exp, as in T.
+Dao et al.: FlashAttention: Fast and memory-efficient exact attention with IO-awareness, 2022; it keeps tensors of the
+size of the queries. On other devices, and for cases that the kernels do not support, the blocks of the scores are
+materialized (``matmul.py``, ``softmax.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from deepspeed.ops.sparse_attention.softmax import BlockIndex, Softmax, blocks_o
 
 @dataclass(frozen=True)
 class Masks:
-    """Masks added to the scores besides the layout: ``keys`` [batch, columns], ``scores`` [rows, columns] (floats;
-    -inf: not seen); ``causal``: no token sees a later one; ``positions`` [1 or batch, 1 or heads, rows, columns]."""
+    """Masks added to the scores, in addition to the layout: ``keys`` [batch, columns], ``scores`` [rows, columns]
+    (floats; -inf: masked); ``causal``: later tokens are masked; ``positions`` [1 or batch, 1 or heads, rows,
+    columns]."""
 
     keys: Tensor | None = None
     scores: Tensor | None = None
@@ -35,14 +36,14 @@ class Masks:
     positions: Tensor | None = None
 
     def have_gradient(self) -> bool:
-        """Return whether masks other than positions want one, which no kernel computes."""
+        """Return whether a mask other than positions requires grad, which no kernel computes."""
         masks = (self.keys, self.scores)
         return torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks)
 
 
 class LayoutPlan:
-    """A layout [heads, block rows, block columns] as kernels read it, made once. ``blocks``: those that exist, over all
-    heads."""
+    """A layout [heads, block rows, block columns] in the form that kernels read, built once. ``blocks``: number of
+    present blocks over all heads."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         self.layout, self.block = layout, block
@@ -52,22 +53,23 @@ class LayoutPlan:
         for head in range(self.heads):
             heads_of[flags[head].numpy().tobytes()].append(head)
         self.heads_of = list(heads_of.values())
-        """The heads that have each of the different layouts."""
-        self._flags = flags[[heads[0] for heads in self.heads_of]]  # [different layouts, rows, columns]
+        """The heads of each distinct layout."""
+        self._flags = flags[[heads[0] for heads in self.heads_of]]  # [distinct layouts, rows, columns]
         self.blocks = int(flags.sum())
-        self._on_gpus: dict[tuple[torch.device, bool], Any] = {}  # without and with what comes later
+        self._on_gpus: dict[tuple[torch.device, bool], Any] = {}  # by device and whether causal
 
     @cached_property
     def row_lists(self) -> RowLists:
         return RowLists(self._flags, self._layout_of)
 
     def lists(self, *, causal: bool) -> tuple[RowLists, RowLists]:
-        """By rows, and by columns (the rows that see each). ``causal``: without blocks of later tokens."""
+        """Return the lists by row, and by column (the rows that attend to it). ``causal``: without blocks of later
+        tokens."""
         flags = self._flags.tril() if causal else self._flags
         return RowLists(flags, self._layout_of), RowLists(flags.mT, self._layout_of)
 
     def on_gpu(self, device: torch.device, *, causal: bool) -> Any:
-        """Return the ``BlockLayout`` of the GPU's kernels."""
+        """Return the ``BlockLayout`` of the GPU kernels."""
         from deepspeed.ops.gpu.block_sparse_attention import BlockLayout, Lists
 
         if (device, causal) not in self._on_gpus:
@@ -102,9 +104,10 @@ class LayoutPlan:
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: LayoutPlan, masks: Masks, scale: float
 ) -> Tensor:
-    """Attention in the blocks of ``plan``: [batch, heads, tokens, head size] in and out, in any floating-point dtype.
+    """Compute attention in the blocks of ``plan``: [batch, heads, tokens, head size] in and out, any floating-point
+    dtype.
 
-    A row that sees nothing gives zeros. ValueError: masks of another size.
+    A fully masked row returns zeros. ValueError: masks of another size.
     """
     inputs = (query, key, value)
     if plan.rows == plan.columns and not masks.have_gradient():
@@ -119,7 +122,7 @@ def block_attention(
 
 
 def fits_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the GPU's kernels support these shapes and dtypes."""
+    """Return whether the GPU kernels support these shapes and dtypes."""
     from deepspeed.ops.gpu.softmax_steps import supports
 
     return (
@@ -133,7 +136,7 @@ def fits_gpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def gpu_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: LayoutPlan, masks: Masks, scale: float
 ) -> Tensor:
-    """`block_attention` by the kernels of ``deepspeed.ops.gpu.block_sparse_attention``."""
+    """Compute `block_attention` by the kernels of ``deepspeed.ops.gpu.block_sparse_attention``."""
     from deepspeed.ops.gpu.block_sparse_attention import Added, BlockSparseAttention
 
     layout = plan.on_gpu(query.device, causal=masks.causal)

@@ -1,7 +1,7 @@
 """Block-sparse attention on the host: calls of the native kernel (``csrc/attention/sparse_attention.cpp``).
 
-Keys and values are read where they lie, and gradients summed where they belong. Scratch is needed for sums of 16-bit
-gradients (one head for each thread), and where heads are so few that each is cut into parts.
+Keys and values are read in place, and gradients accumulated in place. Scratch memory is needed only for sums of 16-bit
+gradients (one head per thread), and if there are so few heads that each is cut into parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops import native
 
 _HEADS = 8
-"""Sequences and heads together from which on each is one item of work in backward. Fewer are cut into parts; their
-number depends on nothing but shapes, as a sum would differ."""
+"""Minimum number of heads, over all sequences, for which each is one work item in backward. Fewer heads are cut into
+parts, whose number depends only on shapes: otherwise sums would differ."""
 
 _POINTERS = (
     "query", "key", "value", "output", "lse", "starts", "columns", "layout_of", "key_bias", "score_bias",
@@ -27,7 +27,7 @@ _SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
 
 
 class _AttentionCall(ctypes.Structure):
-    """``struct ds_sparse_attention``."""
+    """The C struct ``ds_sparse_attention``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in (*_POINTERS, *_BACKWARD)),
@@ -39,15 +39,15 @@ class _AttentionCall(ctypes.Structure):
 
 
 class RowLists:
-    """A layout as the kernel reads it: for each row the blocks that it sees. ``layout_of`` [heads]: heads with the same
-    layout share one."""
+    """A layout in the form of the kernel: for each row its blocks. ``layout_of`` [heads]: heads with equal layouts
+    share one."""
 
     def __init__(self, layout: Tensor, layout_of: list[int]) -> None:
         rows = layout.shape[1]
         found = layout.nonzero()
         counts = torch.bincount(found[:, 0] * rows + found[:, 1], minlength=len(layout) * rows)
         ends = counts.cumsum(0)
-        # One more entry than rows for each layout: its last end is the next one's start.
+        # One more entry than rows per layout: the end of one layout is the start of the next.
         firsts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
         at = torch.arange(len(layout)).unsqueeze(1) * rows + torch.arange(rows + 1)
         self.starts = firsts[at].contiguous()
@@ -57,7 +57,7 @@ class RowLists:
 
 
 def runs_here(query: Tensor, key: Tensor, value: Tensor, block: int) -> bool:
-    """Return whether the kernel computes these."""
+    """Return whether the kernel supports these tensors."""
     return (
         query.device.type == "cpu"
         and query.dtype in native.DTYPE_CODES
@@ -72,7 +72,7 @@ def runs_here(query: Tensor, key: Tensor, value: Tensor, block: int) -> bool:
 
 
 class HostAttention(torch.autograd.Function):
-    """[batch, heads, tokens, size] in and out; masks as in ``block_attention.Masks``, in fp32."""
+    """Computes [batch, heads, tokens, size] -> the same; masks as in ``block_attention.Masks``, in fp32."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ class HostAttention(torch.autograd.Function):
         tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
         tensors |= {"grad_output": grads[0].contiguous()}
         tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), results, strict=True))
-        if parts > 1 or q.dtype is not torch.float32:  # else sums are made where the results are
+        if parts > 1 or q.dtype is not torch.float32:  # otherwise sums are accumulated in the results
             shape = (parts, *q.shape) if parts > 1 else (torch.get_num_threads(), *q.shape[2:])
             tensors |= {name: torch.empty(shape, dtype=torch.float32) for name in ("key_sums", "value_sums")}
         _run("ds_sparse_attention_backward", tensors, rows, block, causal, scale, parts=parts)

@@ -15,15 +15,15 @@ _MODES = ("sdd", "dsd", "dds")
 
 @dataclass(eq=False)
 class MatMul:
-    """``c = a @ b`` over batches and heads. The letters of ``mode`` say of c, a and b whether they are dense (d) or
+    """``c = a @ b`` over batches and heads. The letters of ``mode`` tell for c, a and b whether they are dense (d) or
     sparse (s).
 
     Dense operands are [batch, heads, rows, columns] (leading dimensions may be missing), sparse ones the blocks of
-    ``layout`` [batch, number of blocks, block, block], in the order of ``layout.nonzero()``. A product costs what its
-    blocks cost; the dense form of the sparse matrix never exists.
+    ``layout`` [batch, number of blocks, block, block], in the order of ``layout.nonzero()``. The cost is proportional
+    to the number of blocks; the dense form of the sparse matrix is never materialized.
 
     Args:
-        layout: [heads, block rows, block columns] of the sparse matrix as it is stored (before it is transposed).
+        layout: [heads, block rows, block columns] of the sparse matrix as stored (before a transposition).
         block: tokens along one side of a block.
         mode: "sdd", "dsd" or "dds".
         trans_a, trans_b: multiply with the transpose (of the last two dimensions) of an operand.
@@ -46,7 +46,7 @@ class MatMul:
         self._index = BlockIndex(self.layout, self.block)
 
     def make_lut(self, dtype: torch.dtype | None, device: torch.device) -> BlockIndex:
-        """Return the positions of the blocks, on ``device``; made once and kept."""
+        """Return the positions of the blocks, on ``device``; cached."""
         self._index = self._index.to(torch.device(device))
         return self._index
 

@@ -11,18 +11,18 @@ from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 
 class SparseSelfAttention(nn.Module):
-    """``softmax(query @ key.T / sqrt(head size) + masks) @ value`` in the blocks of a layout only.
+    """``softmax(query @ key.T / sqrt(head size) + masks) @ value``, only in the blocks of a layout.
 
-    Work is proportional to the blocks that exist, memory too; the layout is compiled at its first use. The buffer
+    Time and memory are proportional to the number of blocks; the layout is compiled on first use. The buffer
     ``master_layout`` is the layout for ``max_seq_length`` tokens; shorter sequences use its corner, so that random
-    blocks stay where they are. It belongs to the module's state, so checkpoints keep it, and whoever trains the module
-    on several ranks (``deepspeed.initialize``, DDP) gives all of them that of the first.
+    blocks stay in place. It is part of the module's state: checkpoints contain it, and ``deepspeed.initialize`` and DDP
+    broadcast that of the first rank.
 
     Args:
         sparsity_config: the pattern.
-        key_padding_mask_mode, attn_mask_mode: "add": the mask is added to the scores; "mul": 0 hides, anything else
-            shows.
-        max_seq_length: tokens of the longest sequence. Longer ones work, with a layout of their own.
+        key_padding_mask_mode, attn_mask_mode: "add": the mask is added to the scores; "mul": 0 masks, anything else
+            does not.
+        max_seq_length: maximum tokens of a sequence. Longer sequences work, each length with its own layout.
     """
 
     master_layout: Tensor
@@ -44,7 +44,8 @@ class SparseSelfAttention(nn.Module):
         self._compiled_of: tuple[Tensor, int] | None = None
 
     def get_layout(self, L: int) -> Tensor:
-        """[heads, block rows, block columns] for ``L`` tokens. ValueError: the block size does not divide ``L``."""
+        """Return [heads, block rows, block columns] for ``L`` tokens. ValueError: the block size does not divide
+        ``L``."""
         block = self.sparsity_config.block
         if L % block != 0:
             raise ValueError(
@@ -56,13 +57,13 @@ class SparseSelfAttention(nn.Module):
         return self.master_layout[..., : L // block, : L // block]
 
     def transpose_key_for_scores(self, x: Tensor, L: int) -> Tensor:
-        """Keys as [batch, heads, tokens, head size], also if the last two dimensions came the other way round."""
+        """Return keys as [batch, heads, tokens, head size], also if their last two dims are swapped."""
         return x if x.shape[-2] == L else x.transpose(-1, -2)
 
     def transpose_mask_for_sparse(
         self, qtype: torch.dtype, x: Tensor, is_key_padding_mask: bool = False
     ) -> Tensor:
-        """A mask in the dtype of the scores without dimensions of size 1: [batch, tokens] for keys, else [tokens,
+        """Return a mask in the dtype of the scores without dims of size 1: [batch, tokens] for keys, otherwise [tokens,
         tokens]."""
         x = x.to(qtype)
         if not is_key_padding_mask:
@@ -80,16 +81,16 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, head size] in and out, in any floating-point dtype; a key may be transposed.
+        """Attend: [batch, heads, tokens, head size] in and out, any floating-point dtype; keys may be transposed.
 
         Args:
             rpe: relative positions, added to the scores: [(batch,) (heads,) tokens, tokens]; has a gradient.
-            key_padding_mask: [batch, tokens], or with dimensions of size 1 between.
+            key_padding_mask: [batch, tokens], or with dims of size 1 in between.
             attn_mask: [tokens, tokens].
 
         Raises:
-            NotImplementedError: key or value of another length than the query (attention to another sequence).
-            ValueError: sizes that do not fit the layout or each other.
+            NotImplementedError: keys or values of another length than the query (cross-attention).
+            ValueError: sizes that do not match the layout or each other.
         """
         batch, heads, length, size = query.shape
         key = self.transpose_key_for_scores(key, length)
@@ -114,7 +115,7 @@ class SparseSelfAttention(nn.Module):
         return block_attention(query, key, value, self.plan(heads, length), masks, scale)
 
     def plan(self, heads: int, length: int) -> LayoutPlan:
-        """Plan the computation of the layout for ``length`` tokens; made once. ValueError: it has not ``heads``
+        """Return the plan of the layout for ``length`` tokens; cached. ValueError: the layout does not have ``heads``
         heads."""
         self._forget_if_changed(heads)
         if length not in self._plans:
@@ -136,7 +137,7 @@ class SparseSelfAttention(nn.Module):
 
 
 def _positions(rpe: Tensor, query: Tensor) -> Tensor:
-    """[1 or batch, 1 or heads, tokens, tokens]. ValueError: another size."""
+    """Return the positions as [1 or batch, 1 or heads, tokens, tokens]. ValueError: another shape."""
     batch, heads, length, _ = query.shape
     fits = rpe.dim() <= 4 and tuple(rpe.shape[-2:]) == (length, length)
     full = rpe.reshape((1,) * (4 - rpe.dim()) + tuple(rpe.shape)) if fits else rpe

@@ -1,4 +1,4 @@
-"""Block-sparse attention as one of the attentions of the package Transformers, for any model that asks for them."""
+"""Block-sparse attention registered as an attention function of Transformers, for any model that looks one up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.ops.sparse_attention.block_attention import LayoutPlan, Masks, bl
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 
 NAME = "deepspeed_sparse"
-"""How the names begin under which attentions are registered with Transformers."""
+"""Prefix of the names under which attentions are registered with Transformers."""
 
 _MASKS = ("causal_mask_function", "bidirectional_mask_function")
 _MIN_TOKENS = 2048
@@ -24,11 +24,11 @@ _REFUSED = ("position_bias", "s_aux", "softcap", "head_mask", "layer_head_mask")
 class TransformersSparseAttention:
     """Attention over the layouts of one config, with causal masks within blocks, padding and grouped heads.
 
-    Lengths need not be multiples of the block. The layout is that of a length that doubles, so that a sequence that
-    grows (``generate``) keeps its pattern; keys from a cache are seen as the same tokens were without it. Weights have
-    no dropout.
+    Lengths need not be multiples of the block. The layout is made for a length that doubles, so that a growing sequence
+    (``generate``) keeps its pattern; cached keys are seen as in one pass over the whole sequence. There is no dropout
+    of attention weights.
 
-    A rank may have some of the heads only (tensor parallelism): where all heads have the same layout, it is theirs.
+    A rank may have only some of the heads (tensor parallelism), if all heads have the same layout.
     """
 
     def __init__(self, config: SparsityConfig, name: str) -> None:
@@ -39,8 +39,8 @@ class TransformersSparseAttention:
         self._plans: dict[tuple[int, int], LayoutPlan] = {}
 
     def layout(self, length: int, heads: int) -> Tensor:
-        """[heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks. ValueError: that of these heads is
-        not known."""
+        """Return [heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks. ValueError: the layout of
+        these heads is not known."""
         block = self.config.block
         blocks = -(-length // block)
         if self._layout is None or self._layout.shape[1] < blocks:
@@ -61,7 +61,7 @@ class TransformersSparseAttention:
         return found[:1].expand(heads, blocks, blocks)
 
     def plan(self, length: int, heads: int) -> LayoutPlan:
-        """Plan the computation of the layout for ``length`` tokens, a multiple of the block; made once."""
+        """Return the plan of the layout for ``length`` tokens, a multiple of the block; cached."""
         layout = self.layout(length, heads)
         if (length, heads) not in self._plans:
             self._plans[length, heads] = LayoutPlan(layout, self.config.block)
@@ -77,8 +77,8 @@ class TransformersSparseAttention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The interface of Transformers' attention functions. ValueError: the model asks for what blocks of a layout
-        do not have."""
+        """Attend, with the signature of Transformers' attention functions. ValueError: the model requests a feature
+        that block-sparse attention does not have."""
         self.calls += 1
         self._check(key, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1]
@@ -108,7 +108,7 @@ class TransformersSparseAttention:
     def _last_rows(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
-        """Few queries, the last of the tokens that the keys have."""
+        """Attend from few queries, the last tokens of those that the keys have."""
         rows, columns, block = query.shape[2], key.shape[2], self.config.block
         query_index = torch.arange(columns - rows, columns)
         key_index = torch.arange(columns)
@@ -135,17 +135,17 @@ class TransformersSparseAttention:
 
 
 def takes_attention(model: nn.Module) -> bool:
-    """Return whether this is a model of Transformers whose attention can be chosen by name."""
+    """Return whether this is a Transformers model whose attention can be selected by name."""
     config = getattr(model, "config", None)
     return config is not None and getattr(text_config(config), "_attn_implementation", None) is not None
 
 
 def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> TransformersSparseAttention:
-    """Make block-sparse attention that of all attention modules of a Transformers model.
+    """Let all attention modules of a Transformers model use block-sparse attention.
 
     Raises:
         ValueError: the model has another number of heads, or (in its first forward) layers that did not call it,
-            because they compute attention in a way of their own.
+            because they compute attention themselves.
     """
     text = text_config(model.config)
     heads = int(text.num_attention_heads)
@@ -160,7 +160,7 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
 
 
 def use_padding_masks(model: nn.Module) -> None:
-    """Have a Transformers model hand the padding [batch, tokens], or None, to attention modules that replaced its
+    """Let a Transformers model pass the padding mask [batch, tokens], or None, to attention modules that replaced its
     own."""
     _register(NAME, _replaced, text_config(model.config))
 

@@ -1,4 +1,4 @@
-"""The transformer layer of BERT for training, with its weights fused and less kept for backward where asked for."""
+"""BERT's transformer layer for training, with fused weights and options to save less for backward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.nn import functional
 from deepspeed.ops import gpu, native
 from deepspeed.ops.transformer.products import linear, linear_gradients
 
-# Parts of a transformer layer that keep less for backward, and compute or derive the rest there.
+# Parts of a transformer layer that save less for backward, and recompute or derive the rest there.
 
 
 class InvertibleLayerNorm(torch.autograd.Function):
-    """Layer norm that keeps its output, which the next product keeps anyway, and not its input: the normalized input is
-    ``(output - bias) / weight``. A weight of exactly 0 cannot be inverted: its own gradient is 0 then, and so is its
-    part in the gradient of the input."""
+    """Layer norm that saves its output, which the next product saves anyway, instead of its input: the normalized input
+    is ``(output - bias) / weight``. A weight of exactly 0 cannot be inverted: its gradient, and its contribution to the
+    gradient of the input, are 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -48,7 +48,7 @@ class InvertibleLayerNorm(torch.autograd.Function):
 
 
 class GeluLinear(torch.autograd.Function):
-    """``gelu(x) @ weight.T`` that keeps ``x`` and not ``gelu(x)``."""
+    """``gelu(x) @ weight.T`` that saves ``x`` instead of ``gelu(x)``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class GeluLinear(torch.autograd.Function):
 
 
 class DroppedWeights(torch.autograd.Function):
-    """``dropout(weights) @ value`` that keeps the weights, which the softmax keeps anyway, and not the result of the
-    dropout: a seed says which were dropped, or where torch dropped them, a mask."""
+    """``dropout(weights) @ value`` that saves the weights, which the softmax saves anyway, instead of the dropout's
+    result: a seed, or a mask for torch's dropout, tells what was dropped."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, value: Tensor, ratio: float) -> Tensor:
@@ -97,7 +97,7 @@ class DroppedWeights(torch.autograd.Function):
 
 
 def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
-    """Apply the dropout of forward to ``x`` again."""
+    """Apply the dropout of forward to ``x``."""
     if kept is None:
         return dropped(x, ctx.ratio, ctx.seed)
     return torch.ops.aten.native_dropout_backward(x, kept, ctx.scale)
@@ -105,7 +105,7 @@ def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
 
 @dataclass(eq=False)
 class TransformerConfig:
-    """The sizes of a layer."""
+    """Sizes of a layer."""
 
     batch_size: int
     hidden_size: int
@@ -125,24 +125,23 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     """Config of a `DeepSpeedTransformerLayer`.
 
     Args:
-        batch_size, max_seq_length, local_rank, fp16, training: accepted for compatibility: the inputs tell the size
-            and the device, weights are cast by the engine, and the layer's own mode says whether it trains.
+        batch_size, max_seq_length, local_rank, fp16, training: accepted for compatibility: size and device follow from
+            the inputs, the engine casts weights, and the layer's mode tells whether it trains.
         hidden_size: of a token.
         intermediate_size: of the feed-forward part; -1: four times ``hidden_size``.
         heads: of the attention; they divide ``hidden_size``.
-        attn_dropout_ratio, hidden_dropout_ratio: dropout of the attention's weights, and of the output of both parts.
-            Dropout draws from torch's generator, so ``seed`` has no effect.
+        attn_dropout_ratio, hidden_dropout_ratio: dropout of the attention weights, and of the output of both parts.
+            Uses torch's generator, so ``seed`` has no effect.
         num_hidden_layers: of the whole model, for ``adjust_init_range``.
         initializer_range: standard deviation of new weights.
         layer_norm_eps: of both norms.
-        pre_layer_norm: norms stand before attention and feed-forward part; otherwise behind them, as in BERT.
-        normalize_invertible: norms keep their output and not their input. Saves 2 x tokens x ``hidden_size``.
-        gelu_checkpoint: the activation is computed again. Saves tokens x ``intermediate_size``.
-        adjust_init_range: the matrices whose output is added to the residual start smaller by
+        pre_layer_norm: norms before attention and feed-forward part; otherwise after them, as in BERT.
+        normalize_invertible: norms save their output instead of their input. Saves 2 x tokens x ``hidden_size``.
+        gelu_checkpoint: the activation is recomputed. Saves tokens x ``intermediate_size``.
+        adjust_init_range: the initial range of the matrices whose output is added to the residual is divided by
             sqrt(2 x ``num_hidden_layers``).
-        attn_dropout_checkpoint: dropout of attention weights is applied again. Saves heads x tokens squared for each
-            sequence.
-        stochastic_mode: allows results that differ from run to run; here they never do.
+        attn_dropout_checkpoint: dropout of attention weights is recomputed. Saves heads x tokens squared per sequence.
+        stochastic_mode: permits results that differ from run to run; here they never do.
         return_tuple: the layer returns a tuple of one.
     """
 
@@ -175,7 +174,7 @@ class DeepSpeedTransformerConfig(TransformerConfig):
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:
-        """Make a config from names and values; names that are no arguments become attributes as well."""
+        """Make a config from names and values; unknown names become attributes."""
         config = cls()
         for name, value in json_object.items():
             setattr(config, name, value)
@@ -185,19 +184,19 @@ class DeepSpeedTransformerConfig(TransformerConfig):
 
 
 class DeepSpeedTransformerLayer(nn.Module):
-    """Self-attention and a feed-forward part with GELU, as in BERT, norms before or behind them.
+    """Self-attention and a feed-forward part with GELU, as in BERT, with norms before or after them.
 
     ``attn_qkvw`` [3 x hidden, hidden] has query, key and value in one matrix. ``attn_nw``, ``attn_nb`` are the norm
-    between attention and feed-forward part; ``norm_w``, ``norm_b`` that before attention (``pre_layer_norm``) or behind
-    the feed-forward part.
+    between attention and feed-forward part; ``norm_w``, ``norm_b`` the norm before attention (``pre_layer_norm``) or
+    after the feed-forward part.
 
     Args:
-        config: the layer's own copy is ``layer.config``. Early scripts pass the number of the layer before it.
-        initial_weights, initial_biases: those of query, key, value, the attention's output, the norm between the
-            parts, the feed-forward part's two matrices, the other norm; the tensors are copied.
+        config: copied to ``layer.config``. Early scripts pass the layer's index before it.
+        initial_weights, initial_biases: of query, key, value, the attention's output, the norm between the parts, the
+            feed-forward part's two matrices, the other norm; the tensors are copied.
 
     Raises:
-        ValueError: sizes that are missing or do not fit.
+        ValueError: sizes are missing or do not match.
     """
 
     layer_id = 0
@@ -238,7 +237,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             self.load_parts(initial_weights, initial_biases)
 
     def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
-        """Matrices from a normal distribution, biases 0, norms 1."""
+        """Initialize matrices from a normal distribution, biases to 0, norms to 1."""
         spread = self.config.initializer_range if self.config.initializer_range > 0 else 0.02
         at_residual = spread
         if adjust_init_range and self.config.num_hidden_layers > 0:
@@ -254,7 +253,7 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     @torch.no_grad()
     def load_parts(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """Copy ``initial_weights`` and ``initial_biases`` in. ValueError: not eight of each."""
+        """Copy ``initial_weights`` and ``initial_biases`` into the parameters. ValueError: not eight of each."""
         if len(weights) != 8 or len(biases) != 8:
             raise ValueError(
                 f"8 weights and 8 biases are needed (query, key, value, attention output, norm, two of the "
@@ -286,15 +285,15 @@ class DeepSpeedTransformerLayer(nn.Module):
         grads: Any = None,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor]:
-        """[batch, tokens, hidden] in and out.
+        """Compute the layer: [batch, tokens, hidden] in and out.
 
         Args:
-            attention_mask: added to the scores, or bool (False hides); broadcastable to [batch, heads, tokens, tokens],
+            attention_mask: added to the scores, or bool (False masks); broadcastable to [batch, heads, tokens, tokens],
                 or [batch, tokens].
-            grads: accepted for compatibility. The others belong to layers that this one is not, and have to be None.
+            grads: accepted for compatibility. The other arguments belong to other kinds of layers, and must be None.
 
         Raises:
-            ValueError: one of those is given.
+            ValueError: one of these is given.
         """
         foreign = {
             "head_mask": head_mask,
@@ -327,7 +326,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         return self._added_norm(x, self._feed_forward(x), self.norm_w, self.norm_b)[1]
 
     def _added_norm(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """``_added``, and its norm."""
+        """Return ``_added``, and its norm."""
         if self.config.normalize_invertible and torch.is_grad_enabled():
             total = self._added(residual, x)
             return total, self._norm(total, weight, bias)
@@ -369,7 +368,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         return linear(functional.gelu(inner), self.output_w, self.output_b)
 
     def _added(self, residual: Tensor, x: Tensor) -> Tensor:
-        """A part's output, after dropout, added to what went into the part."""
+        """Return a part's output ``x`` after dropout plus ``residual``, the part's input."""
         return dropout(x, self.config.hidden_dropout_ratio if self.training else 0.0, residual)
 
 
@@ -394,8 +393,8 @@ def _shapes(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
 
 
 def _broadcastable(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """[batch, 1, 1, tokens] or wider: bool, or floats that are added. A mask [batch, tokens] of integers is 0 where it
-    hides."""
+    """Return a mask as [batch, 1, 1, tokens] or wider: bool, or floats to add. In an integer mask [batch, tokens], 0
+    masks."""
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
         if not mask.is_floating_point():
@@ -403,13 +402,13 @@ def _broadcastable(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask if mask.dtype == torch.bool else mask.to(dtype)
 
 
-# The step between the parts of a transformer layer: dropout, the sum with the residual, and the norm of the sum.
+# Between the parts of a transformer layer: dropout, residual addition, and the norm of the sum.
 
 
 def added_norm(
     x: Tensor, ratio: float, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """``x`` after dropout plus ``residual``, and the layer norm of that: on a GPU by one kernel, forward and
+    """Return ``x`` after dropout plus ``residual``, and its layer norm: on a GPU by one kernel, forward and
     backward."""
     if (
         runs_here(x, ratio)
@@ -425,15 +424,15 @@ def added_norm(
     return total, functional.layer_norm(total, weight.shape, weight, bias, eps)
 
 
-# Dropout that keeps nothing for backward: which elements are dropped is a function of their index and of a seed.
+# Dropout that saves nothing for backward: what is dropped is a function of an element's index and a seed.
 #
-# The seed is drawn from torch's generator, so runs repeat, and recomputation with its random state restored drops the
-# same elements. One native pass on the host, or one Triton kernel on a GPU, also adds the residual, with the same bits;
-# elsewhere it is torch's dropout.
+# The seed comes from torch's generator, so runs are reproducible, and recomputation with restored random state drops
+# the same elements. One native pass on the host, or one Triton kernel on a GPU, also adds the residual, with the same
+# bits; elsewhere torch's dropout is used.
 
 
 class _DropoutCall(ctypes.Structure):
-    """``struct ds_dropout_call``."""
+    """The C struct ``ds_dropout_call``."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("output", "input", "residual")),
@@ -446,7 +445,7 @@ class _DropoutCall(ctypes.Structure):
 
 
 def dropout(x: Tensor, ratio: float, residual: Tensor | None = None) -> Tensor:
-    """``x`` with elements dropped with probability ``ratio``, the others scaled, plus ``residual``."""
+    """Drop elements of ``x`` with probability ``ratio``, scale the others, and add ``residual``."""
     if ratio <= 0.0:
         return x if residual is None else x + residual
     if not runs_here(x, ratio) or (residual is not None and residual.dtype != x.dtype):
@@ -456,10 +455,10 @@ def dropout(x: Tensor, ratio: float, residual: Tensor | None = None) -> Tensor:
 
 
 def runs_here(x: Tensor, ratio: float) -> bool:
-    """Return whether the native pass or the kernel takes it."""
+    """Return whether the native pass or the kernel supports ``x``."""
     if x.dtype not in native.DTYPE_CODES or ratio >= 1.0 or torch.compiler.is_compiling():
         return False
-    if x.is_cuda:  # a captured graph would drop the same elements at every replay
+    if x.is_cuda:  # a captured graph would drop the same elements in every replay
         return gpu.usable(x) and not torch.cuda.is_current_stream_capturing()
     return x.device.type == "cpu" and native.library() is not None
 
@@ -469,7 +468,7 @@ def new_seed() -> int:
 
 
 def dropped(x: Tensor, ratio: float, seed: int, residual: Tensor | None = None) -> Tensor:
-    """The pass itself; the same for values and for gradients. Call it where ``runs_here``."""
+    """Run the pass, for values or gradients. Requires ``runs_here``."""
     if x.is_cuda:
         from deepspeed.ops.gpu import dropout as kernels  # imports Triton
 

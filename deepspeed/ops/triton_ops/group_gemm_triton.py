@@ -1,4 +1,4 @@
-"""Grouped GEMM, consecutive groups of rows times one matrix per group: on a GPU in one launch of a Triton kernel."""
+"""Grouped GEMM: consecutive groups of rows times one matrix per group, on a GPU in one launch of a Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from deepspeed.ops import gpu
 
 
 def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool = False) -> Tensor:
-    """Rows of ``mat_a`` [rows, k] times the matrix of their group in ``mat_b`` [groups, k, n], with gradients.
+    """Multiply rows of ``mat_a`` [rows, k] by the matrix of their group in ``mat_b`` [groups, k, n], with gradients.
 
-    ``offs`` [groups]: where each group's rows end. ``trans_b``: the matrices are [groups, n, k]. Rows behind the last
-    end give zeros.
+    ``offs`` [groups]: end of each group's rows. ``trans_b``: the matrices are [groups, n, k]. Rows after the last end
+    are zero.
     """
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs.numel() != mat_b.shape[0]:
         raise ValueError(

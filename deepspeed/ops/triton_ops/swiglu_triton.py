@@ -1,4 +1,4 @@
-"""The gated activation of many language models: on a GPU one Triton kernel."""
+"""SwiGLU, the gated activation of many language models, on a GPU as one Triton kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.ops import gpu
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, with gradients. The gate's activation is computed in fp32."""
+    """Compute ``silu(gate) * up``, with gradients. The activation of the gate is computed in fp32."""
     if gate.shape != up.shape:
         raise ValueError(f"gate [{tuple(gate.shape)}] and up [{tuple(up.shape)}] have to have the same shape")
     if gate.numel() and gpu.usable(gate, up):

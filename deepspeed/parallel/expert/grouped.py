@@ -1,9 +1,9 @@
-"""The products of stacked experts as one grouped GEMM, forward and backward.
+"""Grouped GEMM over stacked experts, forward and backward.
 
-Each expert's rows are one matrix product, written to its place in a result that is allocated once. Taking the
-weights apart for autograd instead would allocate each expert's gradient, and then copy all of them into one tensor:
-where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU all
-experts together are one launch of a Triton kernel, unless they have many rows.
+Each expert's rows are one matrix product, written to its place in an output that is allocated once. Unbinding the
+weights under autograd would instead allocate a gradient per expert and then copy all of them into one tensor: if
+experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU, one launch
+of a Triton kernel computes all experts, unless they have many rows.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops import gpu
 
 GPU_ROWS = 1024
-"""Rows of an expert, on average, up to which all are one launch on a GPU. Not measured: a product of more fills a GPU
-by itself, and cuBLAS computes it best."""
+"""Maximum mean number of rows per expert for the single launch on a GPU. Not measured: a larger product fills a GPU
+alone, and cuBLAS computes it best."""
 
 
 def grouped_linear(
     rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None, *, triton: bool = True
 ) -> Tensor:
-    """``rows`` [n, in], sorted by expert, times ``weight`` [experts, in, out] (in any layout), plus ``bias``
-    [experts, out]: [n, out]. ``counts``: rows of each expert; one without rows gets zeros as gradient. ``triton``:
-    whether the kernel of GPUs may be used."""
+    """Multiply ``rows`` [n, in], sorted by expert, by ``weight`` [experts, in, out] (any strides) and add ``bias``
+    [experts, out]. Returns [n, out]. ``counts``: rows per expert; an expert without rows gets a zero gradient.
+    ``triton``: whether the Triton kernel may be used on a GPU."""
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = (None if each is None else each.to(dtype) for each in (rows, weight, bias))  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _row_slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and which."""
+    """Yield (expert, slice of its rows) for each expert that has rows."""
     start = 0
     for expert, count in enumerate(counts):
         if count:

@@ -28,26 +28,26 @@ def _of_one_layer(num_experts: int | Sequence[int]) -> int:
 
 
 class MoE(nn.Module):
-    """``num_experts`` copies of ``expert``, of which each token uses ``k``.
+    """A layer of ``num_experts`` copies of ``expert``, of which each token uses ``k``.
 
     S. Rajbhandari et al.: DeepSpeed-MoE: Advancing mixture-of-experts inference and training to power next-generation
     AI scale, ICML 2022.
 
     Args:
-        hidden_size: size of the last dim of the input, which ``expert`` keeps.
-        num_experts: a number, or a list of one, as the options of scripts hold it.
-        ep_size: ranks that share the experts of the layer; each holds ``num_experts / ep_size``.
+        hidden_size: size of the last dim of the input and of the output of ``expert``.
+        num_experts: a number, or a list with one number, as a script's options may hold it.
+        ep_size: ranks over which the experts are spread; each holds ``num_experts / ep_size``.
         k: experts per token.
-        capacity_factor: an expert takes ``ceil(tokens / num_experts x k x capacity_factor)`` tokens of a rank in
-            training, at least ``min_capacity``; ``eval_capacity_factor`` counts in evaluation.
-        use_residual: the output is a learned mix of the expert's and that of one that all tokens use.
-        noisy_gate_policy: "Jitter" scales the gate's inputs, "RSample" adds noise to its logits (top-1), in training.
+        capacity_factor: in training, an expert takes ``ceil(tokens / num_experts x k x capacity_factor)`` tokens of a
+            rank, at least ``min_capacity``; in evaluation ``eval_capacity_factor`` applies.
+        use_residual: the output is a learned mix of the experts' and that of a dense ``expert`` that all tokens use.
+        noisy_gate_policy: in training, "Jitter" scales the gate's inputs, "RSample" adds noise to its logits (top-1).
         drop_tokens: False: experts take all tokens; nothing is dropped or padded.
-        use_rts: draw which tokens a full expert takes (top-1); otherwise it takes the first.
-        use_tutel: accepted; tokens are dispatched by sorting without that library.
-        enable_expert_tensor_parallelism: the expert's layers are split over tensor-parallel ranks themselves, which
-            therefore all get all tokens; otherwise each of these ranks takes a part of the tokens.
-        top2_2nd_expert_sampling: in training, draw the second of two experts by its logits.
+        use_rts: a full expert takes a random selection of its tokens (top-1); otherwise the first.
+        use_tutel: accepted and ignored: tokens are dispatched by sorting, without that library.
+        enable_expert_tensor_parallelism: the layers of ``expert`` are themselves split over tensor-parallel ranks, so
+            each of these ranks processes all tokens; otherwise each takes a part of the tokens.
+        top2_2nd_expert_sampling: in training with k = 2, sample the second expert from the logits.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MoE(nn.Module):
         self.num_experts = num_experts
         self.num_local_experts = num_experts // ep_size
         self.number = 0
-        """Among the layers with experts of the whole model; ``deepspeed.initialize`` finds it."""
+        """Index among the mixture-of-experts layers of the whole model, set by ``deepspeed.initialize``."""
         gate = TopKGate(
             hidden_size,
             num_experts,
@@ -107,7 +107,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Find the ranks that share the experts: ``ep_size`` neighbours of those with the same dense weights, or with
+        """Spread the experts over ``ep_size`` of the ranks with the same dense weights: neighbours, or with
         ``use_data_before_expert_parallel_`` ranks as far apart as possible. ``deepspeed.initialize`` calls this."""
         mesh = groups.get_mesh()
         if mesh is None:
@@ -117,7 +117,7 @@ class MoE(nn.Module):
         self.spread_over(mesh)
 
     def spread_over(self, mesh: ProcessMesh) -> None:
-        """This rank's experts are those of its place among the ranks of ``mesh`` that share them. Collective.
+        """Assign this rank its experts, by its position among the ranks of ``mesh`` that share them. Collective.
 
         Raises:
             ValueError: ``ep_size`` does not divide the ranks with the same dense weights.
@@ -133,12 +133,12 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output [.., hidden_size], the balancing loss (a scalar, to be added to the model's with a coefficient),
-        and how many of this rank's tokens chose each expert [num_experts].
+        """Return the output [.., hidden_size], the load-balancing loss (a scalar, to be added to the model's loss with
+        a coefficient), and how many of this rank's tokens chose each expert [num_experts].
 
         Args:
             hidden_states: tokens [.., hidden_size].
-            used_token: 0 for what is no token (padding), one entry for each: these go to no expert.
+            used_token: one entry per token; 0 for padding, which goes to no expert.
         """
         layer = self.deepspeed_moe
         output = layer(hidden_states, used_token)
@@ -150,16 +150,16 @@ class MoE(nn.Module):
         return output, layer.l_aux, layer.exp_counts
 
 
-# The experts of a layer that one rank holds.
+# One rank's experts of a layer.
 
 _MARKS = (ATTRIBUTE, "tensor_model_parallel", "model_parallel", "partition_dim", "partition_stride")
-"""What tensor-parallel layers write on their parameters, and a copy of a parameter loses."""
+"""Attributes that tensor-parallel layers set on their parameters, and that copying a parameter loses."""
 
 
 class Experts(nn.Module):
-    """``num_local_experts`` copies of ``expert``, of which the documented marks say that they are spread over ranks.
+    """``num_local_experts`` copies of ``expert``, marked by the documented attributes as spread over ranks.
 
-    ``expert_group_name``: "ep_size_N", where N ranks share the experts of the layer.
+    ``expert_group_name``: "ep_size_N", if the layer's experts are spread over N ranks.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Experts(nn.Module):
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def set_rank(self, number: int, count: int) -> None:
-        """These are the experts of rank ``number`` of the ``count`` that share the layer's."""
+        """Number these experts as those of rank ``number`` of the ``count`` over which the layer's are spread."""
         each = self.num_local_experts
         self.deepspeed_experts.renumber(number * each, count * each)
         if count > 1:
@@ -185,11 +185,11 @@ class Experts(nn.Module):
             setattr(param, DIVIDED, divide)
 
     def forward(self, inputs: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """Each expert's outputs, in the shape and order of the inputs.
+        """Apply each expert to its inputs. Returns the outputs in the shape and order of the inputs.
 
         Args:
-            inputs: [tokens, hidden] sorted by expert, if ``counts`` says how many each gets; otherwise the documented
-                [ranks, experts, capacity, hidden].
+            inputs: [tokens, hidden] sorted by expert, if ``counts`` gives the tokens per expert; otherwise the
+                documented [ranks, experts, capacity, hidden].
         """
         if counts is None:
             chunks = inputs.chunk(self.num_local_experts, dim=1)
@@ -198,7 +198,7 @@ class Experts(nn.Module):
             )
         if len(counts) == 1:
             return _output(self.deepspeed_experts[0](inputs))
-        # Also an expert without tokens is called: its weights get zeros as gradients, and ranks stay in step.
+        # An expert without tokens is called too: its weights get zero gradients, and ranks stay in step.
         chunks = inputs.split(list(counts))
         return torch.cat([_output(e(c)) for e, c in zip(self.deepspeed_experts, chunks, strict=True)])
 
@@ -213,5 +213,5 @@ def _copy(expert: nn.Module) -> nn.Module:
 
 
 def _output(result: Any) -> Tensor:
-    """Experts may return more than their output (a bias that was not added), which is left alone as documented."""
+    """Return an expert's output. Anything it returns besides (a bias not yet added) is ignored, as documented."""
     return result[0] if isinstance(result, tuple) else result

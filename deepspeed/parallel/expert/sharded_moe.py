@@ -1,7 +1,7 @@
-"""Gates and the layer that sends tokens to experts on other ranks.
+"""Gates, and the layer that dispatches tokens to experts on other ranks.
 
-The gating functions give the documented dense tensors [tokens, experts, capacity]; the layer itself computes with lists
-of choices (``routes.py``) and sorted tokens (``dispatch.py``), which is the same result.
+The gating functions return the documented dense tensors [tokens, experts, capacity]. The layer itself computes with
+lists of choices (``routes.py``) and sorted tokens (``dispatch.py``), with the same result.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from deepspeed.parallel.expert.routes import (
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
 from deepspeed.transforms.recompute.rng import RegionNumbers
 
-# Tokens that tensor-parallel ranks all have, each taking a part of them, and back, with gradients: of the ranks
-# of the newest engine's mesh, and with one of them the input is returned. For layers that a script writes itself
-# also the exchange of tokens between ranks with different experts.
+# For custom layers of scripts: splitting tokens that are replicated over tensor-parallel ranks, gathering them, and
+# exchanging tokens between expert-parallel ranks, all with gradients. The tensor-parallel ranks are those of the newest
+# engine's mesh; with one rank the input is returned.
 
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """This rank's part along ``dim``; its gradient is gathered from all ranks. Collective in backward.
+    """Return this rank's part along ``dim``; backward gathers the gradient from all ranks. Collective in backward.
 
     Raises:
         AssertionError: the tensor-parallel ranks do not divide the extent.
@@ -51,14 +51,14 @@ def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
 
 
 def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
-    """The parts of all ranks, one after the other along ``dim``; the gradient is this rank's part. Collective."""
+    """Concatenate the parts of all ranks along ``dim``; the gradient is this rank's part. Collective."""
     return join_sequence(input_, _tensor_parallel(), dim)
 
 
 class AllToAll(torch.autograd.Function):
-    """``AllToAll.apply(group, input)``: the first dim of ``input`` in as many equal parts as ``group`` has ranks, each
-    sent to its rank; the result has their parts in rank order. Gradients travel back likewise. Without a group the
-    result is ``input``. Collective, also in backward."""
+    """``AllToAll.apply(group, input)``: split the first dim of ``input`` into one equal part per rank of ``group``,
+    send part i to rank i, and return the received parts in rank order; backward returns the gradients likewise. Without
+    a group the result equals ``input``. Collective, also in backward."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup | None, input: Tensor) -> Tensor:
@@ -85,26 +85,26 @@ def _tensor_parallel() -> Communicator:
 
 NOISE = (None, "None", "Jitter", "RSample")
 
-# Names of timers, for scripts that time layers of their own.
+# Timer names, for scripts that time their own layers.
 MOE_TIMER = "moe"
 FIRST_ALLTOALL_TIMER = "1st_a2a"
 SECOND_ALLTOALL_TIMER = "2nd_a2a"
 
-_AllToAll = AllToAll  # the documented name, for layers that a script writes itself
+_AllToAll = AllToAll  # the documented name, for custom layers of scripts
 
 Gating: TypeAlias = "tuple[Any, ...]"
 """``l_aux`` (scalar), ``combine_weights`` [S, E, C], ``dispatch_mask`` [S, E, C] (bool), ``exp_counts`` [E] (int64)."""
 
 
 def multiplicative_jitter(x: Tensor, device: torch.device | str, epsilon: float = 0.01) -> Tensor:
-    """``x`` times factors drawn evenly from ``[1 - epsilon, 1 + epsilon]`` (Switch Transformers, 2021)."""
+    """Multiply ``x`` by factors drawn uniformly from ``[1 - epsilon, 1 + epsilon]`` (Switch Transformers, 2021)."""
     if epsilon == 0:
         return x
     return x * torch.empty_like(x, device=device).uniform_(1.0 - epsilon, 1.0 + epsilon)
 
 
 def einsum(rule: str, a: Tensor, b: Tensor) -> Tensor:
-    """``torch.einsum`` of two tensors."""
+    """Call ``torch.einsum`` with two tensors."""
     return torch.einsum(rule, a, b)
 
 
@@ -120,17 +120,18 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> Gating:
-    """Each token [S, E] to one expert, which takes ``max(ceil(S / E x capacity_factor), min_capacity)`` of them.
+    """Route each token of ``logits`` [S, E] to one expert; an expert takes at most
+    ``C = max(ceil(S / E x capacity_factor), min_capacity)`` tokens.
 
     Returns ``l_aux`` (scalar), ``combine_weights`` [S, E, C], ``dispatch_mask`` [S, E, C] (bool), ``exp_counts`` [E].
-    With ``sparse_routes`` or ``use_tutel``: ``l_aux``, the capacity, E, then lists with one tensor [S] for each choice
-    (experts, places, weights), and ``exp_counts``.
+    With ``sparse_routes`` or ``use_tutel``: ``l_aux``, C, E, then lists with one tensor [S] per choice (experts, slots,
+    weights), and ``exp_counts``.
 
     Args:
-        used_token: [S], 0 for what is no token.
+        used_token: [S], 0 for padding.
         noisy_gate_policy: "RSample": choose by logits with Gumbel noise.
-        drop_tokens: False: C is the largest number that an expert got, on any rank of ``ep_group``.
-        use_rts: draw which tokens a full expert takes; otherwise it takes the first.
+        drop_tokens: False: C is the largest number of tokens that any expert got, on any rank of ``ep_group``.
+        use_rts: a full expert takes a random selection of its tokens; otherwise the first.
     """
     routes = top1_routes(
         logits,
@@ -151,9 +152,10 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> Gating:
-    """Each token [S, E] to two experts, each of which takes ``max(ceil(S / E x 2 capacity_factor), min_capacity)``.
+    """Route each token of ``logits`` [S, E] to two experts; an expert takes at most
+    ``max(ceil(S / E x 2 capacity_factor), min_capacity)`` tokens. Returns the same as ``top1gating``.
 
-    ``top2_2nd_expert_sampling``: the second is chosen by logits with Gumbel noise. Returns what ``top1gating`` does.
+    ``top2_2nd_expert_sampling``: choose the second expert by logits with Gumbel noise.
     """
     capacity = _capacity(logits, 2 * capacity_factor, min_capacity, drop_tokens)
     routes = top2_routes(logits, capacity, sample_second=top2_2nd_expert_sampling)
@@ -170,9 +172,9 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> Gating:
-    """Each token [S, E] to ``k`` experts, each of which takes ``max(ceil(S / E x k capacity_factor), min_capacity)``:
-    those of the largest softmax (``drop_policy`` "probs") or the first ("position"). Returns what ``top1gating``
-    does."""
+    """Route each token of ``logits`` [S, E] to ``k`` experts; an expert takes at most
+    ``max(ceil(S / E x k capacity_factor), min_capacity)`` tokens: those of the largest softmax (``drop_policy``
+    "probs") or the first ("position"). Returns the same as ``top1gating``."""
     capacity = _capacity(logits, k * capacity_factor, min_capacity, drop_tokens)
     return _documented(topk_routes(logits, k, capacity, drop_policy=drop_policy), ep_group, sparse_routes)
 
@@ -195,7 +197,7 @@ def _documented(routes: Routes, ep_group: ProcessGroup | None, sparse: bool) -> 
 
 
 class _Router(nn.Linear):
-    """Logits in fp32, whatever the dtype of weight and input, also under autocast."""
+    """Computes logits in fp32, whatever the dtype of weight and input, also under autocast."""
 
     ds_in_full = True
 
@@ -205,9 +207,9 @@ class _Router(nn.Linear):
 
 
 class TopKGate(nn.Module):
-    """Chooses ``k`` of ``num_experts`` experts for each token by a linear map of it, ``wg``, in fp32.
+    """Chooses ``k`` of ``num_experts`` experts for each token by a linear map, ``wg``, in fp32.
 
-    Arguments as of ``deepspeed.parallel.expert.layer.MoE``.
+    Arguments as in ``deepspeed.parallel.expert.layer.MoE``.
     """
 
     wg: nn.Linear
@@ -257,7 +259,7 @@ class TopKGate(nn.Module):
         return _documented(self.routes(input, used_token), self.ep_group, sparse_routes or use_tutel)
 
     def routes(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
-        """The same as lists of choices, without communication."""
+        """Return the same routing as lists of choices, without communication."""
         noise = self.noisy_gate_policy if self.training else None
         scores = input.float()
         if noise == "Jitter":
@@ -284,8 +286,8 @@ class TopKGate(nn.Module):
 
 
 def _own_part(routes: Routes, ranks: Communicator) -> Routes:
-    """Those of this rank's part of the tokens, of which each rank takes as many; what is missing in the last part has
-    no expert. The gradient of the weights is gathered."""
+    """Return the routes of this rank's part of the tokens. All parts have the same length: padding of the last one has
+    no expert. Backward gathers the gradient of the weights."""
     length = len(routes.experts)
     run = -(-length // ranks.size)
     own = slice(min(run * ranks.rank, length), min(run * (ranks.rank + 1), length))
@@ -299,10 +301,10 @@ def _own_part(routes: Routes, ranks: Communicator) -> Routes:
 
 
 class MOELayer(nn.Module):
-    """Sends each token to the experts that ``gate`` chooses, on whichever rank they are, and adds up what comes back.
+    """Dispatches each token to the experts that ``gate`` chooses, on any rank, and sums up their weighted outputs.
 
-    After a forward ``l_aux`` is its balancing loss and ``exp_counts`` [E] says how many of this rank's tokens chose
-    each expert.
+    After a forward, ``l_aux`` is its load-balancing loss and ``exp_counts`` [E] the number of this rank's tokens that
+    chose each expert.
     """
 
     l_aux: Tensor
@@ -329,7 +331,7 @@ class MOELayer(nn.Module):
         self.watch: RouteWatch | None = None
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
-        """The ranks that share the experts of the layer."""
+        """Set the ranks over which the layer's experts are spread."""
         self.spread_over(Communicator(None) if ep_group is None else communicator(ep_group))
 
     def spread_over(self, ranks: Communicator) -> None:
@@ -339,12 +341,13 @@ class MOELayer(nn.Module):
         self.gate._set_ep_group(ranks.group)  # type: ignore[operator]
 
     def divide_tokens(self, ranks: Communicator) -> None:
-        """``ranks`` have the same tokens and the same experts (tensor parallelism): each sends a part of the tokens."""
+        """Let each of ``ranks``, which hold the same tokens and experts (tensor parallelism), dispatch a part of the
+        tokens."""
         self._numbers = RegionNumbers(ranks)
         self.experts.divide_tokens(ranks.size > 1)  # type: ignore[operator]
 
     def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
-        """``input``: tokens [.., hidden], and ``used_token`` or None."""
+        """Return the experts' output for tokens [.., hidden]. ``input``: the tokens, and optionally ``used_token``."""
         tokens, used_token = input[0], input[1] if len(input) > 1 else None
         flat = tokens.reshape(-1, tokens.shape[-1])
         routes: Routes = self.gate.routes(flat, used_token)  # type: ignore[operator]

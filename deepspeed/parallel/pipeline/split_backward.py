@@ -1,8 +1,8 @@
-"""Backwards in two parts: gradients of inputs at once, those of weights when they are asked for.
+"""Split backward: gradients of inputs at once, gradients of weights on request.
 
-The layers of a stage compute the same products as always, with the same bits, but the product for the weight is put
-off: its two factors wait in a queue. Layers of which ``split_layer_of`` knows no such parts do all of their backward
-at once. Cf. Qi et al.: Zero bubble pipeline parallelism, ICLR 2024.
+The layers of a stage compute the same products as otherwise, bit for bit, but the product for the weight is deferred:
+its two factors wait in a queue. Layers that ``split_layer_of`` does not know compute their whole backward at once.
+Cf. Qi et al.: Zero bubble pipeline parallelism, ICLR 2024.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from deepspeed.zero.replica_groups import SHARED_BY
 
-# Layers whose backward comes apart: what their input's gradient takes, and what their weights' takes.
+# Layers whose backward can be split: one computation for the gradient of the input, one for those of the weights.
 #
-# Each form repeats what autograd does for the layer, operation by operation, so that the bits are the same. Norms have
-# none: the gradients of their weights cost little, and two more activations would have to wait for them.
+# Each class repeats autograd's operations for the layer one by one, so that results are bit-identical. Norms are not
+# split: the gradients of their weights are cheap, and deferring them would keep two more activations alive.
 
 
 Memory = Callable[[tuple[int, ...], Tensor], Tensor]
-"""``memory(shape, like)``: a tensor for a result that is used before the next one is made."""
+"""``memory(shape, like)``: a scratch tensor for a result that is consumed before the next call."""
 
 
 class SplitLayer(Protocol):
@@ -33,7 +33,7 @@ class SplitLayer(Protocol):
     """
 
     narrows: bool
-    """Whether ``torch.autocast`` lets it compute in the narrower dtype."""
+    """Whether the layer computes in the narrower dtype under ``torch.autocast``."""
 
     def supports(self, inputs: Tensor) -> bool:
         """Return whether a call with ``inputs`` can be split."""
@@ -42,17 +42,17 @@ class SplitLayer(Protocol):
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def grad_inputs(self, inputs: Tensor, weight: Tensor, grad: Tensor) -> Tensor | None:
-        """The gradient of ``inputs``, from that of the output."""
+        """Return the gradient of ``inputs``, given ``grad``, that of the output."""
         ...
 
     def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
-        """The gradient of the weight, and then that of the bias."""
+        """Yield the gradient of the weight, then that of the bias."""
         ...
 
 
 def split_layer_of(layer: nn.Module) -> SplitLayer | None:
-    """None: what the layer computes is not known, and all of its backward is done at once. A subclass may compute
-    anything."""
+    """Return how to split ``layer``; None: its computation is not known, and its whole backward runs at once.
+    Subclasses count as unknown: they may compute anything."""
     kind = type(layer)
     if kind is nn.Linear:
         return _Linear()
@@ -62,7 +62,7 @@ def split_layer_of(layer: nn.Module) -> SplitLayer | None:
     if kind in _CONVOLUTIONS:
         plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
         return _Convolution(layer) if plain else None
-    if kind.__name__ == "Conv1D" and hasattr(layer, "nf"):  # that of Transformers
+    if kind.__name__ == "Conv1D" and hasattr(layer, "nf"):  # of Transformers
         return _TransposedLinear()
     return None
 
@@ -72,7 +72,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _Linear:
-    """Weight [out, in]."""
+    """A linear layer with weight [out, in]."""
 
     narrows = True
 
@@ -92,7 +92,7 @@ class _Linear:
 
 
 class _TransposedLinear:
-    """Weight [in, out], and always a bias."""
+    """A linear layer with weight [in, out], and always a bias."""
 
     narrows = True
 
@@ -113,7 +113,7 @@ class _TransposedLinear:
 
 
 class _Embedding:
-    """Has no gradient of inputs."""
+    """An embedding, whose inputs have no gradient."""
 
     narrows = False
 
@@ -156,7 +156,7 @@ class _Convolution:
         )
 
     def supports(self, inputs: Tensor) -> bool:
-        return inputs.dim() == len(self.shape)  # of a batch, not of one sample
+        return inputs.dim() == len(self.shape)  # batched input, not a single sample
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(inputs, weight, bias, *self.settings)
@@ -165,7 +165,7 @@ class _Convolution:
         return self._backward(inputs, weight, grad, [True, False, False])[0]
 
     def grad_weights(self, inputs: Tensor, grad: Tensor, memory: Memory) -> Iterator[Tensor]:
-        weight = grad.new_empty(1).expand(self.shape)  # of which only the shape is looked at
+        weight = grad.new_empty(1).expand(self.shape)  # only its shape is used
         _, *found = self._backward(inputs, weight, grad, [False, True, self.biases is not None])
         yield from (each for each in found if each is not None)
 
@@ -182,19 +182,19 @@ def _shape_of(layer: Any) -> tuple[int, ...]:
 
 
 Add = Callable[[int, Tensor], None]
-"""Takes a gradient: the number of its parameter, and the value."""
+"""Accumulates a gradient: the number of its parameter, and the value."""
 
 
 class WeightQueue:
-    """Factors of the gradients of weights, by micro-batch and chunk. ``active`` while a batch runs whose backwards are
-    split."""
+    """Queue of the factors of deferred weight gradients, by micro-batch and chunk. ``active`` during a batch with split
+    backwards."""
 
     def __init__(self, add: Add) -> None:
         self.add = add
         self.active = False
         self.part: tuple[int, int] = (-1, 0)
         """Micro-batch and chunk whose backward is running."""
-        # Backward also reaches layers whose input wants no gradient.
+        # Input of every split layer, so that backward also reaches layers whose other input needs no gradient.
         self.anchor = torch.zeros((), requires_grad=True)
         self._waiting: dict[tuple[int, int], list[tuple[_DeferredLayer, Tensor, Tensor]]] = {}
         self._scratch: Tensor | None = None
@@ -203,35 +203,34 @@ class WeightQueue:
         self._waiting.setdefault(self.part, []).append((layer, inputs, grad))
 
     def compute(self, part: tuple[int, int]) -> None:
-        """The gradients that wait for a micro-batch of a chunk, in the order in which its backward reached them."""
+        """Compute the deferred gradients of ``part``, a micro-batch and chunk, in the order of its backward."""
         for layer, inputs, grad in self._waiting.pop(part, ()):
             gradients = layer.form.grad_weights(inputs, grad, self._memory)
             for number, gradient in zip(layer.numbers, gradients, strict=False):
                 self.add(number, gradient.to(layer.dtype))
 
     def _memory(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """For a product: each gradient is added up before the next is computed. New memory for each would be cleared by
-        the system page by page."""
+        """Return scratch memory for a product, reused for the next one: each gradient is accumulated before the next is
+        computed. The system would zero newly allocated memory page by page."""
         numel, scratch = torch.Size(shape).numel(), self._scratch
         if scratch is None or scratch.numel() < numel or scratch.dtype != like.dtype:
             self._scratch = scratch = like.new_empty(numel)
         return scratch[:numel].view(shape)
 
     def clear(self) -> None:
-        """At the end of a batch."""
+        """Drop all factors and the scratch memory, at the end of a batch."""
         self._waiting.clear()
         self._scratch = None
 
 
 class _DeferredLayer:
-    """A layer that is split: ``numbers`` of its weight, and of its bias if it has one."""
+    """The forward of a layer with split backward; ``numbers``: of its weight, and of its bias if it has one."""
 
     def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
         self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DeferredLayer:
-        """Return a handle for a copied module, such as an average of the weights: it does all of its backward at
-        once."""
+        """Return the forward for a copied module, such as an average of the weights, whose backward is not split."""
         return _DeferredLayer(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_discard))
 
     @property
@@ -251,7 +250,7 @@ class _DeferredLayer:
         kind = inputs.device.type
         if not torch.is_autocast_enabled(kind):
             return _SplitBackward.apply(queue.anchor, *tensors, self)
-        if self.form.narrows:  # what autocast does for such an operation
+        if self.form.narrows:  # as autocast does for such an operation
             dtype = torch.get_autocast_dtype(kind)
             tensors = [
                 each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
@@ -261,7 +260,8 @@ class _DeferredLayer:
 
 
 class _SplitBackward(torch.autograd.Function):
-    """``weight`` and ``bias`` are detached: their gradients do not come from autograd."""
+    """Computes a layer whose ``weight`` and ``bias`` are detached: their gradients come from the queue, not from
+    autograd."""
 
     @staticmethod
     def forward(
@@ -270,7 +270,7 @@ class _SplitBackward(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.layer = layer
         output = layer.form.forward(inputs, weight, bias)
-        # A product of 3-D inputs is a view of that of their rows, which the next layer could not change in place.
+        # A product of 3-D inputs is a view of the 2-D product, and the next layer could not change a view in place.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
@@ -284,10 +284,10 @@ class _SplitBackward(torch.autograd.Function):
 
 
 def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQueue) -> list[nn.Module]:
-    """Let the layers of ``module`` put off gradients of weights while ``queue`` is active; returns those that do.
+    """Let the layers of ``module`` defer gradients of weights while ``queue`` is active. Returns these layers.
 
-    ``numbers``: id of a trained parameter -> number. Left out: weights with several uses or stages, layers that are not
-    trained as a whole, and those that cannot be split.
+    ``numbers``: id of a trained parameter -> number. Excluded: weights used by several layers or stages, layers with
+    frozen parameters, and layers that cannot be split.
     """
     uses: dict[int, int] = {}
     for own in module.modules():

@@ -1,4 +1,4 @@
-"""Attention over shards for a model of images and text, without changing its code."""
+"""Sequence parallelism for vision-language models, without changing their code."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _CLASS_TOKENS = ("class_embedding", "cls_token", "class_token")
 
 
 def auto_wrap_model_for_sp(model: nn.Module, process_group: Any) -> nn.Module:
-    """Let the attention of a Transformers model work on shards: of the patches in its vision encoder, of the tokens in
-    its language model.
+    """Let the attention of a Transformers model work on sequence shards: of the patches in its vision encoder, of the
+    tokens in its language model.
 
-    Attention modules of the vision encoder are wrapped by `UlyssesSPViTAttention` (class tokens are found by their
-    name), those of the language model get `UlyssesSPAttentionHF`. Parameters stay the same objects, but for the
-    ``attn.`` in the names of wrapped ones. The layers then take hidden states of this rank's shard; where images and
-    text meet, the adapters of ``deepspeed.parallel.sequence.autosp_fusion`` take the projection's place.
+    Attention modules of the vision encoder are wrapped in `UlyssesSPViTAttention` (class tokens are found by their
+    name), those of the language model get `UlyssesSPAttentionHF`. Parameters stay the same objects; names of wrapped
+    ones gain ``attn.``. The layers then take hidden states of this rank's shard. To merge images and text, replace the
+    projection by an adapter of ``deepspeed.parallel.sequence.autosp_fusion``.
 
     Args:
-        model: is changed.
+        model: changed in place.
         process_group: the ranks that share a sequence, in its order.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: it has no attention modules that can be found, or its language model is none of Transformers, or one
-            whose attention cannot work on shards.
+        ValueError: no attention modules were found, or the language model is not from Transformers, or its attention
+            cannot work on shards.
     """
     info = detect_model_sp_info(model)
     if not info.vit_attn_modules and not info.llm_attn_modules:
@@ -61,17 +61,17 @@ def _has_class_token(model: nn.Module, path: str) -> bool:
     return False
 
 
-# Finds the parts of a model of images and text that shards of a sequence pass through.
+# Detection of the parts of a vision-language model through which sequence shards pass.
 #
-# Modules are known by what they are: attention modules by the word in the name of their class, and by lying in a
-# list of blocks; a vision encoder as the part without the token embedding that begins with a convolution (or says
-# that its main input is pixels); the projection by leading to the width of the token embedding.
+# Attention modules are recognized by the word in their class name and by lying in a list of blocks; a vision encoder
+# as the part without the token embedding that begins with a convolution (or declares pixels as its main input); the
+# projection by its output width, that of the token embedding.
 
 
 @dataclass
 class SPModelInfo:
-    """Paths and modules: attention of the language model and of the vision encoder, in their order, and what projects
-    visual features to the language model's width."""
+    """Paths and modules: attention of the language model and of the vision encoder, in model order, and the projection
+    of visual features to the language model's width."""
 
     llm_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     vision_projection_module: tuple[str, nn.Module] | None = None
@@ -79,7 +79,7 @@ class SPModelInfo:
 
 
 def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
-    """The attention modules of ``model``, by the part that they belong to, and its vision projection.
+    """Find the attention modules of ``model``, by the part that they belong to, and its vision projection.
 
     A model without a token embedding is a vision encoder, one without a convolution a language model.
     """
@@ -96,11 +96,11 @@ def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
 
 
 def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | None:
-    """The path of the token embedding: the model's own word, else the one with most rows."""
+    """Return the path of the token embedding: as the model declares it, else the embedding with the most rows."""
     getter: Any = getattr(model, "get_input_embeddings", lambda: None)
     try:
         own = getter()
-    except (NotImplementedError, AttributeError):  # Transformers' for models that have several
+    except (NotImplementedError, AttributeError):  # Transformers raises it for models with several
         own = None
     if isinstance(own, nn.Embedding):
         return next((path for path, each in modules.items() if each is own), None)
@@ -109,7 +109,7 @@ def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | N
 
 
 def _is_encoder(modules: dict[str, nn.Module]) -> bool:
-    """Return whether a vision model has no embedding tables but those of positions."""
+    """Return whether all embedding tables of a vision model are of positions."""
     tables = [path for path, each in modules.items() if isinstance(each, nn.Embedding)]
     return _sees_pixels(modules[""]) and all("pos" in each for each in tables)
 
@@ -118,7 +118,7 @@ _PATCHES = (nn.Conv2d, nn.Conv3d)
 
 
 def _attention_paths(modules: dict[str, nn.Module]) -> Iterator[str]:
-    """The outermost attention modules with weights inside lists of blocks."""
+    """Yield the paths of the outermost attention modules with weights inside lists of blocks."""
     found: list[str] = []
     for path, module in modules.items():
         inside_block = any(part.isdigit() for part in path.split(".")[:-1])
@@ -130,7 +130,7 @@ def _attention_paths(modules: dict[str, nn.Module]) -> Iterator[str]:
 
 
 def _part_of(path: str, embedding: str | None, modules: dict[str, nn.Module]) -> str:
-    """The largest part of the model around ``path`` without the token embedding."""
+    """Return the largest part of the model around ``path`` that does not contain the token embedding."""
     names = path.split(".")
     for depth in range(len(names)):
         part = ".".join(names[:depth])
@@ -152,7 +152,8 @@ def _sees_pixels(part: nn.Module) -> bool:
 def _projection(
     model: nn.Module, modules: dict[str, nn.Module], embedding: str, info: SPModelInfo
 ) -> tuple[str, nn.Module] | None:
-    """The largest module with a matrix of the text's width that is no block, no output layer, and has no attention."""
+    """Return the largest module with a matrix of the text width that is not a block or output layer and contains no
+    attention."""
     width = modules[embedding].embedding_dim  # type: ignore[union-attr]
     getter: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = getter()
@@ -173,14 +174,15 @@ def _projection(
             continue
         if any(each.dim() == 2 and width in full_shape(each) for each in module.parameters()):
             found.append(path)
-    # In some models it is the vision encoder's last module; a pooling head of that width comes after one outside.
+    # In some models it is the vision encoder's last module; a pooling head there of that width comes second to a module
+    # outside.
     vision = _part_of(info.vit_attn_modules[0][0], embedding, modules)
     found.sort(key=lambda path: _contains(vision, path))
     return (found[0], modules[found[0]]) if found else None
 
 
 def _list_of(path: str) -> str:
-    """The list of blocks that an attention module lies in."""
+    """Return the path of the list of blocks that contains an attention module."""
     names = path.split(".")
     at = next(i for i, name in enumerate(names) if name.isdigit())
     return ".".join(names[:at])

@@ -1,8 +1,8 @@
-"""``deepspeed --autotuning``: which config trains fastest on this machine.
+"""``deepspeed --autotuning``: search for the config that trains fastest on this machine.
 
-One short run asks the memory plan what every stage, and every choice beside it, needs, and measures what the
-activations of a sample take; what cannot fit is never started. With the default tuner a second run of another size
-calibrates a model of the step's time, which says which of the remaining configs are worth a run.
+One short run asks the memory plan for the needs of every stage, and of every choice that saves memory, and measures the
+activation memory of a sample; configs that cannot fit are never started. With the default tuner, a second run with
+another micro-batch size calibrates a model of the step time, which predicts which other configs are worth a run.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from deepspeed.tools.autotuning.space import (
 MODEL_INFO = "profile_model_info"
 STAGES = (0, 1, 2, 3)
 MEASURED = 3
-"""Runs beyond the two that calibrate, unless `tuner_num_trials` says otherwise."""
+"""Runs after the two that calibrate, unless `tuner_num_trials` is set."""
 
 
 class AutotuningError(ExplainedError, ValueError):
-    """Nothing can be tuned as it was asked for; the message says why and what to do."""
+    """Tuning as requested is impossible; the message says why, and the remedy."""
 
 
 class Autotuner(Results):
     """Finds the config with the best ``autotuning.metric``.
 
     Args:
-        args: The parsed command line of the launcher: ``user_script`` and ``user_args`` are the script and its
-            arguments, which name the config (``--deepspeed_config FILE``, or ``--deepspeed FILE`` of the Trainer).
+        args: The launcher's parsed command line. ``user_script`` and ``user_args``: the script and its arguments, which
+            name the config (``--deepspeed_config FILE``, or ``--deepspeed FILE`` of the Trainer).
         active_resources: Host -> slots to use.
 
     Raises:
-        ValueError: The script is given no config, or it cannot be read.
+        ValueError: The script is given no config, or the config cannot be read.
     """
 
     def __init__(self, args: Any, active_resources: dict[str, Sequence[int]]) -> None:
@@ -80,19 +80,19 @@ class Autotuner(Results):
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
         self.memory = MemoryNeeds(requested=self._to_plan(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
-        self._samples_per_rank: int | None = None  # of the data set, as far as runs show it
-        self._followed: set[int] = set()  # micro-batches that the script gave the model as it was told
+        self._samples_per_rank: int | None = None  # of the data set, if a run has exhausted it
+        self._followed: set[int] = set()  # micro-batch sizes that the script has used as configured
         self.search = Search(section.metric, lambda point: self.memory.plan_of(point), self._data_parallel())
 
     @property
     def model_info(self) -> dict[str, Any]:
-        """Return what the first run wrote about the model."""
+        """Return the facts about the model that the first run wrote."""
         return self.memory.info
 
     def _to_plan(self) -> list[dict[str, Any]]:
         return self.choices.to_plan(self._stages())
 
-    # What the section says ------------------------------------------------------------------------------------
+    # Settings of the section ----------------------------------------------------------------------------------
 
     def metric(self) -> str:
         return self.autotuning_config.metric
@@ -112,7 +112,7 @@ class Autotuner(Results):
         if whole is not None:
             most = min(most, whole // (self.get_gas_from_user_config() * self._data_parallel()))
         samples = self._samples_per_rank or self.model_info.get("samples_per_rank")
-        if samples is not None:  # a larger micro-batch is never full
+        if samples is not None:  # a larger micro-batch would never be full
             most = min(most, samples)
         return max(most, 1)
 
@@ -128,12 +128,12 @@ class Autotuner(Results):
         return max(1, self.num_gpus * self.num_nodes // self.mp_size())
 
     def get_val_from_user_args(self, ds_name: str) -> str | None:
-        """The value that the script's arguments give to a key of the config, by ``arg_mappings``."""
+        """Return the value of a config key in the script's arguments, by ``arg_mappings``."""
         name = self.rm.arg_mappings.get(ds_name)
         return value_of(self.args.user_args, name) if name else None
 
     def get_gas_from_user_config(self) -> int:
-        """Accumulation steps, from the config or the script's arguments; 1 by default."""
+        """Return the accumulation steps of the config or the script's arguments; 1 by default."""
         given = self.user_config.get("gradient_accumulation_steps")
         if given in (None, "auto"):
             given = self.get_val_from_user_args("gradient_accumulation_steps")
@@ -142,8 +142,8 @@ class Autotuner(Results):
         return int(given) if given not in (None, "auto") else 1
 
     def _accumulation_steps(self, point: Point) -> list[int]:
-        """Accumulation steps to try at a micro-batch: those listed; where only the whole batch is given, and not only
-        the essentials are tuned, what keeps that batch; else those of the config."""
+        """Return the accumulation steps to try at a micro-batch size: those listed; those that keep the train batch if
+        only that is given and not only the essentials are tuned; else those of the config."""
         ranks = max(1, self._data_parallel() // point.parts())
         given = self.user_config.get("gradient_accumulation_steps")
         if isinstance(given, list):
@@ -155,17 +155,18 @@ class Autotuner(Results):
         return [self.get_gas_from_user_config()]
 
     def _fixed_train_batch(self) -> int | None:
-        """The batch of all ranks that stays as it is, while micro-batches and accumulation steps are tuned."""
+        """Return the train batch to keep while micro-batch size and accumulation steps are tuned; None: it may
+        change."""
         given, whole = (
             self.user_config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size")
         )
         free = not self.fast_enabled() and given in (None, "auto")
         return whole if free and isinstance(whole, int) else None
 
-    # What one run finds out about the model -------------------------------------------------------------------
+    # Facts about the model from one run -----------------------------------------------------------------------
 
     def model_info_profile_run(self) -> dict[str, Any]:
-        """Parameters, memory by stage, and activations of a sample; from an earlier run if its files are there. Raises
+        """Return parameters, memory by stage, and activation memory per sample; from an earlier run if its files exist.
         AutotuningError: the script does not run."""
         path = Path(self.results_dir).absolute() / MODEL_INFO / "model_info.json"
         error = None
@@ -188,7 +189,8 @@ class Autotuner(Results):
         )
 
     def _first_points(self) -> Iterator[Point]:
-        """The lowest stage first, as the config is; then what makes room. What is known not to fit is left out."""
+        """Yield configs to try first: as given, lowest stage first, then with choices that save memory. Excludes those
+        known not to fit."""
         size = self.min_train_micro_batch_size_per_gpu()
         tried: set[Point] = set()
         for plain in (True, False):
@@ -202,7 +204,7 @@ class Autotuner(Results):
                         yield point
 
     def _narrow_choices(self, info: dict[str, Any]) -> None:
-        """Leave out what makes no difference on this machine, or to this model."""
+        """Exclude choices that make no difference on this machine, or for this model."""
         self.memory = MemoryNeeds(info, self.memory.requested, self.memory.limit)
         self.search.has_device_memory = info.get("device_type", "cpu") != "cpu"
         space = self.autotuning_config.tuning_space
@@ -217,22 +219,22 @@ class Autotuner(Results):
             self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
 
     def get_model_num_params(self) -> int:
-        """Parameters of the model, once it has been profiled, or as the section says; 0 if neither is known."""
+        """Return the number of parameters, as profiled or as in the section; 0 if neither is known."""
         profiled = self.autotuning_config.model_info
         return int(self.model_info.get("num_params") or (profiled and profiled.num_params) or 0)
 
     def get_activation_memory_per_gpu(self) -> int:
-        """Bytes that a sample takes from forward to backward."""
+        """Return the activation memory of a sample in bytes, from forward to backward."""
         return int(self.memory.per_sample())
 
     def get_gpu_memory_info(self) -> int | None:
-        """Free bytes where the model computes, for one rank; None if it is not known."""
+        """Return the free memory of the compute device per rank, in bytes; None if unknown."""
         return self.memory.free()
 
     # The space ------------------------------------------------------------------------------------------------
 
     def _stages(self) -> list[int]:
-        """All, or those that the config names: one, or a list."""
+        """Return the stages to try: those in the config (one, or a list), or all."""
         zero = self.user_config.get("zero_optimization") or {}
         given = zero.get("stage", "all") if isinstance(zero, dict) else "all"
         if given in ("all", "auto"):
@@ -246,14 +248,14 @@ class Autotuner(Results):
         calculated_max_micro_batch_size: int,
         room: tuple[SpaceChoice, ...] = (),
     ) -> tuple[int, int]:
-        """The smallest and largest micro-batch to try at this stage; (-1, 0) if none fits."""
+        """Return the smallest and largest micro-batch size to try at this stage; (-1, 0) if none fits."""
         most = self.memory.most_that_fits(Point(stage, 1, 1, room), calculated_max_micro_batch_size)
         return (min_micro_batch_size, most) if most >= min_micro_batch_size else (-1, 0)
 
     def get_tuning_micro_batch_size_list(
         self, min_micro_batch_size: int, max_micro_batch_size: int, num_tuning_micro_batch_sizes: int
     ) -> list[int]:
-        """Return so many sizes, the largest first halved and halved again, in ascending order."""
+        """Return that many sizes in ascending order: the largest, its half, a quarter, and so on."""
         if min_micro_batch_size <= 0 or max_micro_batch_size < min_micro_batch_size:
             return []
         given = self.user_config.get("train_micro_batch_size_per_gpu")
@@ -261,7 +263,7 @@ class Autotuner(Results):
             return sorted(size for size in given if min_micro_batch_size <= size <= max_micro_batch_size)
         sizes: list[int] = []
         size = max_micro_batch_size
-        if size > 2:  # sizes that divide well are faster
+        if size > 2:  # sizes with many factors of 2 are faster
             size = 1 << (size.bit_length() - 1)
             size += size // 2 if size + size // 2 <= max_micro_batch_size else 0
         while len(sizes) < num_tuning_micro_batch_sizes and size >= min_micro_batch_size:
@@ -270,7 +272,8 @@ class Autotuner(Results):
         return sorted(sizes or [min_micro_batch_size])
 
     def _points(self, limit: int | None = None) -> Iterator[Point]:
-        """All that can be run, with micro-batches up to a limit."""
+        """Yield all configs that can run, with micro-batch sizes up to ``limit``; collects the others in
+        ``refused``."""
         self.refused = []
         for stage in self._stages():
             for room in self.choices.rooms(stage):
@@ -293,7 +296,7 @@ class Autotuner(Results):
         )
 
     def _fines(self, stage: int) -> list[SpaceChoice]:
-        """Choices that are tried one at a time from the best point, and do not need more than there is."""
+        """Return choices to try one at a time from the best point, and that fit into memory."""
         best = self.search.best()
         return [c for c in self.choices.fines(stage) if self.memory.can_fit(best.with_choice(c))]
 
@@ -335,7 +338,7 @@ class Autotuner(Results):
         return error
 
     def _learn(self, exp: dict[str, Any], point: Point) -> float | None:
-        """Remember what an experiment measured; returns its metric."""
+        """Record the measurements of an experiment. Returns its metric."""
         metrics = metrics_of(exp)
         if metrics is None:
             return None
@@ -358,8 +361,8 @@ class Autotuner(Results):
         return value
 
     def _exhausts_data(self, samples: int, size: int) -> bool:
-        """Tell whether fewer samples than asked for are all that there are, rather than a size that the script has
-        fixed: it has followed others, and this is not the only one that it ever gave."""
+        """Tell whether a smaller micro-batch means that the data set is exhausted, rather than that the script has a
+        fixed size: the script has followed the config before, and with other sizes."""
         return samples < size and bool(self._followed) and self._followed != {samples}
 
     def _refuse_fixed_size(self, samples: int, size: int) -> None:
@@ -373,7 +376,7 @@ class Autotuner(Results):
     # Tuning ---------------------------------------------------------------------------------------------------
 
     def tune(self) -> None:
-        """Find the best config; what was found so far is kept if it is interrupted. AutotuningError: nothing ran."""
+        """Find the best config; an interruption keeps the results so far. AutotuningError: no experiment ran."""
         by_model = self.autotuning_config.tuner_type == "model_based"
         runs = 2 + self._most_runs() if by_model else None
         with tqdm(total=runs, desc="autotuning", unit="run", disable=None) as self.rm.pbar:
@@ -397,11 +400,11 @@ class Autotuner(Results):
         )
 
     def _most_runs(self) -> int:
-        """Beyond those that calibrate."""
+        """Return the number of runs after those that calibrate."""
         return self.autotuning_config.tuner_num_trials if "tuner_num_trials" in self.given else MEASURED
 
     def _tune_by_model(self) -> None:
-        """Measure where the model of the step's time expects most, until nothing promises to be better."""
+        """Measure the config with the best predicted step time, until no prediction beats the best measurement."""
         section = self.autotuning_config
         self._calibrate()
         since_best, best = 0, self._best()
@@ -428,9 +431,9 @@ class Autotuner(Results):
         return None
 
     def _calibrate(self) -> None:
-        """Run a second size beside the first, to learn what of a micro-batch's time and memory grows with it."""
+        """Run a second micro-batch size, to learn how time and memory of a micro-batch depend on it."""
         first = self.search.best()
-        self.memory.learn(self._peaks)  # what the plan has missed, before a larger run is started
+        self.memory.learn(self._peaks)  # corrects the plan before a larger run starts
         _, most = self.get_min_max_micro_batch_size(
             first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
         )
@@ -446,7 +449,7 @@ class Autotuner(Results):
         return (min if self.metric() == "latency" else max)(values, default=None)
 
     def _sizes(self, stage: int, limit: int | None = None, room: tuple[SpaceChoice, ...] = ()) -> list[int]:
-        """The micro-batches to try at a stage, none above ``limit``."""
+        """Return the micro-batch sizes to try at a stage, at most ``limit``."""
         least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
         if limit is not None:
             most = max(least, min(most, limit))
@@ -483,7 +486,7 @@ class Autotuner(Results):
                 break
 
     def run_after_tuning(self) -> int:
-        """Run the script with the best config; returns its exit code. AutotuningError: there is none."""
+        """Run the script with the best config. Returns its exit code. AutotuningError: there is no best config."""
         if self.optimal_cmd is None:
             raise AutotuningError("no config was found that the script runs with")
         logger.info("autotuning: running %s", shlex.join(self.optimal_cmd))

@@ -1,4 +1,4 @@
-"""`ds_check`: report on a config file, or correct it."""
+"""`ds_check`: report on a config file, or correct it; and `deepspeed.check_config`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed.tools.config.report import ConfigReport, Style, report_lines
 
 
 def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
-    """Correct a config file where its meaning is clear, print the changes, and report what is left.
+    """Correct a config file where its meaning is clear, print the changes, and report the remaining problems.
 
     Without `output` the file itself is overwritten, with a copy of the original next to it (`.bak`). Raises CannotFix.
     """
@@ -64,19 +64,19 @@ if __name__ == "__main__":
     raise SystemExit(main())
 
 
-# Checking a config without a model, a process group or a device: `deepspeed.check_config`.
+# Checks of a config without a model, a process group or a device: `deepspeed.check_config`.
 #
-# Config files of Accelerate and of the Trainer are read too (`clients.py`).
+# Config files of Accelerate and of the Trainer are accepted too (`clients.py`).
 
 
 def check_config(
     config: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None
 ) -> ConfigReport:
-    """Everything that is wrong or noteworthy about a config, for a job of `world_size` ranks.
+    """Report all errors and notes about a config, for a job of `world_size` ranks.
 
-    `config` is what `initialize` takes, or a file of Accelerate or TrainingArguments that holds or names such a
-    config. Without `world_size` it is taken from Accelerate's file, else from the launcher's environment, else it is
-    1. "auto" values are not errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
+    `config`: as for `initialize`, or a file of Accelerate or TrainingArguments that contains or names such a config.
+    `world_size`: default: from Accelerate's file, else from the launcher's environment, else 1. "auto" values are not
+    errors. Raises nothing: see `errors` and `raise_for_errors()` of the result.
     """
     ranks, origin = 1, "not known"
     twice: list[Problem] = []
@@ -105,7 +105,7 @@ def check_source(source: ConfigSource, world_size: int | None = None) -> ConfigR
 
 
 def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
-    """Check what the client refuses, then what we refuse, under the names used in the client's file."""
+    """Check first what the client refuses, then what we refuse, under the names used in the client's file."""
     if not client.source.data:
         return ConfigReport(source.name, ranks, origin, client.errors, client.warnings, client=client.client)
     report = _checked(client.source, ranks, origin)
@@ -153,7 +153,7 @@ def _ranks(count: int | None) -> tuple[int, str]:
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
-    """Arguments that the optimizer's or schedule's constructor would refuse, besides those already reported."""
+    """Yield arguments that the constructor of the optimizer or schedule would refuse, and that are not reported yet."""
     config = analysis.config
     reported = {problem.key for problem in analysis.errors}
     if config is None:

@@ -1,4 +1,4 @@
-"""Choice of the layers of a model that get weights of few bits: by the section ``weight_quantization``."""
+"""Weight-only quantization of linear layers and embeddings, by the section ``weight_quantization``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext
 
 
-# Linear layers and embeddings whose weight is stored in few bits, and made anew for each use.
+# Linear layers and embeddings whose weight is stored in few bits and dequantized for each use.
 #
-# A weight is one frozen uint8 parameter (``concat_to_compat_param``), so that ZeRO partitions and offloads it as
-# any other: what travels between ranks, host and files are the integers.
+# A weight is one frozen uint8 parameter (``concat_to_compat_param``), so that ZeRO partitions and offloads it like any
+# other: the integers travel between ranks, host memory and files.
 
 
 def get_quantize_weight_fn(
     quantizer: GroupwiseQuantizer, pre_quant_weight: nn.Parameter
 ) -> Callable[[], Tensor]:
-    """A function that gives the weight's bytes."""
+    """Return a function that quantizes ``pre_quant_weight`` into one uint8 parameter."""
 
     def quantized() -> Tensor:
         return concat_to_compat_param(*quantizer.quantize(pre_quant_weight), return_param=False)
@@ -46,8 +46,8 @@ def get_quantize_weight_fn(
 def get_quantized_weight_wrapper(
     model: nn.Module, pre_quant_weight: nn.Parameter, quantize_weight_fn: Callable[[], Tensor]
 ) -> nn.Parameter:
-    """The parameter that takes the place of ``pre_quant_weight``: the same object for a weight that several layers of
-    ``model`` share."""
+    """Return the parameter that replaces ``pre_quant_weight``: the same object for all layers of ``model`` that share
+    the weight."""
     made: Any = getattr(pre_quant_weight, _BECAME, None)
     if made is None:
         made = nn.Parameter(quantize_weight_fn(), requires_grad=False)
@@ -59,7 +59,7 @@ _BECAME = "_ds_quantized"
 
 
 class _QuantizedBase(nn.Module):
-    """Common part of both kinds of layers: the weight's bytes, and its values."""
+    """Base class of both layers: the quantized weight, and its values."""
 
     weight: nn.Parameter
     like: Tensor
@@ -69,7 +69,7 @@ class _QuantizedBase(nn.Module):
         self.config = dict(config)
         self.full_shape = torch.Size(weight.shape)
         self.kept = torch.float16 if weight.dtype is torch.float16 else torch.float32
-        # its dtype is that of the values, and follows casts of the module
+        # the dtype of dequantized values, which follows casts of the module
         self.register_buffer(
             "like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False
         )
@@ -79,13 +79,13 @@ class _QuantizedBase(nn.Module):
         self._parameters["weight"] = made
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight in its own shape, made anew."""
+        """Dequantize the weight to its original shape. ``dtype``: default: that of the module."""
         parts = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
         return GroupwiseDequantizer(self.config, dtype or self.like.dtype).dequantize(*parts)
 
 
 class GroupwiseLinear(_QuantizedBase, nn.Linear):
-    """In the place of ``pre_quant_layer``; its bias is the same. ValueError: groups do not divide the weight."""
+    """Replaces ``pre_quant_layer``, and keeps its bias. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -102,7 +102,7 @@ class GroupwiseLinear(_QuantizedBase, nn.Linear):
 
 
 class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
-    """In the place of ``pre_quant_layer``. ValueError: groups do not divide the weight."""
+    """Replaces ``pre_quant_layer``. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Embedding) -> None:
         nn.Module.__init__(self)
@@ -117,7 +117,7 @@ class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
         return rows.view(*input.shape, self.embedding_dim)
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """Only what is looked up becomes values, if a row's groups are its own."""
+        """Return the rows of ``tokens``. Only they are dequantized, unless groups span several rows."""
         words, scale, least = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
         maker = GroupwiseDequantizer(self.config, self.like.dtype)
         if maker.grouping.group_dim % 2 == 0:
@@ -126,8 +126,8 @@ class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
 
 
 QuantizedLinear, QuantizedEmbedding = GroupwiseLinear, GroupwiseEmbedding
-"""The documented names. (`deepspeed.transforms.lora` has another documented ``QuantizedLinear``: made of sizes, with a
-weight of few-bit floating-point numbers. Both are products by ``ops/formats/linear.py``.)"""
+"""The documented names. (`deepspeed.transforms.lora` has another documented ``QuantizedLinear``, constructed from
+sizes, with a weight in few-bit floating point. Both compute with ``ops/formats/linear.py``.)"""
 
 
 SECTION = "weight_quantization"
@@ -135,11 +135,11 @@ _KINDS = (GroupwiseLinear, GroupwiseEmbedding)
 
 
 class WeightQuantization:
-    """Gives the layers that the section chooses weights of few bits; they are frozen.
+    """Transform that quantizes and freezes the weights of the layers that the section selects.
 
-    ``post_init_quant`` has settings by a part of the layers' names, the longest that fits counts;
-    ``quantized_initialization`` those of all linear layers and embeddings; without either, ``num_bits``, ``q_groups``
-    (of a row) and ``q_type`` hold for all linear layers.
+    ``post_init_quant`` maps substrings of layer names to settings, and the longest match applies;
+    ``quantized_initialization`` applies to all linear layers and embeddings; without either, ``num_bits``, ``q_groups``
+    (per row) and ``q_type`` apply to all linear layers.
     """
 
     name = "weight_quantization"
@@ -150,7 +150,7 @@ class WeightQuantization:
         self.config = config
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
-        """DeepSpeedConfigError: settings are wrong, or fit no layer of the model."""
+        """Quantize ``module``. DeepSpeedConfigError: settings are invalid, or match no layer of the model."""
         summary = quantize_layers(module, self.config, context)
         if summary is None and any(isinstance(each, _KINDS) for each in module.modules()):
             summary = "the model's weights are quantized already"
@@ -166,7 +166,8 @@ class WeightQuantization:
 def quantize_layers(
     module: nn.Module, config: WeightQuantConfig, context: TransformContext | None = None
 ) -> str | None:
-    """A line that says what was done in place; None: nothing. DeepSpeedConfigError: settings are wrong."""
+    """Quantize the selected layers in place. Returns a summary line; None: no layer was quantized.
+    DeepSpeedConfigError: settings are invalid."""
     count = before = after = 0
     left: list[str] = []
     for path, layer in list(module.named_modules()):
@@ -197,7 +198,7 @@ def quantize_layers(
 
 
 def _chosen(path: str, layer: nn.Module, config: WeightQuantConfig) -> dict[str, Any] | None:
-    """The settings of a layer, None if it stays as it is."""
+    """Return the settings of a layer; None if it is not quantized."""
     linear = type(layer) is nn.Linear
     if not linear and type(layer) is not nn.Embedding:
         return None
@@ -219,6 +220,6 @@ def _chosen(path: str, layer: nn.Module, config: WeightQuantConfig) -> dict[str,
 
 
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: dict[str, Any]) -> nn.Module:
-    """``model`` with the layers that ``weight_quantization.post_init_quant`` names changed in place."""
+    """Quantize the layers that ``weight_quantization.post_init_quant`` names in place, and return ``model``."""
     quantize_layers(model, WeightQuantConfig.model_validate(ds_config.get(SECTION, {})))
     return model

@@ -403,8 +403,8 @@ class ZenFlow:
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Load saved state, also of other stages and numbers of ranks; return notes for the log.
 
-        Where ranks hold different parts of a model each takes what it had itself; with another number of them or other
-        parts, and where nothing was saved, all begin anew."""
+        If ranks hold different parts of a model, each takes its own saved state; with another number of ranks or other
+        parts, or without saved state, all start from scratch."""
         parts = bool(self.replica_groups.across) or any(
             self.replica_groups.of(p) is not self.replica_groups.dense for p in self.store.params
         )

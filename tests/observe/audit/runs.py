@@ -79,7 +79,7 @@ def one_ulp(name: str, engine: Any) -> None:
 
 
 def skipped_gradient(name: str, engine: Any) -> None:
-    """What autograd computes for a parameter on the last rank never reaches its bucket."""
+    """The gradient of a parameter on the last rank never reaches its bucket."""
 
     bucket, position = _slot(engine, name)
     accept = bucket.accept

@@ -1,4 +1,4 @@
-"""Who may talk to a server: addresses, names and tokens."""
+"""Access to a server: addresses, names and tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A run with every monitor at once through the real client libraries, offline; what is in their files is read back.
+"""A run with all monitors at once through the real client libraries, offline; their files are read back.
 
-In a process of its own: each library starts threads and changes what the process prints.
+In a separate process: each library starts threads and changes what the process prints.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 def curves_of(losses: list[float]) -> dict[str, list[tuple[int, float]]]:
-    """What every monitor is to hold: x is in samples, 4 per step."""
+    """Expected contents of every monitor: x is in samples, 4 per step."""
     return {
         "Train/Samples/train_loss": [(4 * step, loss) for step, loss in enumerate(losses, 1)],
         "Train/Samples/lr": [(4 * step, 0.25) for step in (1, 2, 3)],
@@ -198,7 +198,7 @@ def test_comet(run: tuple[Path, list[float]]) -> None:
             payload = message["payload"]
             if message["type"] == "metric_msg":
                 metric = payload["metric"]
-                if metric["metricName"].startswith(("Train/", "mine")):  # beside measurements of the machine
+                if metric["metricName"].startswith(("Train/", "mine")):  # not measurements of the machine
                     point = (metric["step"], float(metric["metricValue"]))
                     found.setdefault(metric["metricName"], []).append(point)
             elif message["type"] == "log_other" and payload["key"] == "Name":

@@ -1,5 +1,5 @@
-"""The live record and page by themselves: what is kept, how large it becomes, who may read it, and what cannot stop a
-run. With an engine: `tests/engine/test_live_page.py`; in a browser: `test_live_browser.py`."""
+"""The live record and page alone: contents, size, access, and that nothing in them can stop a run. With an engine:
+`tests/engine/test_live_page.py`; in a browser: `test_live_browser.py`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def step_at(number: int, clock: Clock, *, loss: float | None = None, spans: Any 
 
 
 def record(recording: LiveRecorder, clock: Clock, numbers: Any, *, step_s: float = 2.0) -> None:
-    """These steps, each in a row of its own."""
+    """Record these steps, each in its own row."""
     for number in numbers:
         clock.s += step_s
         recording.put_step(step_at(number, clock)._replace(seconds=step_s))
@@ -306,7 +306,7 @@ def test_a_full_disk_is_said_once_and_tried_again(
     recording._file._file = Full()
     record(recording, clock, range(3, 40))
     assert len(warnings_of) == 1 and "record is not written" in warnings_of[0]
-    assert len(rows_of(recording.history)) == 39  # the page goes on
+    assert len(rows_of(recording.history)) == 39  # the page continues
     recording._file._file = real
     record(recording, clock, range(40, 80))
     recording.look(last=True)

@@ -1,5 +1,5 @@
-"""MLflow's client, played by an object of this file: what it is asked for, from which thread, and what a server that
-hangs or refuses costs. The real client is in `test_tracking_servers.py`.
+"""MLflow's client, replaced by a fake in this file: its calls, their thread, and the cost of a server that hangs or
+refuses. The real client is in `test_tracking_servers.py`.
 """
 
 from __future__ import annotations

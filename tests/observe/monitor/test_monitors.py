@@ -1,6 +1,6 @@
-"""The monitors by themselves: what they write, where, and that none of them can stop a run.
+"""The monitors alone: what they write, where, and that none of them can stop a run.
 
-The client libraries are played by objects of this file, so that nothing depends on which are installed; the real
+The client libraries are replaced by fakes in this file, so that nothing depends on which are installed; the real
 ones are in `test_client_libraries.py`.
 """
 
@@ -249,7 +249,7 @@ def test_wandb_shares_a_run_of_its_project_only(wandb: Any) -> None:
     section = config(wandb={"project": "p"}).wandb
     first, second = WandbMonitor(section), WandbMonitor(section)
     assert second.run is first.run and len(wandb.made) == 1
-    second.close()  # the engine of a script that goes on with its own run
+    second.close()  # the engine of a script that continues its own run
     assert not first.run.finished
     other = WandbMonitor(config(wandb={"project": "q"}).wandb)
     assert other.run is not first.run and other.run.options["reinit"] == "create_new"
@@ -353,7 +353,7 @@ def test_only_rank_0_opens_anything(
     master.write_events([(LOSS, 1.0, 8)])
     master.close()
     assert master.enabled and master.backends == []
-    # what scripts ask for before they write something of their own
+    # read by scripts before they write their own values
     assert master.wandb_monitor is None and master.comet_monitor is None and master.csv_monitor is None
     alone = CometMonitor(monitors)
     alone.write_events([(LOSS, 1.0, 8)])
@@ -479,7 +479,7 @@ def test_an_event_that_is_none_is_left_out(tmp_path: Path, wrong: Any, warnings_
 
 
 def test_the_writer_of_a_dropped_monitor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a thread of its own."""
+    """It has its own thread."""
     closed = threading.Event()
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = lambda log_dir: types.SimpleNamespace(close=closed.set)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """MLflow and Aim through their real clients, if they are installed: curves, config and artifacts are read back.
 
-    pip install mlflow-skinny aim          # 4 and 7 MB, and some 140 MB of what they need
+    pip install mlflow-skinny aim          # 4 and 7 MB, and about 140 MB of dependencies
 
-In a process of its own: each client starts threads and changes what the process prints.
+In a separate process: each client starts threads and changes what the process prints.
 """
 
 from __future__ import annotations

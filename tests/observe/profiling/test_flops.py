@@ -1,4 +1,4 @@
-"""What the flops profiler counts, against formulas, and what it says."""
+"""Counts of the flops profiler, compared with formulas, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profiler says about memory, against sizes that are known; and about models that are spread over ranks."""
+"""The profiler's report on memory, compared with known sizes, also for models that are spread over ranks."""
 
 from __future__ import annotations
 

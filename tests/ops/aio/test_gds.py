@@ -23,7 +23,7 @@ def random_bytes(numel: int) -> torch.Tensor:
 
 
 class StandIn:
-    """What cuFile does, for memory of the host; in pieces, as cuFile may."""
+    """A fake of cuFile for host memory, which may transfer in pieces, as cuFile does."""
 
     def __init__(self) -> None:
         self.files: dict[int, int] = {}  # handle -> descriptor

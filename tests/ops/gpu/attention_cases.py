@@ -1,4 +1,4 @@
-"""What tests of attention kernels share."""
+"""Cases shared by the tests of attention kernels."""
 
 from __future__ import annotations
 

@@ -11,6 +11,6 @@ from deepspeed.ops.gpu.dropout import kept
 
 @triton.jit
 def which(out, start, low, high, limit):
-    """Which of 256 elements from 1024 ``start`` on are kept by dropout."""
+    """Return which of 256 elements from 1024 ``start`` on dropout keeps."""
     index = start.to(tl.int64) * 1024 + tl.arange(0, 256)
     tl.store(out + tl.arange(0, 256), kept(index, low, high, limit).to(tl.int32))

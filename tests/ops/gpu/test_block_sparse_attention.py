@@ -117,7 +117,7 @@ def test_values_and_gradients(case: str) -> None:
 
 @interpreted
 def test_the_module_in_both_modes_of_its_masks() -> None:
-    """As the module does without a GPU, which has tests of its own against dense attention."""
+    """Like the module without a GPU, which is tested against dense attention separately."""
     from unittest import mock
 
     self_attention = SparseSelfAttention(

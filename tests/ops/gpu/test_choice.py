@@ -1,6 +1,6 @@
-"""The public functions take the kernels where tensors are on a GPU, and give what they give on the host.
+"""The public functions use the kernels if tensors are on a GPU, with the same results as on the host.
 
-Without a GPU, the same is checked in the interpreter: `usable` is told that tensors of the host are on one.
+Without a GPU, this is checked in the interpreter: `usable` is patched to treat host tensors as GPU tensors.
 """
 
 from __future__ import annotations

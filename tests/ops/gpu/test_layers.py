@@ -1,4 +1,4 @@
-"""What stands between products: norms with dropout and residual, gates, rotations with the store to the cache."""
+"""Kernels between products: norms with dropout and residual, gates, rotary embedding with the cache write."""
 
 from __future__ import annotations
 

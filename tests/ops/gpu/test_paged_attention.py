@@ -115,7 +115,7 @@ def decoded(contexts: list[int], slopes: Tensor | None, order: list[int], window
 @pytest.mark.parametrize("window", [0, 20])
 @interpreted
 def test_long_contexts_in_parts_with_alibi(window: int) -> None:
-    """What a sequence gets does not depend on the others: the same bits alone and in any order."""
+    """The result of a sequence does not depend on the others: the same bits alone and in any order."""
     from deepspeed.ops.gpu import paged_attention as gpu
 
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -142,7 +142,7 @@ def test_work_is_divided_once_and_within_what_is_seen() -> None:
 
 @interpreted
 def test_what_lies_behind_a_sequence_does_not_matter() -> None:
-    """Blocks are used again: what their last tokens hold may be anything, and so may a block that nobody has."""
+    """Blocks are reused: the contents of their last tokens, and of free blocks, are arbitrary."""
     cache = PagedCache({0: LayerShape(2, 16, 16, torch.float32, torch.device("cpu"))}, 8, 16)
     drawn_pages = [torch.randn(pages.shape) for pages in cache.pages(0)]
     query, new = torch.randn(2, 3, 16), torch.randn(2, 3, 16)

@@ -7,9 +7,9 @@
     def test_sums_compile():            # in a process in which Triton compiles
         assert built(lambda: sums(torch.empty(3))) == {"_sums_kernel"}
 
-Whether kernels are interpreted is decided when Triton is imported, and it cannot be undone; so such tests run in a
-process of their own, one for all interpreted and one for all compiling tests of a session. Fixtures and parameters
-arrive pickled. The process of pytest itself never imports Triton.
+Whether kernels are interpreted is decided when Triton is imported, and cannot be changed; so such tests run in separate
+processes, one for all interpreted and one for all compiling tests of a session. Fixtures and parameters arrive
+pickled. The process of pytest itself never imports Triton.
 
 `built` calls a function that launches kernels, and compiles every launch for each of `CAPABILITIES` instead, with no
 driver: from the arguments that it would have had on a GPU. It fails where a program needs more shared memory than these
@@ -40,7 +40,7 @@ from tests import forked
 CAPABILITIES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """By compute capability (times ten), the bytes of shared memory that one program may have."""
 TIMEOUT_S = 900.0
-"""For what hangs. No test takes a minute by itself; where other programs have the CPU, its compilers may."""
+"""Timeout of a test that hangs. No test takes a minute alone; compilers may if other programs use the CPU."""
 _ROOT = Path(__file__).resolve().parents[3]
 _START = "import sys; from tests.ops.gpu.triton_kit import serve; serve(sys.argv[1])"
 
@@ -239,7 +239,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_aligned(value: Any) -> bool:
-    """What Triton makes a program of its own for: on a GPU memory begins so."""
+    """Alignment for which Triton specializes programs: on a GPU, allocations start at such addresses."""
     import torch
 
     if isinstance(value, torch.Tensor):

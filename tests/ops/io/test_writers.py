@@ -1,4 +1,4 @@
-"""Writers under `torch.save`, against the file that torch writes by itself."""
+"""Writers under `torch.save`, compared with the file that torch writes without them."""
 
 from __future__ import annotations
 

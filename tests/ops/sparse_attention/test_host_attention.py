@@ -139,7 +139,7 @@ def test_the_same_bits_from_any_instruction_set_and_number_of_threads(masks: str
 
 @pytest.mark.parametrize("heads", [1, 8])
 def test_memory_is_linear_in_the_tokens(heads: int) -> None:
-    """Forward and backward beside inputs and gradients, for a pattern with equally many blocks per row."""
+    """Memory of forward and backward in addition to inputs and gradients, for a pattern with equal blocks per row."""
     peaks = {}
     for tokens in (1024, 2048, 4096):
         config = LocalSlidingWindowSparsityConfig(heads, 16, num_sliding_window_blocks=3)

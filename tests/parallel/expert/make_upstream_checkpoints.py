@@ -4,9 +4,9 @@ Not part of the suite. Needs a Python in which that release is installed:
 
     python tests/parallel/expert/make_upstream_checkpoints.py PYTHON_WITH_0_19
 
-Trains a small model with experts on 2 ranks, saves a checkpoint, trains one step more, and keeps the weights of every
-rank from before and after that step in ``expected.pt``: whoever loads the checkpoint and takes the same step must have
-the latter.
+Trains a small model with experts on 2 ranks, saves a checkpoint, trains one more step, and keeps the weights of every
+rank from before and after that step in ``expected.pt``: loading the checkpoint and taking the same step must give the
+latter.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_recomputed_layers(stage: int, how: Any) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 @distributed(world_size=2)
 def test_compiled(stage: int) -> None:
-    """What is around the exchange; it runs as it is."""
+    """Everything around the exchange runs unchanged."""
     init = nn.Module.__init__
     engine = start(config(stage), 2)
     try:

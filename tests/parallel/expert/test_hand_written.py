@@ -71,7 +71,7 @@ class Spread(Dense):
 
 
 class Inheriting(Spread, MoE):
-    """Of the documented class only by name: it has experts, and a way to them, of its own."""
+    """Shares only the name with the documented class: it has its own experts and its own dispatch."""
 
     num_experts = EXPERTS
 

@@ -85,7 +85,7 @@ def test_no_token_is_dropped_or_padded_without_dropping() -> None:
 
 
 def test_products_are_those_of_the_tokens_that_were_chosen() -> None:
-    """FLOPs, counted: the experts' on each token's choices, the gate's on each token, and nothing else."""
+    """Counted FLOPs are only those of the experts on each token's choices, and of the gate on each token."""
     layer = layer_of(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     tokens = torch.randn(50, HIDDEN, requires_grad=True)
     with FlopCounterMode(display=False) as counter:

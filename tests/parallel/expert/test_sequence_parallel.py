@@ -50,7 +50,7 @@ class Model(nn.Module):
                     param.copy_(0.3 * torch.randn(param.shape, generator=source))
 
     def forward(self, ids: Tensor, positions: Tensor, parts: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Logits and the balancing loss: the mean of those of ``parts`` of the sequence, each balanced by itself."""
+        """Return logits and the balancing loss: the mean over ``parts`` of the sequence, each balanced separately."""
         x = self.embed(ids) + self.place(positions)
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         x = self.attention(q, k, v, 0).flatten(2) + x

@@ -23,7 +23,7 @@ from tests.pool import distributed
 
 MESSAGES: list[Any] = [
     torch.arange(6.0).view(2, 3),
-    torch.arange(6.0).view(2, 3).requires_grad_(),  # as many bytes, described anew
+    torch.arange(6.0).view(2, 3).requires_grad_(),  # as many bytes, with a new description
     [torch.full((size,), float(size)) for size in range(30)],  # a description longer than a frame
     [torch.full((size,), float(size)) for size in range(1, 31)],  # and another one
     (None, True, -3, 2.5, "note"),  # no bytes

@@ -37,7 +37,7 @@ def engine_of(
 
 
 def weights(engine: PipelineEngine) -> dict[str, torch.Tensor]:
-    """Of all stages."""
+    """Gather the fp32 weights of all stages."""
     own = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)

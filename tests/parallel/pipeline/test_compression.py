@@ -236,7 +236,7 @@ def test_chunks(stage: int, tmp_path: Path) -> None:
 
 @distributed(world_size=2)
 def test_a_checkpoint_of_stages_becomes_a_clean_whole_model(tmp_path: Path) -> None:
-    """By an engine of the whole model that goes on, and without one."""
+    """By an engine of the whole model in use, and without one."""
     section = section_of(1, "static")
     expected, plain = alone(section)
     engine = pipeline(section)

@@ -1,4 +1,4 @@
-"""Trainers that build on the pipeline engine: instructions, schedules and partitions of their own."""
+"""Trainers that build on the pipeline engine, with their own instructions, schedules and partitions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def build(
     kind: type[PipelineEngine] = PipelineEngine, *, stages: int = 2, stage: int = 0, **more: Any
 ) -> Any:
-    """An engine of class ``kind``, made as a trainer makes one of its own class."""
+    """Make an engine of class ``kind``, as a trainer makes one of its own class."""
     module = more.pop("module", None) or PipelineModule(layers(tied=True), num_stages=stages, loss_fn=loss_of)
     set_weights(module)
     config = {
@@ -128,7 +128,7 @@ class AllForwardsFirst(PipeSchedule):
 
 
 class OwnTrainer(OwnForward):
-    """Has ``train_batch`` and ``eval_batch`` of its own, which return several losses of every micro-batch."""
+    """Has its own ``train_batch`` and ``eval_batch``, which return several losses per micro-batch."""
 
     def train_batch(self, data_iter: Any = None) -> Any:
         self.reset_activation_shape()
@@ -195,7 +195,7 @@ def test_our_own_schedules_by_instructions_give_the_same_bits() -> None:
 
 @distributed(world_size=2)
 def test_an_optimizer_that_comes_after_the_engine() -> None:
-    """What trainers do whose optimizer needs the engine."""
+    """As trainers do whose optimizer needs the engine."""
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True, "adam_w_mode": False}}}
     expected = build(**adam)
     losses = trained(expected)
@@ -231,7 +231,7 @@ def _steps_that_load_first(self: TrainSchedule) -> Iterator[list[PipeInstruction
 
 @distributed(world_size=4)
 def test_patched_steps_and_instructions_are_followed() -> None:
-    """What diffusion trainers do: patch ``TrainSchedule.steps``, and the map with a function."""
+    """As diffusion trainers do: patch ``TrainSchedule.steps``, and the map with a function."""
     expected = build(stages=4)
     losses = trained(expected)
     expected.destroy()
@@ -341,7 +341,7 @@ def _exec_weights_only(self: Any, buffer_id: int) -> None:
 
 @distributed(world_size=2)
 def test_a_schedule_and_instructions_that_split_backwards() -> None:
-    """What zero-bubble options do: another ``TrainSchedule``, new instructions that call autograd themselves."""
+    """As with zero-bubble options: another ``TrainSchedule``, new instructions that call autograd themselves."""
     expected = build()
     losses = trained(expected)
     expected.destroy()
@@ -368,7 +368,7 @@ class ReferencePass(BufferOpInstruction):
 
 
 class WithReference(AllForwardsFirst):
-    """Preference training: a forward without gradients of each micro-batch beside the one that trains."""
+    """Preference training: each micro-batch has a forward without gradients in addition to the training one."""
 
     def num_pipe_buffers(self) -> int:
         return self.micro_batches + 1

@@ -1,4 +1,4 @@
-"""Layers whose backward is split: the gradients of autograd, bit for bit, and put off as said."""
+"""Layers with split backward: gradients equal autograd's bit for bit, and weight gradients are deferred."""
 
 from __future__ import annotations
 

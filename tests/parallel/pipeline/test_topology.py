@@ -105,8 +105,8 @@ def test_a_grid_names_groups_and_places() -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @distributed(world_size=4)
 def test_a_grid_is_a_model_parallel_unit(stage: int) -> None:
-    """Two replicas of two stages, each with a layer of its own: gradients are averaged within a stage, and the norm is
-    that of both stages."""
+    """Two replicas of two stages, each with its own layer: gradients are averaged within a stage, and the norm is that
+    of both stages."""
     grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))
     torch.manual_seed(grid.get_stage_id())
     model = nn.Linear(5, 3)

@@ -1,4 +1,4 @@
-"""What scripts do with pipelines beside training: weights tied by a property, attributes that they read."""
+"""Uses of pipelines in scripts besides training: weights tied by a property, attributes that they read."""
 
 from __future__ import annotations
 

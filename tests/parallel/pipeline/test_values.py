@@ -1,4 +1,4 @@
-"""What stages are given and give back: nests of tensors."""
+"""Values passed between stages: nests of tensors."""
 
 from __future__ import annotations
 

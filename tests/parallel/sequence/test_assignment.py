@@ -1,4 +1,4 @@
-"""Which rank computes which heads: arithmetic, for every number of heads and ranks."""
+"""Assignment of heads to ranks: arithmetic, for every number of heads and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiled losses of 16-bit models, beside the loss without tiles and beside fp32.
+"""Tiled losses of 16-bit models, compared with the loss without tiles and with fp32.
 
 Without tiles, a cross-entropy of 16-bit logits gives a loss of 16 bits: torch rounds each token's loss, and its sum. In
 bf16 neighbours are 1.6e-2 apart at a loss of 2.3, so nothing but the same bits is within 1e-3 of it. Transformers casts

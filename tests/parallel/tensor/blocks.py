@@ -111,7 +111,7 @@ def tensor_parallel(ranks: int | None = None) -> ProcessMesh:
 
 
 def heads_by_rank(queries: int, keys: int, ranks: int) -> tuple[list[range], list[range]]:
-    """Which queries and which keys each rank has: the keys that its queries read."""
+    """Return the queries and keys of each rank: the keys are those that its queries read."""
     share = Cut.even(0, queries, ranks)
     own = [range(*rank[0]) if rank else range(0) for rank in share.parts]
     read = [sorted({q * keys // queries for q in qs}) for qs in own]

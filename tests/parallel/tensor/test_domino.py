@@ -28,7 +28,7 @@ SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 6, 4, 16, 4, 3
 
 
 class Mpu:
-    """Of Megatron-LM's parallel state, what Domino asks for, and what an engine does."""
+    """The part of Megatron-LM's parallel state that Domino and an engine use."""
 
     def __init__(self, size: int) -> None:
         ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
@@ -105,7 +105,7 @@ def built(mpu: Mpu, **changes: Any) -> DominoTransformer:
 
 
 def plain(model: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
-    """What a model with whole layers computes, by PyTorch's functions alone."""
+    """Compute a model with whole layers, by PyTorch's functions alone."""
     for layer in model.layers:
         attention = layer.self_attention
         normed = layer.input_layernorm(hidden)
@@ -132,7 +132,7 @@ def plain(model: Any, hidden: Tensor, rotary: Tensor | None) -> Tensor:
 
 
 def part_of(name: str, grad: Tensor, mpu: Mpu, gated: bool) -> Tensor:
-    """Of a whole parameter's gradient, what this rank has."""
+    """Return this rank's part of a whole parameter's gradient."""
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     if "query_key_value" in name:
         return grad.chunk(size)[rank]

@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def own_part(whole: Tensor, param: nn.Parameter) -> Tensor:
-    """What this rank has of a tensor of the whole model."""
+    """Return this rank's part of a tensor of the whole model."""
     placement = placement_of(param)
     if not placement.boxes:
         return whole
@@ -165,7 +165,7 @@ def test_bytes_of_a_block() -> None:
 
 @distributed(world_size=2)
 def test_activations_between_regions_are_shards() -> None:
-    """What autograd keeps of norms, dropouts and residuals."""
+    """Return what autograd saves for norms, dropouts and residuals."""
 
     def kept(by_sequence: bool) -> int:
         model = split(

@@ -1,4 +1,4 @@
-"""Logits of which each rank has a part, in the place of the whole ones."""
+"""Vocabulary-parallel logits in place of the whole ones."""
 
 from __future__ import annotations
 

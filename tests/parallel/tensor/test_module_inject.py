@@ -1,4 +1,4 @@
-"""What ``deepspeed.compat.module_inject`` documents for scripts that replace and split layers themselves."""
+"""Functions of ``deepspeed.compat.module_inject`` for scripts that replace and split layers themselves."""
 
 from __future__ import annotations
 

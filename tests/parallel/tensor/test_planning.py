@@ -118,7 +118,7 @@ def test_what_cannot_be_shown_to_be_separable_stays_whole() -> None:
 
 
 class Adapted(nn.Module):
-    """A linear layer with a product of two matrices beside it."""
+    """A linear layer plus a product of two matrices."""
 
     def __init__(self, base: nn.Module, rank: int = 2) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ def test_a_weight_that_is_also_used_whole_stays_whole() -> None:
 
 
 class Deep(nn.Module):
-    """Layers of two kinds, one of them with a rule of its own."""
+    """Layers of two kinds, one of them with its own rule."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

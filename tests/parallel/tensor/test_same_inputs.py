@@ -1,4 +1,4 @@
-"""Ranks that share each layer and are given different batches are told so, once."""
+"""Ranks that share layers and get different batches raise an error, or warn once."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_checkpoints_and_exports_are_of_whole_tensors(stage: int, tmp_path: Path
         torch.testing.assert_close(fp32[name], value, rtol=1e-4, atol=2e-5, msg=name)
         torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
-    # Over four ranks with layers in parts, of which one has no queries' keys of its own; and with whole layers.
+    # Over four ranks with split layers, all of which hold the one key head; and with whole layers.
     wide = Unit(4)
     later = deepspeed.initialize(
         model=split(Model(*HEADS), wide.tensor, by_sequence=True), config=config(stage), mpu=wide

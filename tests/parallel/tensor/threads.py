@@ -78,7 +78,7 @@ class ThreadGroup(Communicator):
 
 
 def run_ranks(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """What ``work`` returns on each rank. An error on one rank ends them all, and is raised here."""
+    """Return the results of ``work`` on each rank. An error on one rank ends all, and is raised here."""
     shared = ThreadExchange(size)
     results: list[Any] = [None] * size
     errors: list[tuple[BaseException, str]] = []

@@ -1,4 +1,4 @@
-"""What an engine really holds: the storages it owns, and every byte that torch's CPU allocator hands out."""
+"""Memory of an engine: the storages that it owns, and every byte that torch's CPU allocator returns."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ PRODUCTS = re.compile(r"aten::(addmm|mm|baddbmm|bmm|addmv|mv|(mkldnn|onednn)_\w+
 
 @dataclass(frozen=True)
 class Change:
-    """What was taken from torch's CPU allocator (``size`` above zero) or given back to it, and by which thread."""
+    """An allocation (``size`` above zero) or a release of torch's CPU allocator, with its thread."""
 
     ts: float
     thread: Any

@@ -1,4 +1,4 @@
-"""Models whose activations are small beside their weights, so that what is counted is what is planned."""
+"""Models with activations that are small compared with their weights, so that the counted memory is the planned one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the other tests of this folder count: all that torch's allocator hands out, but no scratch of products."""
+"""Counting by the other tests of this folder: everything that torch's allocator returns, without scratch of
+products."""
 
 from __future__ import annotations
 

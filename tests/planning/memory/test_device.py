@@ -44,7 +44,7 @@ def storage_bytes(tensors: list[Tensor | None]) -> int:
 
 
 def host_bytes(engine: Any) -> int:
-    """What the engine keeps off the device between steps."""
+    """Return the bytes that the engine keeps off the device between steps."""
     core, tensors = engine.core, []
     tier = core.store.tier
     # Otherwise a pretended device stages weights that a real one finds on the host.

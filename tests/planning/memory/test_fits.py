@@ -84,7 +84,7 @@ def test_a_run_that_cannot_fit_is_told_what_helps(room: Any, tmp_path: Path) -> 
 
 
 def test_estimates_and_temporaries_refuse_nothing(room: Any) -> None:
-    """What is compared is what must exist, not the peak that is planned."""
+    """Compared is the minimum that must exist, not the planned peak."""
     with torch.device("meta"):
         model = Gpt(blocks=12, width=256)
     states = 16 * sum(p.numel() for p in model.parameters())
@@ -107,7 +107,7 @@ def test_disks_are_checked(room: Any, tmp_path: Path) -> None:
 
 def test_ranks_on_one_host_share_its_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room(150 * MIB)
-    check(config_for(0), ranks=4)  # nobody says how many are here
+    check(config_for(0), ranks=4)  # the number of local ranks is unknown
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(MemoryPlanError, match="4 ranks x"):
         check(config_for(0), ranks=4)

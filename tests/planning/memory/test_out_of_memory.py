@@ -1,4 +1,4 @@
-"""After an out-of-memory error the rank that had it logs the cheapest change, and the error goes on as it was."""
+"""After an out-of-memory error, its rank logs the cheapest change, and the error is raised unchanged."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_cheapest_change_is_logged_once(monkeypatch, where):
     change, after = found
     assert change == "zero_optimization.stage: 1"
     assert after <= (1 - WORTH_IT) * planned.ledger.peak(MemoryPlace.HOST)[0]
-    engine.backward(engine(tokens).sum())  # the engine goes on
+    engine.backward(engine(tokens).sum())  # the engine continues
     engine.step()
 
 

@@ -103,7 +103,7 @@ def test_every_axis_is_tried() -> None:
     assert len(set(layouts)) == len(layouts)
     for layout in layouts:
         assert 16 % layout.model_ranks == 0
-        # Otherwise there is nobody to share with.
+        # Otherwise there is no rank to share with.
         assert layout.stage == 0 or layout.offload or layout.tensor * layout.stages < 16
 
 

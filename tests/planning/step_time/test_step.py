@@ -196,7 +196,7 @@ def test_what_leaves_a_node() -> None:
 
 
 def test_many_that_exchange_at_once_get_less() -> None:
-    """Where more than two nodes meet; a rank that fetches meets nobody."""
+    """If more than two nodes exchange with each other; a rank that fetches does not."""
     fabric = Fabric(ranks_per_node=1, between=SLOW, inside=FAST, crowded=0.5)
     for operation, nodes, share in (("all_gather", 2, 1), ("all_gather", 4, 0.5), ("fetch", 4, 1)):
         (transmission,) = fabric.parts(operation, 8e6, RankGroup(nodes, 1))
@@ -225,7 +225,7 @@ def test_a_burst_is_saved_between_steps() -> None:
 
 
 def test_halves_of_a_sum_over_gloo() -> None:
-    """The second half begins when somebody waits: what runs before that hides the first half only."""
+    """The second half begins when someone waits for it: computation before that overlaps only with the first half."""
     total = Start(0, "all_reduce", 4e6, 2)  # 2 s and 2 s
     at = setting(config_for(0))
     program = StepProgram([[total, F0, F1, JournalWait(0)]], [])

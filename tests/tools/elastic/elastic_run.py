@@ -1,6 +1,6 @@
-"""A training that an elastic launcher starts: `elastic_run.py FOLDER CONFIG STEPS [DEATH]`, DEATH as in `dies`.
+"""A training script for an elastic launcher: `elastic_run.py FOLDER CONFIG STEPS [DEATH]`, DEATH as in `dies`.
 
-Each rank appends a line per micro-batch to a file of its own: which samples it was shown, and the loss.
+Each rank appends a line per micro-batch to its own file: the samples that it was given, and the loss.
 """
 
 from __future__ import annotations

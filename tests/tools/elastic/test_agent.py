@@ -1,4 +1,4 @@
-"""The elastic agent: its workers get the environment, and a worker that fails is started anew."""
+"""The elastic agent: its workers get the environment, and a failed worker is restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that loses ranks goes on, as if nothing had happened."""
+"""A run that loses ranks continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def of_step(ranks: dict[int, list[Any]]) -> list[int]:
 
 @pytest.mark.slow
 def test_machines_go_and_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two machines of one rank, by stand-ins for ssh: one is lost, the other goes on; later there are two again."""
+    """Two machines with one rank each, by stand-ins for ssh: one is lost, the other continues; later there are two
+    again."""
     psutil = pytest.importorskip("psutil")
     fake_machines.install(folder / "bin")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")

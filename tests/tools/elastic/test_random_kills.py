@@ -1,4 +1,4 @@
-"""SIGKILL of any process of a job at any time: it is over, or goes on, and nothing is lost or left behind.
+"""SIGKILL of any process of a job at any time: the job ends or continues, and nothing is lost or left behind.
 
 DS_KILLS sets the number of jobs, DS_KILLS_SEED the seed.
 """
@@ -36,7 +36,7 @@ VICTIMS = ("rank 0", "rank 1", "launcher", "command")
 
 
 def processes_of(command: int) -> dict[str, int]:
-    """What there is of a job at this moment, by role."""
+    """Return the current processes of a job, by role."""
     found = {"command": command}
     for process in psutil.Process(command).children(recursive=True):
         try:
@@ -56,7 +56,7 @@ def in_shared_memory() -> set[str]:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """What the environment of every process of the job holds; nothing of it outlives the test, whatever it shows."""
+    """Return a mark in the environment of every process of the job; none of them outlives the test."""
     yield str(tmp_path)
     for process in marked(str(tmp_path)):
         os.kill(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""States in memory, of ranks that count as machines of their own: each has another folder."""
+"""States in memory, of ranks that count as separate machines: each has another folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tools.elastic.test_going_on import config
 
 @contextmanager
 def machine(folder: Path, *, own: bool) -> Iterator[None]:
-    """This rank under an elastic launcher: on a machine of its own, or all on one."""
+    """This rank under an elastic launcher: each on its own machine, or all on one."""
     rank = dist.get_rank()
     memory = folder / f"machine{rank}" if own else folder / "machine0"
     memory.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Stands in for ssh, pdsh, mpirun and srun, by the name it is called by: every "machine" is this one.
 
-The remote side behaves as under sshd: a shell with a bare environment, in a session of its own, whose parent ends with
-the connection. FAKE_HOST says which machine a process believes to be on. Calls are recorded in FAKE_LOG.
+The remote side behaves as under sshd: a shell with a bare environment, in its own session, whose parent ends with the
+connection. FAKE_HOST says which machine a process believes to be on. Calls are recorded in FAKE_LOG.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting the real command on small scripts, for the tests beside this file."""
+"""Starting the real command on small scripts, for the tests in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees on the command line when something is wrong: a message that names it, once, and an exit code."""
+"""Errors on the command line: a message that names the mistake, once, and an exit code."""
 
 from __future__ import annotations
 

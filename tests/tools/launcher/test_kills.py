@@ -1,4 +1,4 @@
-"""Whatever is killed, no process of the job stays alive, and the exit code says why."""
+"""After any kill, no process of the job stays alive, and the exit code tells why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 LIMIT_S = 60.0  # of a busy machine; what stays would sleep for twice that
 
-# A rank with a child that ignores polite signals, one in a session of its own, and an orphan.
+# A rank with a child that ignores SIGTERM and SIGINT, one in a separate session, and an orphan.
 FAMILY = """\
 import os, pathlib, signal, subprocess, sys, time
 deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(120)"
@@ -279,7 +279,7 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
 
 
 def test_a_signal_waits_until_threads_are_started() -> None:
-    """A handler that raises inside Thread.start leaves a thread that ends with a KeyError of its own."""
+    """A handler that raises inside Thread.start leaves a thread that ends with a KeyError."""
 
     class Stopped(Exception):
         pass

@@ -61,12 +61,12 @@ def start(folder, *arguments: str) -> subprocess.Popen[str]:
 
 
 def told(stdout: str, pattern: str) -> list[str]:
-    """What ranks wrote. Gloo writes lines of its own between with torch 2.8."""
+    """Return what ranks wrote, without lines that gloo writes in between with torch 2.8."""
     return re.findall(pattern, stdout)
 
 
 def shown(stdout: str) -> list[dict]:
-    """What each rank showed, by rank."""
+    """Return each rank's record, by rank."""
     ranks = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
     return sorted(ranks, key=lambda rank: int(rank["RANK"]))
 

@@ -1,4 +1,4 @@
-"""Jobs over machines with a network of their own and a real sshd or pdsh."""
+"""Jobs over machines with separate networks and a real sshd or pdsh."""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def test_command_lines_that_bind_ranks_to_cores(folder, kind, off):
     assert {"--bind_cores_to_rank", "--bind_core_list=0-3"} <= set(binding[helper:])
     assert " ".join(off) in " ".join(binding[:helper])
     assert environment.get("I_MPI_PIN") == ("0" if kind is multinode_runner.IMPIRunner else None)
-    if off:  # the launcher's own binding is kept where it is asked for
+    if off:  # the launcher's own binding is kept if requested
         own = "--cpu-bind=cores" if "=" in off[0] else "-bind-to core"
         made, hosts = runner_of(kind, "--bind_cores_to_rank", f"--launcher_args={own}")
         assert "none" not in " ".join(made.get_cmd({}, hosts))

@@ -1,4 +1,4 @@
-"""What srun says of its ranks, and the exit code that the command makes of it."""
+"""srun's messages about its ranks, and the resulting exit code of the command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lines(line: str, code: int | None) -> None:
 
 @pytest.mark.parametrize(("ends", "code"), [("1: Exited with exit code 7", 7), ("nothing", 143), ("", 0)])
 def test_the_code_is_that_of_the_first_line(ends: str, code: int) -> None:
-    """A program in the place of srun, whose lines arrive in pieces."""
+    """A program that replaces srun, whose lines arrive in pieces."""
     program = f"""
         import sys
         for piece in ("loss 3.5\\rsrun: err", "or: host1: task {ends}\\nsrun: error: host0: task 0: ", "Terminated\\n"):

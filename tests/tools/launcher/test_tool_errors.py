@@ -1,4 +1,4 @@
-"""What a user sees who gives the tools something else than they expect: one sentence, no traceback."""
+"""Errors of the tools for unexpected input: one sentence, no traceback."""
 
 from __future__ import annotations
 

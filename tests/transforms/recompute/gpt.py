@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, as users write them: nothing in it knows of checkpointing."""
+"""A GPT in plain PyTorch, as users write them, without any checkpointing code."""
 
 from __future__ import annotations
 

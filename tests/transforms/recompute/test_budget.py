@@ -41,7 +41,7 @@ def step(model: nn.Module, batch: Tensor, seed: int = 3) -> dict[str, Tensor]:
 
 
 def after_forward(model: nn.Module, batch: Tensor) -> int:
-    """Bytes that a forward leaves, whoever holds them."""
+    """Return the bytes that a forward leaves allocated, whoever holds them."""
     with counted() as memory:
         loss = model(batch)
     assert loss.requires_grad
@@ -65,7 +65,7 @@ def flops_of_step(model: nn.Module, batch: Tensor) -> int:
 
 @pytest.mark.parametrize(("depth", "width", "length"), [(12, 256, 256), (24, 128, 128)])
 def test_sixty_percent_of_a_gpt(depth: int, width: int, length: int) -> None:
-    """Held to 3 % with at most 5 % more FLOPs, both counted by somebody else, too."""
+    """Kept within 3 % with at most 5 % more FLOPs, both counted independently."""
     model, batch = gpt(depth=depth, width=width, heads=width // 32), tokens(rows=2, length=length)
     everything = after_forward(model, batch)
     plain_flops = flops_of_step(model, batch)
@@ -82,7 +82,7 @@ def test_sixty_percent_of_a_gpt(depth: int, width: int, length: int) -> None:
 
 
 def test_backward_holds_the_budget_too() -> None:
-    """A block that runs again has all that it saves, beside what earlier blocks kept."""
+    """A recomputed block has all of its saved tensors, in addition to what earlier blocks kept."""
     model, batch = gpt(depth=10, width=64), tokens(rows=8, length=128)
     model(batch).backward()  # gradients of weights exist from here on
     with counted() as plain:
@@ -328,7 +328,7 @@ def test_what_other_ranks_add_in_place_is_not_kept(limit: float, zeros: bool) ->
     model = Model(Split, communicator(dist.group.WORLD))
     with torch.no_grad():
         for block in model.blocks:
-            # Zeros: nobody sees that a sum was made.
+            # Zeros: the sum would not be noticed.
             block.down.weight.mul_(0 if zeros else dist.get_rank() + 1)
     torch.manual_seed(1)
     batch = torch.randn(5, 16)

@@ -1,4 +1,4 @@
-"""What is kept and what is recomputed, against all possible choices."""
+"""The choice of results to keep and to recompute, compared with all possible choices."""
 
 from __future__ import annotations
 

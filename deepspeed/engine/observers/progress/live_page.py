@@ -1,7 +1,7 @@
 """``monitor.live``: feeds the live record and page of a run from the engine.
 
 A step costs a few clock reads and one queue entry; everything else is done by threads (``observe/live/recorder.py``,
-``ranks.py``). The numbers of a step are those of ``StepReader``, as for all monitors.
+``observe/live/ranks.py``). The numbers of a step are those of ``StepReader``, as for all monitors.
 """
 
 from __future__ import annotations

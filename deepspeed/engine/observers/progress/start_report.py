@@ -1,4 +1,4 @@
-"""The few lines that an engine writes when it starts, on rank 0."""
+"""The lines that an engine logs at start, on rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def precision_rows(engine: Engine) -> list[tuple[str, set[torch.dtype]]]:
-    """Kinds of tensors and the dtypes they actually have, or (state, before the first step) will have."""
+    """Return kinds of tensors with the dtypes that they have, or (state, before the first step) will have."""
     rows = [("parameters", {p.dtype for p in engine.module.parameters()})]
     core = engine.core
     if core is None:
@@ -45,7 +45,8 @@ def precision_rows(engine: Engine) -> list[tuple[str, set[torch.dtype]]]:
 
 
 def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) -> set[torch.dtype]:
-    """torch's optimizers keep state in the dtype of what they update; ours in fp32 unless a group says otherwise."""
+    """Return the dtypes of future optimizer state: torch's optimizers use that of the updated tensors, ours fp32 unless
+    a group sets another."""
     wide = isinstance(optimizer, MultiTensorOptimizer) and all(
         group.get("fp32_optimizer_states", True) for group in optimizer.param_groups
     )
@@ -53,7 +54,7 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
 
 
 def log_start(engine: Engine) -> None:
-    """Three lines about what was decided, on rank 0, unless disabled; details at INFO, a slow dtype as a warning."""
+    """Log three lines on what was decided, on rank 0, unless disabled; details at INFO, a slow dtype as a warning."""
     say = reporter(engine)
     zero = engine.plan.zero
     say(
@@ -70,11 +71,11 @@ def log_start(engine: Engine) -> None:
     if core is None:
         return
     connections = _connections(engine)  # on every rank: choosing a transport is collective
-    # Only if it is read: a plan takes a few milliseconds.
+    # Only if someone reads it: a plan takes a few milliseconds.
     if is_rank_zero() and (say is report or logger.isEnabledFor(logging.INFO)):
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
-    if engine.live_page is not None and is_rank_zero():  # asked for: also under a client
+    if engine.live_page is not None and is_rank_zero():  # the user asked for it: also under a client
         (report if _wanted(engine) else say)(engine.live_page.line())
     if kept := core.store.tier.describe():
         native = core.store.traits.fused
@@ -84,14 +85,14 @@ def log_start(engine: Engine) -> None:
 
 
 def reporter(engine: Engine) -> Callable[[str], None]:
-    """``report``, or the log at level INFO if a client has its own report or none is wanted."""
+    """Return ``report``, or the log at INFO if a client has its own report or the lines are disabled."""
     if _wanted(engine) and (asked_form() is not None or not made_by_client()):
         return report
     return lambda text: log_dist(text, ranks=[0])
 
 
 def _wanted(engine: Engine) -> bool:
-    """Return whether neither the environment nor the level of the log silences the lines of the start."""
+    """Return whether the start lines are enabled, by the environment and the log level."""
     return asked_form() is not LineFormat.NONE and wants_reports(engine._config.log_level)
 
 
@@ -107,7 +108,7 @@ def _parameters(engine: Engine, core: TrainingCore) -> str:
 
 def _memory(engine: Engine) -> str:
     """Describe what this rank holds now, and what the plan predicts: for now, and the peak without activations."""
-    # The planner, for those who read these lines.
+    # Imports the planner, only if these lines are logged.
     from deepspeed.engine.observers.planned_memory import ledger_of, now_and_most, size
 
     text = ""
@@ -156,16 +157,16 @@ def _connections(engine: Engine) -> str:
     return f"{transport}; {curves}; {VARIABLE}=0 silences these lines and the progress"
 
 
-# A warning where this processor has no instructions for the 16-bit products of a run.
+# A warning if the processor has no instructions for the 16-bit matrix products of a run.
 
 WIDTH = 192
-"""Rows, columns and depth of the measured product: 0.1 ms where there are instructions, 5 ms where there are none."""
+"""Rows, columns and depth of the measured product: 0.1 ms with such instructions, 5 ms without."""
 SLOWER = 3.0
-"""Less is noise, or made up for by half the bytes that move."""
+"""Smaller factors are noise, or offset by moving half the bytes."""
 
 
 def slow_dtype_warning(precision: PrecisionPlan, device: torch.device) -> str | None:
-    """Return what to tell a user whose 16-bit products take much longer than those in fp32 on this host; else None."""
+    """Return a warning if 16-bit products take much longer than fp32 ones on this host; None otherwise."""
     dtype = precision.products
     if device.type != "cpu" or dtype is None or dtype.itemsize != 2:
         return None
@@ -181,8 +182,8 @@ def slow_dtype_warning(precision: PrecisionPlan, device: torch.device) -> str | 
 
 @cache
 def slowdown(dtype: torch.dtype) -> float:
-    """Return how many times longer a product in ``dtype`` takes on the host than in fp32. Takes milliseconds."""
-    from deepspeed.observe.op_speed import seconds_of  # for those who train in 16 bits on a host
+    """Return the ratio of the time of a product in ``dtype`` on the host to that in fp32. Takes milliseconds."""
+    from deepspeed.observe.op_speed import seconds_of  # only for 16-bit training on a host
 
     def seconds(kind: torch.dtype) -> float:
         matrix = torch.ones(WIDTH, WIDTH, dtype=kind)

@@ -1,4 +1,4 @@
-"""Routes that load and unload adapters, as those of vLLM's server do. Imported only where FastAPI is installed."""
+"""Routes that load and unload adapters, compatible with vLLM. Imported only if FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from deepspeed.inference.serving.models import Models
 
 
 class LoadRequest(BaseModel):
-    """``load_inplace``: in place of an adapter of this name. ``base_model_name``: of the model that it adapts, by
-    default the first."""
+    """``load_inplace``: replace an adapter of this name. ``base_model_name``: the model that it adapts; default: the
+    first."""
 
     lora_name: str
     lora_path: str
@@ -31,7 +31,7 @@ class UnloadRequest(BaseModel):
 
 
 def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
-    """Only for who knows the server's token: a path of its machine is read."""
+    """Add the routes. They require the server's token, since they read files of its machine."""
 
     def load(body: bytes, _: Any) -> str:
         request: LoadRequest = protocol.fields_as(LoadRequest, body)

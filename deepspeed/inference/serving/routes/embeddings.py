@@ -1,5 +1,4 @@
-"""``/v1/embeddings``: the last hidden states of a causal model as one vector for each input. Imported only where
-FastAPI is installed."""
+"""``/v1/embeddings``: one pooled hidden-state vector per input. Imported only if FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 _ENCODED_TOGETHER = 16
-"""Vectors of one call of a thread, which goes on to its end where the client leaves."""
+"""Number of vectors encoded per call on a worker thread, which runs to its end even if the client disconnects."""
 
 
 class EmbeddingRequest(BaseModel):
-    """OpenAI's fields. ``normalize``: to the length 1."""
+    """OpenAI's fields. ``normalize``: scale to norm 1."""
 
     model: str = ""
     input: SkipValidation[str | list[str] | list[int] | list[list[int]]]
@@ -41,8 +40,8 @@ class EmbeddingRequest(BaseModel):
 
 
 class Embedder:
-    """Computes the vectors of a request's inputs, for the routes that need some. ``asked`` has the fields ``model``
-    and ``priority``. ModelError: there is no such model."""
+    """Computes the vectors of a request's inputs. ``asked`` has the fields ``model`` and ``priority``. ModelError:
+    unknown model."""
 
     def __init__(self, models: Models, asked: Any) -> None:
         self.model, adapter = models.find(asked.model)
@@ -51,7 +50,7 @@ class Embedder:
         self._params = SamplingParams(max_new_tokens=0, pooling=pooling, adapter=adapter, priority=priority)
 
     def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
-        """RequestError: there are too many, or one cannot be computed; all are checked before the first is."""
+        """Check all inputs before any is computed. RequestError: too many, or one cannot be computed."""
         if len(inputs) > MAX_INPUTS:
             raise RequestError(f"{name}: at most {MAX_INPUTS:,} are computed in one request", name)
         for place, tokens in enumerate(inputs):
@@ -61,8 +60,8 @@ class Embedder:
                 raise RequestError(f"{name}.{place}: {problem}", f"{name}.{place}") from None
 
     async def pooled(self, inputs: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service
-        has. BusyError: there is no place, and none of this request will become free."""
+        """Return the vectors of ``inputs``. A request with many inputs uses at most a quarter of the service's
+        capacity. BusyError: the service is full, and none of its slots belongs to this request."""
         service = self.model.service
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
         tickets: dict[int, Any] = {}
@@ -97,7 +96,7 @@ class Embedder:
 
 
 async def answered(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Return what ``work`` returns, or the refusal that tells of its error."""
+    """Return the result of ``work``, or an error response."""
     try:
         return await unless_gone(request, work)
     except NotFiniteError as problem:
@@ -137,8 +136,8 @@ def add_embedding_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
 
 async def _encoded(pooled: Sequence[Tensor], asked: EmbeddingRequest) -> list[bytes]:
-    """Return the entries of an answer, made beside the event loop: thousands of vectors take seconds. JSON is made of
-    one vector at a time, as other threads do not run meanwhile."""
+    """Return the entries of a response, encoded on worker threads: thousands of vectors take seconds. Each call of the
+    JSON encoder gets one vector, since other threads do not run meanwhile."""
     vectors = await asyncio.to_thread(vectors_of, pooled, asked.dimensions, asked.normalize)
 
     def some(start: int) -> list[bytes]:
@@ -154,7 +153,7 @@ async def _encoded(pooled: Sequence[Tensor], asked: EmbeddingRequest) -> list[by
 
 
 def _listed(data: Sequence[bytes], model: str, usage: dict[str, int]) -> Response:
-    """Answer with the entries ``data``, sent as fast as the client reads: they may be 200 MB."""
+    """Return a response with the entries ``data``, sent as fast as the client reads: they may be 200 MB."""
     head = json.dumps({"object": "list", "model": model, "usage": usage})[:-1].encode() + b', "data": ['
     size = len(head) + sum(map(len, data)) + 2 * len(data)  # two bytes after each entry
 

@@ -1,6 +1,6 @@
-"""``/v1/score`` and ``/v1/rerank``: how alike texts are, as a cross-encoder tells, or else as the cosine of the vectors
-that ``/v1/embeddings`` gives for them. Fields and answers are those of vLLM's server, and of Jina's for documents in
-order. Imported only where FastAPI is installed."""
+"""``/v1/score`` and ``/v1/rerank``: similarity of texts, by a cross-encoder or as the cosine of the vectors of
+``/v1/embeddings``. Fields and responses are compatible with vLLM, and with Jina for reranking. Imported only if FastAPI
+is installed."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class _TextPairs(BaseModel):
     priority: protocol.Priority = 0
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Return the texts of each side, as many of both. RequestError: there are none, or they are no texts."""
+        """Return the texts of both sides, equally many. RequestError: there are none, or they are not texts."""
         raise NotImplementedError
 
     def answer_of(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
-        """Return what an answer says of the ``scores`` of the right side's ``texts``."""
+        """Return the response body for the ``scores`` of the right side's ``texts``."""
         raise NotImplementedError
 
 
 class ScoreRequest(_TextPairs):
-    """One text with each of a list, or two lists of the same length in pairs."""
+    """One text with each of a list, or two lists of equal length in pairs."""
 
     text_1: SkipValidation[str | list[str]]
     text_2: SkipValidation[str | list[str]]
@@ -64,7 +64,7 @@ class ScoreRequest(_TextPairs):
 
 
 class RerankRequest(_TextPairs):
-    """``top_n``: only the so many best; 0: all. Documents are texts, or objects with one as ``text``."""
+    """``top_n``: return only this many best; 0: all. Documents are texts, or objects with a field ``text``."""
 
     query: SkipValidation[str]
     documents: SkipValidation[list[str] | list[dict[str, str]]]
@@ -100,7 +100,7 @@ def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
                 embedder.check(inputs, "pairs")
                 return asked, right, inputs, embedder, _scores
             texts = list(dict.fromkeys([*left, *right]))
-            cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
+            cut = asked.truncate_prompt_tokens or 0  # keeps the last tokens, as for prompts
             inputs = [encode(each)[-cut:] for each in texts[: MAX_INPUTS + 1]]
             embedder.check(inputs, "texts")
             return asked, right, inputs, embedder, partial(_cosines, texts=texts, left=left, right=right)
@@ -129,14 +129,14 @@ def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
 
 def _scores(pooled: Sequence[Tensor]) -> list[float]:
-    """Return those of a cross-encoder, for each pair. NotFiniteError: see ``vectors_of``."""
+    """Return the score of each pair from a cross-encoder. NotFiniteError: see ``vectors_of``."""
     return vectors_of([each[None] for each in pooled], None, False)[:, 0].tolist()
 
 
 def _cosines(
     pooled: Sequence[Tensor], texts: Sequence[str], left: Sequence[str], right: Sequence[str]
 ) -> list[float]:
-    """``pooled``: the vectors of ``texts``. Returns the cosine of each pair of ``left`` and ``right``."""
+    """Return the cosine of each pair of ``left`` and ``right``. ``pooled``: the vectors of ``texts``."""
     vectors = vectors_of(pooled, None, True)
     place = {text: at for at, text in enumerate(texts)}
     first, second = (vectors[[place[each] for each in side]] for side in (left, right))
@@ -151,7 +151,7 @@ def _route(answer: Callable[..., Any], kind: type[_TextPairs]) -> Callable[..., 
 
 
 def _texts(given: Any, name: str) -> list[str]:
-    """RequestError: there is no text, or something else."""
+    """Return a list of texts. RequestError: it is empty, or has something else."""
     found: Any = protocol.texts_of(given, name)
     if not isinstance(found[0], str):
         raise RequestError(f"{name}: texts are expected", name)

@@ -1,5 +1,4 @@
-"""Routes that turn texts into tokens and back, as those of vLLM's server do. Imported only where FastAPI is
-installed."""
+"""Routes that tokenize and detokenize, compatible with vLLM. Imported only if FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from deepspeed.version import __version__
 
 
 class TokenizeRequest(BaseModel):
-    """``prompt`` or ``messages``. ``add_special_tokens``: by default to a prompt only, as templates add their own."""
+    """``prompt`` or ``messages``. ``add_special_tokens``: default: only for a prompt, since templates add their own."""
 
     model: str = ""
     prompt: SkipValidation[str | None] = None

@@ -1,4 +1,4 @@
-"""Weights as Transformers saves them."""
+"""Weights in the layout of Transformers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 
-# Interface of a source of weights.
+# Interface of a weight source.
 
 
 class CheckpointEngineBase(ABC):
-    """``model_config``: the config of a model of Transformers, with ``max_seq_length``, the tokens of its longest
-    sequence."""
+    """A source of weights. ``model_config``: a Transformers config, with ``max_seq_length``, the maximum sequence
+    length in tokens."""
 
     model_config: Any
 
     @abstractmethod
     def parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """Name and whole value of every weight, in any order; each call starts anew."""
+        """Yield name and whole value of every weight, in any order; each call starts over."""
 
 
 class HuggingFaceCheckpointEngine(CheckpointEngineBase):
-    """A folder of ``save_pretrained``, or the name of a model in the Hugging Face hub.
+    """A folder of ``save_pretrained``, or the name of a model on the Hugging Face Hub.
 
     Args:
-        model_name_or_path: of the folder or model.
-        auth_token: for the hub.
+        model_name_or_path: the folder or model name.
+        auth_token: for the Hub.
         config: of the model; None: it is read.
         hf_kwargs: for ``AutoConfig.from_pretrained``, such as ``trust_remote_code``.
 
@@ -63,7 +63,7 @@ class HuggingFaceCheckpointEngine(CheckpointEngineBase):
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens that a model with this config was made for; 2,048 if it does not say."""
+    """Return the maximum sequence length of a model with this config, in tokens; 2,048 if unknown."""
     text = config.get_text_config(decoder=True)
     for name in ("max_seq_length", "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
         if getattr(text, name, None):
@@ -71,11 +71,11 @@ def longest_sequence(config: Any) -> int:
     return 2048
 
 
-# Weights of a model that is there already.
+# Weights of an existing model.
 
 
 class InMemoryModelEngine(CheckpointEngineBase):
-    """``model``: of Transformers. Its weights are shared, not copied; it is not changed."""
+    """``model``: of Transformers. Its weights are shared, not copied; the model is not modified."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -1,9 +1,9 @@
-"""Follows labels of channels through the graph of a model: which weights can be split with which, and into what parts.
+"""Follows channel labels through the graph of a model, to find which weights can be split together, into which parts.
 
-Every linear layer whose input all ranks have may give each of its output channels a label. What an operation computes
-from several labels unites them; where labelled channels enter a further linear layer along its input, the products of
-the ranks can be summed, and the labels end. An operation that is not known gives up everything that it gets, so that
-nothing is ever split that has not been shown to be separable.
+A linear layer whose input is on all ranks may give each of its output channels a label. An operation that computes one
+element from several labels unites them. Where labelled channels enter another linear layer along its input dim, the
+ranks' products can be summed, and the labels end. An unknown operation gives up all of its inputs, so that only what
+has been shown to be separable is ever split.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from deepspeed.parallel.tensor.planning.values import (
     shape_of,
 )
 
-# Operations that move data: labels move with it.
+# Operations that move data, and the labels with it.
 
 
 class Moves(Tracker):
-    """Each rule takes a node, its name and its operands, and says what is known of the result."""
+    """Rules for operations that move data. Each takes a node, its name and its operands, and returns the ``Value`` of
+    the result, or a list of them."""
 
     def _identity(self, node: Node, name: str, operands: Operands) -> Any:
         value = operands[0][1]
@@ -99,7 +100,7 @@ class Moves(Tracker):
         return [make(each) for each in moved] if isinstance(moved, (list, tuple)) else make(moved)
 
     def _indexed(self, node: Node, name: str, operands: Operands) -> Any:
-        """With indices that the code of the model contains."""
+        """Follow an index operation whose indices are constants in the model's code."""
         value, indices = operands[0][1], list(cast("Sequence[Any]", node.args[1]))
         constants = [
             self.trace.constants.get(each.name) if isinstance(each, Node) else each for each in indices
@@ -162,7 +163,7 @@ class Moves(Tracker):
         return Value(tuple(joined.shape), SPLIT, joined, learned=True)
 
     def _written(self, node: Node, name: str, operands: Operands) -> Any:
-        """A part of the first tensor is replaced by the second."""
+        """Follow the replacement of a part of the first tensor by the second."""
         base, part = operands[0][1], operands[-1][1]
         if SPLIT not in (base.kind, part.kind):
             return self._unknown(node, name, operands)
@@ -181,8 +182,8 @@ class Moves(Tracker):
 def follow(
     trace: Trace, whole: Iterable[str], soft: Soft | None = None, arguments: Iterable[str] = ()
 ) -> Followed:
-    """Labels of all tensors of the graph, if the parameters in ``whole`` are not split. ``soft``: which channels of
-    which dim of a parameter several ranks may have (bool [size]). ``arguments``: those of modules that may be cut."""
+    """Label all tensors of the graph, with the parameters in ``whole`` not split. ``soft``: by dim of a parameter, the
+    channels that several ranks may hold (bool [size]). ``arguments``: the arguments of modules that may be cut."""
     return _Follower(trace, frozenset(whole), soft or {}, frozenset(arguments)).run()
 
 

@@ -1,7 +1,7 @@
-"""Requests beside the model's graph: rules of the user, of a preset, or of the model's author.
+"""Tensor-parallel rules: of the user, of a preset, or of the model's author.
 
-The graph is what is believed. A rule of the user chooses among what the graph allows; one that it contradicts is
-refused by name. Only for a model whose forward cannot be followed are rules the whole plan (``plan_by_rules``).
+The model's graph takes precedence. A user's rule chooses among what the graph allows; a rule that contradicts the graph
+is refused by name. Only if the graph of a model cannot be traced, the rules are the whole plan (``plan_by_rules``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ USER = "you said so"
 _UNNAMED = "no rule names it"
 _SPLIT = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
 _AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gather_output": True}
-"""What Transformers calls column- and row-parallel; whether outputs are gathered."""
+"""Styles of Transformers that mean column- or row-parallel -> whether outputs are gathered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule as it holds for one parameter. ``source``: where it stands. ``binding``: the user wrote it."""
+    """A rule that applies to one parameter. ``source``: the config key or plan it is from. ``binding``: written by the
+    user."""
 
     spec: TPLayerSpec
     source: str
@@ -45,9 +46,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``rules``: by the parameter's name. ``whole``: parameters that stay whole -> why. ``beside``: layers beside
-    row-parallel ones are column-parallel, where there is no graph that says so. ``idle``: patterns of the user that no
-    parameter has."""
+    """``rules``: by parameter name. ``whole``: parameters that stay whole -> why. ``beside``: without a graph, the
+    other linear layers of a block with a row-parallel layer are column-parallel. ``idle``: patterns of the user that
+    match no parameter."""
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
@@ -56,14 +57,14 @@ class Rules:
 
     @property
     def gathered(self) -> Iterator[tuple[str, Rule]]:
-        """Column-parallel layers that give their whole output."""
+        """Yield the user's rules for column-parallel layers whose output is gathered."""
         return ((name, each) for name, each in self.rules.items() if each.binding and _is_gathered(each.spec))
 
 
 def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
-    """Return what the section ``tensor_parallel`` asks for, parameter by parameter.
+    """Return the rules of the section ``tensor_parallel``, by parameter.
 
-    PlanError: rules contradict each other, or a preset is for other models. ValueError: ``strict_mode``, and a linear
+    PlanError: rules contradict each other, or a preset is for other models. ValueError: in ``strict_mode``, a linear
     layer has no rule.
     """
     every = {name: len(full_shape(param)) for name, param in module.named_parameters()}
@@ -98,7 +99,7 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
 
 
 def _preset(section: TPTrainingConfig, names: Sequence[str], module: nn.Module) -> AutoTPConfig | None:
-    """PlanError: none of its rules is for a parameter of the model."""
+    """Return the config of ``preset_model``, if set. PlanError: its rules match no parameter of the model."""
     if section.preset_model is None:
         return None
     preset = AutoTPPresets.get_preset(section.preset_model)
@@ -111,7 +112,8 @@ def _preset(section: TPTrainingConfig, names: Sequence[str], module: nn.Module) 
 
 
 def _injected(policy: tuple[Any, ...] | None, names: Sequence[str]) -> dict[str, Rule]:
-    """Layers whose outputs are summed."""
+    """Return row-parallel rules for the layers of an injection policy, whose outputs are summed. PlanError: an entry is
+    not the name of a layer."""
     source = "tensor_parallel.injection_policy_tuple"
     found: dict[str, Rule] = {}
     for entry in policy or ():
@@ -126,8 +128,8 @@ def _injected(policy: tuple[Any, ...] | None, names: Sequence[str]) -> dict[str,
 
 
 def author_rules(module: nn.Module, ranks: int) -> Rules | None:
-    """Return the rules of ``base_model_tp_plan``, as Transformers' models have it; None if the model has none, or its
-    heads cannot be dealt evenly."""
+    """Return the rules of the ``base_model_tp_plan`` of a Transformers model; None if it has none, or ``ranks`` does
+    not divide its heads."""
     config = getattr(module, "config", None)
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     if any(isinstance(count, int) and count % ranks for count in heads):
@@ -147,7 +149,7 @@ def author_rules(module: nn.Module, ranks: int) -> Rules | None:
 
 
 def _carried_rules(module: nn.Module) -> Rules | None:
-    """Return the rules of a module that is none of Transformers' classes but carries a plan like theirs."""
+    """Return the rules of a module that is not a Transformers class but carries such a plan."""
     specs = TPPlanConverter.convert(_get_hf_tp_plan(module) or {}) or []
     found: dict[str, Rule] = {}
     for name, _ in module.named_parameters():
@@ -161,9 +163,10 @@ def _carried_rules(module: nn.Module) -> Rules | None:
 
 
 def confirmed(plan: TensorParallelPlan, rules: Rules, module: nn.Module) -> TensorParallelPlan:
-    """``plan``, made without the parameters in ``rules.whole`` and ``rules.gathered``, with what the rules add.
+    """Check ``plan``, made without the parameters in ``rules.whole`` and ``rules.gathered``, against the user's rules.
+    Returns it with the layers that gather their outputs added.
 
-    PlanError: a rule says otherwise.
+    PlanError: a rule contradicts the plan.
     """
     vocabulary = {each.weight for each in plan.vocabulary}
     params = dict(module.named_parameters())
@@ -242,15 +245,17 @@ def _gathering(
     return found
 
 
-# ------------------------------------------------------------------------------------ without one
+# --------------------------------------------------------------------------------- without a graph
 
 
 def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> TensorParallelPlan:
-    """The plan of a model whose forward cannot be followed: what the rules name is split evenly, all else is whole.
+    """Make the plan of a model whose graph cannot be traced: layers named by rules are split evenly, all others stay
+    whole.
 
-    Nobody has shown that the forward works on parts: layers must see heads by ``-1``, as those of Transformers do.
+    Nothing here checks that the forward works on parts: views into heads must use ``-1`` as the number of heads, as in
+    Transformers.
 
-    PlanError: a rule names no linear layer, or the parts would not be equal.
+    PlanError: a rule names something other than a linear layer, or the parts would not be equal.
     """
     params = dict(module.named_parameters())
     named = dict(rules.rules)
@@ -287,7 +292,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
 
 
 def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Column-parallel rules for the other linear layers of the blocks that have row-parallel ones."""
+    """Return column-parallel rules for the other linear layers of the blocks that have row-parallel ones."""
     found: dict[str, Rule] = {}
     weights = _linear_weights(module)
     for name, rule in named.items():
@@ -300,9 +305,9 @@ def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Ru
 
 
 def linear_dims(layer: nn.Module, *, try_it: bool = False) -> tuple[int, int] | None:
-    """Return the dims of outputs and inputs in the weight of a linear layer; None if the layer cannot be split.
+    """Return (dim of outputs, dim of inputs) of the weight of a linear layer; None if the layer cannot be split.
 
-    ``try_it``: someone says that it is one, of whatever class.
+    ``try_it``: decide by a trial call whether a layer of an unknown class, which a rule names, is linear.
     """
     if isinstance(layer, nn.Linear):
         return 0, 1
@@ -325,7 +330,7 @@ def _is_gathered(spec: TPLayerSpec) -> bool:
 
 
 def _blocks(name: str, rule: Rule, size: int) -> tuple[int, ...]:
-    """Extents of the matrices side by side. PlanError: they do not make up ``size``."""
+    """Return the extents of the matrices side by side. PlanError: they do not sum to ``size``."""
     sizes, count = rule.spec.get_sub_param_sizes(), rule.spec.get_num_sub_params()
     if sizes is None:
         count = count or 1
@@ -338,14 +343,14 @@ def _blocks(name: str, rule: Rule, size: int) -> tuple[int, ...]:
 
 
 def _even(name: str, rule: Rule, dim: int, size: int, ranks: int, *, exact: bool) -> Cut:
-    """PlanError: ``exact``, and it does not divide."""
+    """Return an even cut along ``dim``. PlanError: ``exact``, and ``ranks`` does not divide a matrix."""
     blocks = _blocks(name, rule, size)
     if exact and any(each % ranks for each in blocks):
         raise PlanError(f"{rule.source}: {name} is {size} wide, which {ranks} ranks do not divide")
     return Cut.fused(dim, [even_sizes(each, ranks) for each in blocks])
 
 
-# The plan that a model of Transformers carries (``base_model_tp_plan``), as rules of ``partition_config``.
+# Conversion of the plan of a Transformers model (``base_model_tp_plan``) to rules of ``partition_config``.
 
 _STYLES = {
     "colwise": {"partition_type": PartitionType.COLUMN},
@@ -357,14 +362,14 @@ _STYLES = {
 
 
 class TPPlanConverter:
-    """From names with wildcards and styles of Transformers to ``TPLayerSpec``."""
+    """Converts a Transformers plan (names with wildcards -> styles) to ``TPLayerSpec``."""
 
     @staticmethod
     def convert(hf_tp_plan: Mapping[str, str]) -> list[TPLayerSpec] | None:
-        """One rule for each entry, in the plan's order.
+        """Return one rule per entry, in the plan's order.
 
-        A layer whose style is none of ours stays whole, as a rule of its own, so that nothing else splits it. None: no
-        entry of the plan has a style of ours.
+        A layer with an unsupported style gets a rule that keeps it whole, so that no other rule splits it. None: no
+        style of the plan is supported.
         """
         known = {name for name, style in hf_tp_plan.items() if style.lower() in _STYLES}
         if hf_tp_plan and not known:
@@ -376,7 +381,7 @@ class TPPlanConverter:
 
     @staticmethod
     def _wildcard_to_regex(pattern: str) -> str:
-        """``*`` stands for anything, and the name may begin anywhere in a parameter's."""
+        """Return a regex in which ``*`` matches anything, and that may match from any position of a parameter name."""
         return ".*" + pattern.replace(".", r"\.").replace("*", ".*")
 
 
