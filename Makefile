@@ -55,7 +55,7 @@ bench: install-dev
 
 clients: install-clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
-		tests/clients tests/examples/test_clients.py tests/examples/test_notebooks.py tests/examples/test_clusters.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
+		tests/clients tests/examples/test_clients.py "tests/examples/test_notebooks.py::test_a_notebook_runs[serving]" tests/examples/test_clusters.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
 		tests/zero/test_init_peak.py \
 		"tests/pretended_gpu/test_benchmarks.py::test_a_script_ends_with_its_tables[lightning_strategy]"
 

@@ -104,15 +104,15 @@ def test_loading_the_training_core_starts_nothing() -> None:
     code = """
 import sys, warnings
 warnings.simplefilter("error", FutureWarning)
-import torch, deepspeed
+import torch
+of_torch = {"triton", "cpuinfo"} & set(sys.modules)
+import deepspeed
 deepspeed.initialize, deepspeed.DeepSpeedEngine, deepspeed.zero, deepspeed.comm, deepspeed.init_distributed
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 heavy = {"triton", "transformers", "tokenizers", "matplotlib", "tensorboard", "wandb", "cpuinfo", "hjson"}
-print(sorted(heavy & set(sys.modules)))
+print(sorted(heavy & set(sys.modules) - of_torch))
 """
-    loaded = fresh(code)
-    allowed = fresh("import sys, torch; print(sorted({'triton', 'cpuinfo'} & set(sys.modules)))")
-    assert json.loads(loaded.replace("'", '"')) == json.loads(allowed.replace("'", '"'))
+    assert fresh(code) == "[]"
 
 
 def test_import_beyond_torch_is_quick() -> None:
@@ -163,23 +163,23 @@ def test_console_scripts_exist() -> None:
         assert callable(getattr(importlib.import_module(module), function))
 
 
-INITIALIZE = """
+FIRST_STEPS = """
 import gc, sys, torch
-module = torch.nn.Linear(4, 4)
 import deepspeed
-config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": STAGE}}
-engine, *_ = deepspeed.initialize(model=module, config=config)
-engine.backward(engine(torch.ones(1, 4)).sum())
-engine.step()
 slow = {"torch._dynamo", "torch._inductor", "torch.onnx", "triton", "transformers", "hjson", "sympy"}
-print(sorted(slow & set(sys.modules)), gc.isenabled())
+for stage in (0, 2, 3):
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    print(stage, sorted(slow & set(sys.modules)), gc.isenabled())
 """
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_first_step_does_not_import_the_compiler(stage: int) -> None:
+def test_a_first_step_does_not_import_the_compiler() -> None:
     """Half a second that only those who compile should pay (torch's own optimizers import it when made)."""
-    assert fresh(INITIALIZE.replace("STAGE", str(stage))).splitlines()[-1] == "[] True"
+    said = [line for line in fresh(FIRST_STEPS).splitlines() if not line.startswith("[20")]  # without the log
+    assert said == [f"{stage} [] True" for stage in (0, 2, 3)]
 
 
 def test_modules_are_reached_by_attributes_after_only_the_import_of_the_package():
