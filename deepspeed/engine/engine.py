@@ -353,9 +353,10 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.events.emit("before_reduction")
         self.core.reducer.flush()
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Multiply ``loss`` by the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
-        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
+        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``. ``retain_graph``
+        has no effect: any graph may be kept, if that ``backward`` is told to."""
         core = self._require_core("scale")
         self._recover()
         check_graph(loss)

@@ -214,7 +214,7 @@ class StepExecutor:
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
-        late, pending = self.reducer.has_late(), self.reducer.pending_params
+        late, pending = bool(self.reducer.late), self.reducer.pending_params
         activated = [param.grad is not None for param in pending] if pending else []
         mine = flags = [*self.reducer.used, *activated]
         wants = [bool(self._wants_local())] if self._wants_local else []

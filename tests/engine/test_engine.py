@@ -79,15 +79,20 @@ def test_no_sync_equals_one_sum(stage: int) -> None:
     engine.destroy(), reference.destroy()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=2)
-def test_several_backwards_per_step_add_up(stage: int) -> None:
+def test_several_backwards_per_step_add_up(stage: int, scaled: bool) -> None:
     engine, reference = start(stage), start(stage)
     rank = dist.get_rank()
     outputs = engine(data(0, rank))
     first, second = outputs.square().mean(), outputs.abs().mean()
-    engine.backward(first, retain_graph=True)
-    engine.backward(second)
+    if scaled:
+        engine.scale(first, retain_graph=True).backward(retain_graph=True)
+        engine.scale(second).backward()
+    else:
+        engine.backward(first, retain_graph=True)
+        engine.backward(second)
     engine.step()
     outputs = reference(data(0, rank))
     reference.backward(outputs.square().mean() + outputs.abs().mean())

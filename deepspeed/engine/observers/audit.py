@@ -314,7 +314,7 @@ class ReductionProof:
         """Return whether any rank has gradients that arrived after their bucket was summed: they are added later."""
         core = self.engine.core
         assert core is not None
-        late = torch.tensor([float(core.reducer.has_late())], device=core.reducer.device)
+        late = torch.tensor([float(bool(core.reducer.late))], device=core.reducer.device)
         core.reducer.communicator.all_reduce(late).wait()
         return bool(late.item())
 

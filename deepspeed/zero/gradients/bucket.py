@@ -363,14 +363,14 @@ class BucketOrder:
     Args:
         members: by bucket, the indices of its parameters.
         expected: arrivals of each parameter in one backward.
-        solo: whether there are no other ranks to agree with.
     """
 
-    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int], *, solo: bool) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], expected: Sequence[int]) -> None:
         self._members = members
         self._expected = list(expected)
         self._buckets = list(reversed(range(len(members))))
-        self._solo = self.agreed = solo
+        self.agreed = False
+        """False: the next backward that sums calls ``agree``."""
         self._count_arrivals()
         self.begin()
 
@@ -411,21 +411,20 @@ class BucketOrder:
     def __iter__(self) -> Iterator[int]:
         return iter(self._buckets)
 
-    def agree(self, communicator: Communicator, device: torch.device) -> None:
-        """Adopt the order and the numbers of arrivals that rank 0 observed in this backward. Collective."""
+    def agree(self, late: bool, communicator: Communicator, device: torch.device) -> bool:
+        """Adopt the order and the numbers of arrivals that rank 0 observed in this backward, and return its ``late``.
+        Collective."""
         filled = set(self._filled)
         order = self._filled + [b for b in self._buckets if b not in filled]
-        seen = torch.tensor(order + [max(1, n) for n in self._arrived], dtype=torch.int64, device=device)
+        arrived = [max(1, n) for n in self._arrived]
+        seen = torch.tensor([late, *order, *arrived], dtype=torch.int64, device=device)
         communicator.broadcast(seen, src=0).wait()
-        values = seen.tolist()
+        late, *values = seen.tolist()
         self._buckets, self._expected = values[: len(order)], values[len(order) :]
         self.agreed = True
         self._count_arrivals()
-
-    def observe_again(self) -> None:
-        """Agree again in the next backward that sums, as the graph has changed."""
-        self.agreed = self._solo
+        return bool(late)
 
     def extended(self, members: Sequence[Sequence[int]], more: int) -> BucketOrder:
         """Return an order, not yet agreed on, of buckets that hold ``more`` additional parameters."""
-        return BucketOrder(members, [*self._expected, *[1] * more], solo=self._solo)
+        return BucketOrder(members, [*self._expected, *[1] * more])

@@ -16,8 +16,8 @@ Collective gathers at stage 3 need no such exchange: a gather that follows a sum
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment. The
 number of arrivals of each is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
-arrives after its bucket was launched is kept as a late gradient, and the ranks agree at the step (``StepVote``) to
-sum it then.
+arrives after its bucket was launched is kept as a late gradient. It is summed at the end of the backward if that is
+the one that is recorded, or if there are no other ranks; else the ranks agree at the step (``StepVote``) to sum it.
 
 [Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are about
 to be dropped, and on all ranks in the same step (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at
@@ -133,7 +133,7 @@ class GradReducer:
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
         self._retired_by = ""  # name of a parameter that a later engine trains
-        self._order = BucketOrder((), (), solo=communicator.size == 1)
+        self._order = BucketOrder((), ())
         self._index_params(len(self.params))
 
     def _index_params(self, added: int) -> None:
@@ -324,8 +324,11 @@ class GradReducer:
         self._launch_rest()
         for bucket in self.buckets:
             bucket.collect()
+        late = bool(self._late) and self.communicator.size == 1  # other ranks may have none
         if not self._order.agreed:
-            self._order.agree(self.communicator, self.device)
+            late = self._order.agree(bool(self._late), self.communicator, self.device)
+        if late:
+            self.reduce_late()
 
     def _launch_rest(self) -> None:
         self._order.launch_rest(self.launch if self.turns is None else self.turns.sum_ready)
@@ -401,13 +404,8 @@ class GradReducer:
             _, bucket, position = self._places[index]
             bucket.accept(position, value.view(full_shape(self.params[index])), lasting=True)
 
-    def has_late(self) -> bool:
-        return bool(self._late)
-
     def reduce_late(self) -> None:
-        """Sum the late gradients. Every rank calls this, or none does (``StepVote``)."""
-        self.before_backward()
-        self._progress = Progress.IDLE
+        """Sum the late gradients. Every rank calls this, or none does."""
         for index, grad in self._late.items():
             _, bucket, position = self._places[index]
             bucket.accept(position, grad)
@@ -415,7 +413,7 @@ class GradReducer:
         for bucket in self.buckets:  # all of them: ranks differ in which ones got a late gradient
             bucket.launch()
             bucket.collect()
-        self._order.observe_again()
+        self._order.agreed = False  # the graph has changed
 
     def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
         """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with
