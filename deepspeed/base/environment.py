@@ -89,13 +89,13 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
     if launcher is None:
         if "RANK" in env or "WORLD_SIZE" in env:
             missing = "WORLD_SIZE" if "RANK" in env else "RANK"
-            raise ValueError(
-                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or neither"
-            )
+            raise ValueError(f"{missing} is not set: set both RANK and WORLD_SIZE, or neither")
         return None
     rank, world_size = _number(env, launcher.rank), _number(env, launcher.size)
     if not 0 <= rank < world_size:
-        raise ValueError(f"{launcher.rank}={rank} with {launcher.size}={world_size}: a rank is in [0, size)")
+        raise ValueError(
+            f"{launcher.rank}={rank} with {launcher.size}={world_size}: the rank must be in [0, size)"
+        )
     if launcher is SLURM:
         local_size = _first_task_count(env.get(SLURM.local_size, ""))
     else:
@@ -146,7 +146,7 @@ def _master(
 ) -> tuple[str | None, int | None]:
     port = _optional(env, "MASTER_PORT")
     if port is not None and not 0 < port < 65536:
-        raise ValueError(f"MASTER_PORT={port}: a port is in [1, 65535]")
+        raise ValueError(f"MASTER_PORT={port}: the port must be in [1, 65535]")
     if address := env.get("MASTER_ADDR"):
         return address, port
     if world_size == 1 or local_size == world_size:

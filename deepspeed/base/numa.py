@@ -36,9 +36,7 @@ def parse_range_list(range_str: str) -> list[int]:
     for part in range_str.split(","):
         numbers = parse_range(part)
         if cores and numbers.start <= cores[-1]:
-            raise ValueError(
-                f"Core list {range_str!r}: {part!r} overlaps or comes before the range in front of it."
-            )
+            raise ValueError(f"Core list {range_str!r}: {part!r} overlaps or precedes the previous range.")
         cores.extend(numbers)
     return cores
 
@@ -124,8 +122,8 @@ def get_numactl_cmd(
     """
     if "KMP_AFFINITY" in os.environ:
         raise ValueError(
-            f"KMP_AFFINITY={os.environ['KMP_AFFINITY']!r} binds threads to cores itself, against numactl: "
-            "unset KMP_AFFINITY"
+            f"KMP_AFFINITY={os.environ['KMP_AFFINITY']!r} conflicts with numactl, as it binds threads to "
+            "cores itself: unset KMP_AFFINITY"
         )
     cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)
     if not check_for_numactl_pkg():
@@ -142,7 +140,7 @@ def get_numactl_cmd(
         if not re.search("operation not permitted|permission denied", refusal, re.IGNORECASE):
             raise NumactlError(f"{' '.join(command)}: {refusal}")
         logger.warning(
-            f"This system does not permit {' '.join(command)} ({refusal}): ranks are bound less tightly."
+            f"This system does not allow {' '.join(command)} ({refusal}): ranks are bound less tightly."
         )
     return len(cores), []
 

@@ -34,7 +34,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _suggestion(self, option: str) -> str:
         found = difflib.get_close_matches(option, self._option_string_actions, n=2, cutoff=0.6)
-        return f"did you mean {' or '.join(found)} in place of {option}?" if found else ""
+        return f"did you mean {' or '.join(found)} instead of {option}?" if found else ""
 
 
 def takes(help: str, default: Any = None, **more: Any) -> dict[str, Any]:

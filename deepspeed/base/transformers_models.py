@@ -19,9 +19,9 @@ def why_not_loaded(name: str, error: OSError) -> str:
     if path.is_dir():
         return str(error)
     if path.exists():
-        return "it is a file: give the folder that it is in"
+        return "this is a file: pass its folder"
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        return f"no such folder; as a name on the hub: {str(error).splitlines()[0]}"
+        return f"no such folder; tried as a model name on the hub: {str(error).splitlines()[0]}"
     return "no such folder"
 
 
@@ -37,7 +37,7 @@ def attention_registries(purpose: str) -> tuple[Any, Any]:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError as problem:
         raise ImportError(
-            f"{purpose} needs transformers>=4.53, of which models find attention and masks by name; "
-            f"{transformers.__version__} is installed"
+            f"{purpose} needs transformers>=4.53, where models look up attention and mask functions by "
+            f"name; {transformers.__version__} is installed"
         ) from problem
     return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS

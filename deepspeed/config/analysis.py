@@ -159,7 +159,7 @@ def _known_part(
                 _unknown_key(key, value, data, model, path, result)
     if unknown > MAX_LISTED:
         where = ".".join(map(str, path)) or "config"
-        text = f"has {unknown - MAX_LISTED} more unknown keys, which are not listed"
+        text = f"has {unknown - MAX_LISTED} more unknown keys (not listed)"
         if issubclass(model, LenientConfigModel):
             note(f"{where} {text}")
         else:
@@ -190,7 +190,7 @@ def _unknown_key(
 ) -> None:
     here = (*path, str(key))
     if not isinstance(key, str):
-        result.error(here, f"keys are text, not {type(key).__name__}")
+        result.error(here, f"keys must be strings, not {type(key).__name__}")
         return
     if key.startswith(COMMENT_MARKS) or path and path[0] in SILENT_SECTIONS:
         return
@@ -198,7 +198,7 @@ def _unknown_key(
     if not path and (key in FOREIGN_KEYS or "." in key):
         return
     if not path and (key, value) in MISSPELT_DEFAULTS:
-        note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key with its default")
+        note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key left at its default")
         return
     if not path and key in IDLE_KEYS:
         note(f"config key '{key}' is unknown and ignored; did you mean '{IDLE_KEYS[key]}'?")
@@ -256,12 +256,12 @@ def _foreign_reason(name: str, value: Any) -> str | None:
     ours, scaling, given = keys_of(section), keys_of(DeepSpeedFP16Config), ", ".join(map(str, value))
     if name == "fp8" and value.keys() & scaling.keys() - ours.keys() and value.keys() <= scaling.keys():
         return (
-            f"its keys ({given}) are those of fp16. For linear layers with 8-bit products, give 'enabled' without "
-            "those of loss scaling"
+            f"its keys ({given}) belong in fp16. For linear layers with 8-bit matrix products, set "
+            "'enabled' and remove the loss-scaling keys"
         )
     if any(not isinstance(key, str) or key in ours or nearest(key, ours) is not None for key in value):
         return None
-    return f"none of its keys ({given}) is one that this section has here"
+    return f"none of its keys ({given}) is supported in this section"
 
 
 # ------------------------------------------------------------------------------------------ old spellings
@@ -397,8 +397,8 @@ def _resolve_batch(config: TrainingConfig, axes: Axes, allow_auto: bool, result:
         message = str(error)
         if open_keys and given[0] is None and given[1] is None:
             message = (
-                f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and "
-                f"no number was filled in"
+                f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and no value "
+                "was filled in"
             )
         result.error(error.key, message)
 
@@ -411,8 +411,8 @@ def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analys
     if shared != section.model_parallel_size:
         result.error(
             f"{ELASTICITY}.model_parallel_size",
-            f"{section.model_parallel_size} is not the number of ranks that share a batch here, {shared} "
-            "(tensor-parallel times sequence-parallel ranks)",
+            f"{section.model_parallel_size} does not match the {shared} ranks that share a batch here "
+            "(tensor-parallel x sequence-parallel)",
         )
         return
     from deepspeed.config.elastic_batch import elastic_batch  # only for elastic runs

@@ -34,7 +34,7 @@ class Allowed:
             lambda value: (
                 all(map(self.test, value)) if isinstance(value, (list, tuple)) else self.test(value)
             ),
-            f"{self.text}, or a list of these with one per parameter group",
+            f"{self.text}, or a list of these, one per parameter group",
         )
 
 

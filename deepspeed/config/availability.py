@@ -92,29 +92,29 @@ MISSING: tuple[Missing, ...] = (
     *_missing(
         "expert_parallel",
         NAMING,
-        "experts are found by their stacked weights, and everything around them stays as it is",
+        "experts are recognized by their stacked weights, and the surrounding layers are unchanged",
     ),
     *_missing(
         "expert_parallel",
         COMPUTING,
-        "a layer's products are always one call, and its outputs are summed by their weights",
+        "each layer's experts always run as one grouped call, and their weighted outputs are summed",
     ),
     *_missing(
         "expert_parallel",
         EXCHANGING,
-        "tokens are exchanged by this package's own exchange, which chooses its transport",
+        "this package has its own token exchange, which chooses the transport",
     ),
     *_missing(
         "tensor_parallel.partition_config",
         "lm_head_patterns embedding_partition_dim",
-        "embeddings and heads are found by the model's graph and split by their vocabulary",
+        "embeddings and heads are found in the model's graph and split along the vocabulary",
     ),
-    *_missing("tensor_parallel", "tp_overlap_comm", "sums are waited for where they are needed"),
-    *_missing("compile", COMMUNICATING, "compiled graphs communicate outside of themselves"),
+    *_missing("tensor_parallel", "tp_overlap_comm", "all-reduces are awaited where their results are needed"),
+    *_missing("compile", COMMUNICATING, "compiled graphs contain no collectives"),
     *_missing(
         "compile",
         "keep_all_input_tensors free_activation",
-        "autograd keeps of a compiled graph what its backward needs, and frees it then",
+        "autograd keeps only what the backward of a compiled graph needs, and frees it afterwards",
     ),
     Missing(
         "compile.passes",
@@ -123,7 +123,7 @@ MISSING: tuple[Missing, ...] = (
         False,
         value="'autosp' without sequence_parallel_size, 'autotp' without autotp_size",
     ),
-    *_missing("nebula", "enabled", "checkpoints are written the ordinary way"),
+    *_missing("nebula", "enabled", "checkpoints are written as usual"),
     *_missing("", "graph_harvesting", "the step runs without a CUDA graph"),
 )
 

@@ -45,7 +45,7 @@ class MeshLayout:
         for axis in (*BASE_AXES, "ep", "node"):
             size: int = getattr(self, axis)
             if size < 1:
-                raise ValueError(f"mesh axis {axis}={size}: a size is at least 1")
+                raise ValueError(f"mesh axis {axis}={size}: the size must be at least 1")
         for axis in ("ep", "node"):
             if self.replicas % getattr(self, axis):
                 raise ValueError(
@@ -225,7 +225,7 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
         problems.append(
             Problem(
                 MESH_PARAM,
-                f"{shown(mesh_param)} is not the sizes of the mesh, (data-parallel ranks, ranks that share a "
+                f"{shown(mesh_param)}: expected the mesh sizes (data-parallel ranks, ranks that share a "
                 "sequence), such as (4, 2)",
             )
         )
@@ -234,7 +234,7 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
     problems.extend(
         Problem(
             MESH_PARAM,
-            f"{shape} asks for {key} {size}, but the config says {sizes[key]}; state it in one place",
+            f"{shape} asks for {key} {size}, but the config says {sizes[key]}; set it in one place only",
         )
         for key, size in asked.items()
         if sizes.get(key, size) != size
@@ -273,7 +273,7 @@ def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: lis
         problems.append(
             Problem(
                 DATA,
-                f"{product} = {sizes[DATA] * share} is not the number of ranks, {of}; for these, {DATA} is "
+                f"{product} = {sizes[DATA] * share} does not match the job's {of}; set {DATA} to "
                 f"{ranks // share}, or leave it out",
             )
         )
@@ -316,5 +316,5 @@ def _identity() -> Identity:
     try:
         return this_process(os.environ)
     except ValueError as error:
-        text = f"the ranks of the job are unknown: {error}"
+        text = f"cannot determine the number of ranks: {error}"
         raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None

@@ -54,7 +54,7 @@ def resolve(
         if value is not None and value < 1:
             raise BatchError(key, f"{key} is {value}, but must be at least 1")
     if dp_world < 1:
-        raise BatchError(TRAIN, f"the number of data-parallel ranks is {dp_world}, but must be at least 1")
+        raise BatchError(TRAIN, f"there are {dp_world} data-parallel ranks, but at least 1 is needed")
     origin = {
         key: GIVEN if value is not None else DERIVED
         for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation))
@@ -63,7 +63,7 @@ def resolve(
 
     if train is None:
         if micro is None:
-            raise BatchError(TRAIN, f"neither {TRAIN} nor {MICRO} is given: write at least one of them")
+            raise BatchError(TRAIN, f"neither {TRAIN} nor {MICRO} is given: set at least one of them")
         if accumulation is None:
             accumulation, origin[GAS] = 1, DEFAULT
         return BatchSizes(micro * accumulation * dp_world, micro, accumulation, dp_world, origin)
@@ -112,9 +112,8 @@ def _check_all(
         ways.append(f"{train // (micro * accumulation)} data-parallel ranks")
     raise BatchError(
         TRAIN,
-        f"{TRAIN} {train} (given) is not {MICRO} {micro} (given) x {GAS} {accumulation} (given) x {ranks} "
-        f"= {product}. "
-        f"Change one of them: {', or '.join(ways)}; or leave one batch key out and it is derived",
+        f"{TRAIN} {train} (given) is not {MICRO} {micro} (given) x {GAS} {accumulation} (given) x {ranks} = "
+        f"{product}. Change one of them: {', or '.join(ways)}; or leave out one batch key to have it derived",
     )
 
 

@@ -104,9 +104,8 @@ def _widest_batch(
     best = get_best_candidates(candidates, micro, min_gpus, max_gpus, section.prefer_larger_batch)
     if not best[1]:
         raise ElasticityConfigError(
-            f"no batch of up to {limit} samples{per}, in micro-batches of {micro}, can be trained by {min_gpus} to "
-            f"{max_gpus} {'nodes' if per else 'ranks'}: raise elasticity.max_train_batch_size, or change min_gpus or "
-            "max_gpus"
+            f"no batch of up to {limit} samples{per}, in micro-batches of {micro}, fits {min_gpus} to {max_gpus} "
+            f"{'nodes' if per else 'ranks'}: raise elasticity.max_train_batch_size, or change min_gpus or max_gpus"
         )
     return best
 
@@ -157,8 +156,8 @@ def elastic_batch(section: ElasticityConfig, data_parallel: int | None) -> Elast
         return ElasticBatch(train, ranks)
     if data_parallel not in ranks:
         raise ElasticityIncompatibleWorldSize(
-            f"{data_parallel} data-parallel ranks cannot share the elastic batch of {train} samples; numbers that can: "
-            f"{', '.join(map(str, ranks))}"
+            f"{data_parallel} data-parallel ranks cannot share the elastic batch of {train} samples; rank "
+            f"counts that can: {', '.join(map(str, ranks))}"
         )
     share = train // data_parallel
     micro = max(size for size in section.micro_batch_sizes if share % size == 0)
@@ -197,17 +196,21 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     """
     text = os.environ.get(SCHEDULER_CONFIG)
     if text is None:
-        logger.debug("%s is not set: the scheduler's elastic section is not compared", SCHEDULER_CONFIG)
+        logger.debug(
+            "%s is not set: the config is not compared with the scheduler's elastic section", SCHEDULER_CONFIG
+        )
         return
     try:
         theirs = ElasticityConfig(**json.loads(text))
     except (ValueError, TypeError) as error:  # a ValidationError is a ValueError
-        raise ElasticityConfigError(f"{SCHEDULER_CONFIG} is not a section as JSON: {error}") from None
+        raise ElasticityConfigError(
+            f"{SCHEDULER_CONFIG} does not hold the section as JSON: {error}"
+        ) from None
     ours = _section_of(runtime_elastic_config_dict)
     for name in ("max_train_batch_size", "micro_batch_sizes", "version"):
         if getattr(ours, name) != getattr(theirs, name):
             raise ElasticityConfigError(
-                f"{ELASTICITY}.{name} is {getattr(ours, name)}, but the scheduler decides by "
+                f"{ELASTICITY}.{name} is {getattr(ours, name)}, but the scheduler uses "
                 f"{getattr(theirs, name)} ({SCHEDULER_CONFIG}); they must agree"
             )
 
@@ -242,11 +245,11 @@ def compute_elastic_config(
             ``model_parallel_size``.
     """
     if not isinstance(ds_config, Mapping):
-        raise ValueError(f"ds_config is a dict that holds the config, not {type(ds_config).__name__}")
+        raise ValueError(f"ds_config must be a dict, not {type(ds_config).__name__}")
     if ELASTICITY not in ds_config:
         raise ElasticityError(f"the config has no section '{ELASTICITY}': elastic training needs one")
     if not elasticity_enabled(ds_config):
-        raise ElasticityError(f"{ELASTICITY}.enabled is false: elastic training needs true")
+        raise ElasticityError(f"{ELASTICITY}.enabled is false: set it to true for elastic training")
     section = _section_of(ds_config[ELASTICITY])
     if Version(str(target_deepspeed_version)) < Version(MIN_VERSION):
         raise ElasticityError(
@@ -272,7 +275,6 @@ def _world_size_of_environment() -> int:
     text = os.environ.get("WORLD_SIZE", "")
     if not text.isdigit() or int(text) < 1:
         raise ElasticityConfigError(
-            "the number of ranks is needed, as version 0.2 of elasticity answers for it: pass world_size, or set "
-            "WORLD_SIZE"
+            "elasticity version 0.2 needs the number of ranks: pass world_size, or set WORLD_SIZE"
         )
     return int(text)

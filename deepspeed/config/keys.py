@@ -58,7 +58,7 @@ def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
                 return key
             if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
                 return fields[key.removesuffix("_default")].get_default(call_default_factory=True)
-    raise AttributeError(f"no constant is called {name!r}")
+    raise AttributeError(f"there is no constant named {name!r}")
 
 
 def documented_name(name: str, field: FieldInfo) -> str:

@@ -212,9 +212,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
     problems = _unknown_keys(name, {**(params or {}), **settings})
     problems += _bad_values(settings) + _contradictions(settings)
     if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
-        problems.append(
-            "optimizer.params.amsgrad=true is available with torch's implementation only: set torch_adam=true"
-        )
+        problems.append("optimizer.params.amsgrad=true needs torch's implementation: set torch_adam=true")
     return problems
 
 
@@ -247,7 +245,7 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
     problems = []
     for key in settings:
         if len(problems) == MAX_LISTED:
-            return [*problems, "optimizer.params has more unknown keys, which are not listed"]
+            return [*problems, "optimizer.params has more unknown keys (not listed)"]
         if key == "max_grad_norm":
             problems.append(
                 "optimizer.params.max_grad_norm is not a parameter: set gradient_clipping at top level"

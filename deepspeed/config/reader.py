@@ -102,8 +102,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
     decoded = _decode_base64(name)
     if decoded is None:
         raise UnreadableConfig(
-            f"{name[:200]!r} is not an existing file, and not urlsafe-base64 JSON text either; "
-            "a config is a dict, a path to a JSON or HJSON file, or such text"
+            f"{name[:200]!r} is neither an existing file nor urlsafe-base64 JSON text; a config is a dict, "
+            "a path to a JSON or HJSON file, or such text"
         )
     return parse_text(decoded, FROM_BASE64)
 
@@ -153,8 +153,8 @@ def check_depth(value: Any, name: str) -> None:
 
 def _too_deep(name: str) -> UnreadableConfig:
     return UnreadableConfig(
-        f"{named(name)} nests objects or lists more than {MAX_DEPTH} deep, which no section needs: remove the extra "
-        "brackets"
+        f"{named(name)} nests objects or lists more than {MAX_DEPTH} deep; no section needs that: remove "
+        "the extra brackets"
     )
 
 

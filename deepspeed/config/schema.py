@@ -114,12 +114,11 @@ class OptimizerConfig(LenientConfigModel):
 
     type: str | None = key(
         None,
-        "Name (case-insensitive) of a built-in one (adam, adamw, lamb, lion, adagrad, "
-        "sgd, ...), "
-        "or the name of a class in `torch.optim`.",
+        "Name (case-insensitive) of a built-in optimizer (adam, adamw, lamb, lion, adagrad, sgd, ...), or "
+        "the name of a class in `torch.optim`.",
     )
     params: Arguments = key(None, "Arguments of the constructor (`lr`, `betas`, `weight_decay`, ...).")
-    legacy_fusion: bool = key(False, "No effect; chose an older way of flattening.")
+    legacy_fusion: bool = key(False, "No effect; selected an older way of flattening.")
 
 
 class SchedulerConfig(LenientConfigModel):
@@ -150,57 +149,57 @@ class TrainingConfig(LenientConfigModel):
     )
     gradient_accumulation_steps: Int | None = key(
         None,
-        "Micro-batches per optimizer step. Derived when missing; 1 if one batch size alone is given.",
+        "Micro-batches per optimizer step. Derived when missing; 1 if only one batch size is given.",
         gt=0,
     )
     managed_gradient_accumulation: bool = key(
         True,
-        "The engine counts micro-batches and `step()` acts at the last one only. False: every "
-        "`step()` acts. "
+        "The engine counts micro-batches and only the last `step()` updates. False: every `step()` updates. "
         "False excludes `compile.deepcompile`, `amp`, and `overlap_comm` unless at stage 2.",
     )
     optimizer: OptimizerConfig | None = key(None, "Optimizer created by the engine.")
     scheduler: SchedulerConfig | None = key(None, "Learning-rate schedule created by the engine.")
     communication_data_type: SumDtypeOrNull = key(
-        None, "Dtype in which gradients are sent; null: that of training."
+        None, "Dtype of gradients on the wire; null: the training dtype."
     )
     seq_parallel_communication_data_type: DtypeOrNull = key(
         Dtype.fp32, "No effect: `communication_data_type` applies to all ranks."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = key(
-        "mean", "Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, DeepCompile."
+        "mean",
+        "Average or sum gradients over the ranks; no sum with stage 3, ZenFlow, DeepCompile.",
     )
-    prescale_gradients: bool = key(False, "Divide gradients before they are reduced instead of after.")
+    prescale_gradients: bool = key(False, "Divide gradients before the reduction instead of after it.")
     gradient_predivide_factor: Float = key(
-        1.0, "Divide by this before reducing, by the rest after.", gt=0, le=1e6
+        1.0, "Divide by this before the reduction and by the rest after it.", gt=0, le=1e6
     )
     sparse_gradients: bool = key(False, "Reduce gradients of `nn.Embedding` as indices and values.")
     disable_allgather: bool = key(False, "No effect; kept for old files.")
     fp16: DeepSpeedFP16Config = section(DeepSpeedFP16Config, "Training in fp16.")
     bf16: DeepSpeedBF16Config = section(DeepSpeedBF16Config, "Training in bf16. Old spelling: `bfloat16`.")
     fp8: Float8Config = section(
-        Float8Config, "Linear layers with 8-bit products; with any precision and stage."
+        Float8Config, "Linear layers with 8-bit matrix products; with any precision and stage."
     )
     native_products: NativeProductsConfig = section(
         NativeProductsConfig,
-        "Faster fp32 products of linear layers on some processors; see transformer_kernels.md.",
+        "Faster fp32 linear layers on some processors; see transformer_kernels.md.",
     )
     amp: AmpConfig = section(AmpConfig, "Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
-    torch_autocast: TorchAutocastConfig = section(TorchAutocastConfig, "`torch.autocast` by the engine.")
+    torch_autocast: TorchAutocastConfig = section(TorchAutocastConfig, "Forward under `torch.autocast`.")
     gradient_clipping: FloatOrInfinity = key(
-        1.0, "Largest global norm of the gradients; 0 or infinity: no clipping.", ge=0
+        1.0, "Maximum global gradient norm; 0 or infinity: no clipping.", ge=0
     )
-    data_types: DataTypesConfig = section(DataTypesConfig, "Dtypes other than the implied ones.")
+    data_types: DataTypesConfig = section(DataTypesConfig, "Override the dtypes that the precision implies.")
     zero_optimization: DeepSpeedZeroConfig = key(
         DeepSpeedZeroConfig(), "ZeRO. The old form, a boolean, means stage 1 or 0."
     )
     zero_allow_untested_optimizer: bool = key(
         False,
-        "true: partition a client's optimizer without checks; false, if given: refuse all but "
-        "torch's and ours.",
+        "true: partition a client's optimizer unchecked; explicit false: accept only torch's optimizers and ours.",
     )
     zero_force_ds_cpu_optimizer: bool = key(
-        True, "true, if given: with optimizer offload, refuse a client's optimizer not made for the host."
+        True,
+        "Explicit true: with optimizer offload, refuse a client's optimizer not made for the host.",
     )
     aio: AioConfig = section(AioConfig, "File access for NVMe offload.")
     tensor_parallel: TPTrainingConfig = section(TPTrainingConfig, "AutoTP.")
@@ -209,7 +208,7 @@ class TrainingConfig(LenientConfigModel):
         None, "Data-parallel ranks; with `sequence_parallel_size` it defines the device mesh.", ge=1
     )
     use_data_before_expert_parallelism: bool = key(
-        False, "Order of the ranks: data groups inside expert groups."
+        False, "Rank order: data-parallel groups inside expert groups."
     )
     expert_parallel: AutoEPConfig = section(AutoEPConfig, "AutoEP.")
     hybrid_engine: HybridEngineConfig = section(HybridEngineConfig, "Training and generation in one engine.")
@@ -217,19 +216,19 @@ class TrainingConfig(LenientConfigModel):
         int | float | None,
         PlainValidator(_print_period),
         AllowedValues("a number above 0 (infinity: never) or null"),
-    ] = key(None, "Steps between two lines of progress; null: chosen automatically, see logging.md.")
-    wall_clock_breakdown: bool = key(False, "Time forward, backward and step; `flops_profiler` turns it on.")
+    ] = key(None, "Steps between progress lines; null: chosen automatically, see logging.md.")
+    wall_clock_breakdown: bool = key(False, "Time forward, backward and step; implied by `flops_profiler`.")
     memory_breakdown: bool = key(False, "Report memory around forward, backward and step.")
     dump_state: bool = key(False, "Print the config at the start.")
     disable_python_gc: bool = key(
         False,
         "Turn Python's garbage collector off until the engine is destroyed, because a full collection on "
-        "one rank delays all; `engine.collect_python_gc()` collects.",
+        "one rank delays all ranks; `engine.collect_python_gc()` runs one.",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, WrapValidator(_spelled_in_any_case)
-    ] = key(None, "Level of the logger; null: unchanged. At `warning` and above, no progress is shown.")
-    vocabulary_size: Int | None = key(None, "Only checked: a multiple of 8 is faster on GPUs.", ge=1)
+    ] = key(None, "Log level; null: unchanged. `warning` and above hide the progress.")
+    vocabulary_size: Int | None = key(None, "Only used for a check: multiples of 8 are faster on GPUs.", ge=1)
     dataloader_drop_last: bool = key(False, "The engine's loader drops an incomplete last batch.")
     graph_harvesting: bool = key(False, "Run the optimizer step as a CUDA graph.")
     timers: TimersConfig = section(TimersConfig, "Timers.")
@@ -239,11 +238,11 @@ class TrainingConfig(LenientConfigModel):
         None, "Gradients in a few bits per element; see slow_links.md."
     )
     audit: AuditConfig | None = key(None, "Fingerprints of every step, for `ds diff`; see diff.md.")
-    trace: TraceConfig | None = key(None, "A timeline of some steps, for `ds trace`; see profiling.md.")
+    trace: TraceConfig | None = key(None, "Timeline of some steps, for `ds trace`; see profiling.md.")
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = section(
         DeepSpeedActivationCheckpointingConfig, "Activation checkpointing."
     )
-    tiled_compute: TiledComputeConfig = section(TiledComputeConfig, "Long sequences in tiles.")
+    tiled_compute: TiledComputeConfig = section(TiledComputeConfig, "Process long sequences in tiles.")
     sparse_attention: SparseAttentionConfig | None = key(None, "Block-sparse attention.")
     data_efficiency: DataEfficiencyConfig = section(DataEfficiencyConfig, "Data efficiency library.")
     curriculum_learning: CurriculumLegacyConfig | None = key(
@@ -257,7 +256,7 @@ class TrainingConfig(LenientConfigModel):
     trackio: TrackioConfig = section(TrackioConfig, "Curves for Trackio.")
     mlflow: MlflowConfig = section(MlflowConfig, "Curves for MLflow.")
     aim: AimConfig = section(AimConfig, "Curves for Aim.")
-    monitor: MonitorConfig = section(MonitorConfig, "The live page (see live.md); the x axis of the curves.")
+    monitor: MonitorConfig = section(MonitorConfig, "Live page (see live.md); x axis of the curves.")
     comm: CommConfig = section(CommConfig, "Communication.")
     comms_logger: CommsLoggerConfig | None = key(None, "Log of communication.")
     elasticity: ElasticityConfig | None = key(None, "Elastic batch size.")

@@ -136,7 +136,7 @@ class OneOf:
 def _not_bool(value: Any) -> Any:
     """Refuse booleans, which Python counts as numbers; in a config that is a mistake."""
     if isinstance(value, bool):
-        raise ValueError("a boolean stands where a number is expected")
+        raise ValueError("expected a number, not a boolean")
     return value
 
 

@@ -100,7 +100,8 @@ def test_a_rank_takes_its_device(not_chosen: pytest.MonkeyPatch, count: int, ran
 def test_more_ranks_than_devices_are_refused(not_chosen: pytest.MonkeyPatch) -> None:
     not_chosen.setattr(select, "ds_accelerator", Devices(2))
     with pytest.raises(
-        ValueError, match=r"LOCAL_RANK=2, but this process sees 2 devices.*CUDA_VISIBLE_DEVICES"
+        ValueError,
+        match=r"LOCAL_RANK=2, but only 2 devices are visible to this process.*CUDA_VISIBLE_DEVICES",
     ):
         select.take_device_of_rank(2)
 

@@ -141,9 +141,9 @@ def test_writing_state_that_nobody_keeps(name: str) -> None:
 
 
 def test_wrong_shapes(param: nn.Parameter) -> None:
-    with pytest.raises(ValueError, match=r"shape \(2, 3\), the given value \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\), but the given value has \(3, 2\)"):
         ds.safe_set_full_fp32_param(param, torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="has 4 elements, the given value 6"):
+    with pytest.raises(ValueError, match="has 4 elements, but the value has 6"):
         ds.safe_set_local_fp32_param(param, torch.zeros(6))
     param.data = torch.empty(0)  # as ZeRO stage 3 leaves it
     param.ds_shape = torch.Size([2, 3])  # type: ignore[attr-defined]

@@ -18,6 +18,9 @@ def test_a_path_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         assert why_not_loaded(name, error) == "no such folder", name
     for name in ("model", "some/model", "org/model-7.b_2"):
         said = why_not_loaded(name, error)
-        assert said == "no such folder; as a name on the hub: Repo id must be in the form of something", name
-    assert why_not_loaded("file", error).startswith("it is a file")
+        assert (
+            said
+            == "no such folder; tried as a model name on the hub: Repo id must be in the form of something"
+        ), name
+    assert why_not_loaded("file", error).startswith("this is a file")
     assert why_not_loaded("folder", error) == str(error)

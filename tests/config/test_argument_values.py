@@ -244,6 +244,6 @@ def test_a_schedule_of_another_optimizer_is_taken_with_a_warning(
     trained, other = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
     schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5)
     assert resolve_scheduler(config, schedule, trained, None) is schedule
-    assert "do not follow it" in caplog.text
+    assert "does not control the learning rates" in caplog.text
     caplog.clear()
     assert resolve_scheduler(config, schedule, other, other) is schedule and not caplog.text

@@ -43,23 +43,23 @@ def test_sizes_become_a_layout(data: dict[str, Any], ranks: int, expected: MeshL
         (
             {"sequence_parallel_size": 3},
             "sequence_parallel_size",
-            "does not divide the job's 8 ranks (as asked for)",
+            "does not divide the job's 8 ranks (as requested)",
         ),
         (
             {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 4}},
             "sequence_parallel_size",
             "sequence_parallel_size 4 x tensor_parallel.autotp_size 4 = 16 does not divide",
         ),
-        ({"data_parallel_size": 4}, "data_parallel_size", "for these, data_parallel_size is 8"),
+        ({"data_parallel_size": 4}, "data_parallel_size", "set data_parallel_size to 8"),
         (
             {"data_parallel_size": 8, "sequence_parallel_size": 2},
             "data_parallel_size",
-            "data_parallel_size 8 x sequence_parallel_size 2 = 16 is not the number of ranks",
+            "data_parallel_size 8 x sequence_parallel_size 2 = 16 does not match the job's",
         ),
     ],
 )
 def test_what_does_not_fit(data: dict[str, Any], key: str, said: str) -> None:
-    axes = axes_of(data, 8, "as asked for")
+    axes = axes_of(data, 8, "as requested")
     assert axes.layout is None
     (problem,) = axes.problems
     assert problem.key == key and said in problem.message

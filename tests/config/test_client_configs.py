@@ -265,13 +265,13 @@ READ_WITH_A_WORD = {
     ),
     "a section of another tool under a name of ours": (
         {"gradient_compression": {"enabled": False}},
-        "config section 'gradient_compression' is ignored, as in release 0.19: none of its keys (enabled) is one that "
-        "this section has here",
+        "config section 'gradient_compression' is ignored, as in release 0.19: none of its keys (enabled) is "
+        "supported in this section",
     ),
     "monitors under one roof": (
         {"monitor": {"enabled": True, "wandb": {"enabled": True}}},
-        "config section 'monitor' is ignored, as in release 0.19: none of its keys (enabled, wandb) is one that this "
-        "section has here",
+        "config section 'monitor' is ignored, as in release 0.19: none of its keys (enabled, wandb) is "
+        "supported in this section",
     ),
     "a device of the optimizer": (
         {"optimizer": {"type": "Adam", "params": {"lr": 1.0}, "device": "cuda:0"}},

@@ -112,7 +112,7 @@ def test_the_fields_come_to_what_accelerates_plugin_makes(tmp_path: Path) -> Non
 def test_problems_are_told_under_the_fields_name(tmp_path: Path) -> None:
     report = checked(tmp_path, ACCELERATE.replace("zero_stage: 3", "zero_stage: 7"), 2)
     assert [problem.key for problem in report.errors] == ["deepspeed_config.zero_stage"]
-    assert (report.ranks, report.ranks_from) == (2, "as asked for")
+    assert (report.ranks, report.ranks_from) == (2, "as requested")
 
 
 def test_a_field_that_is_none(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_whole_sections_may_be_auto() -> None:
 
 def test_auto_batch_sizes_need_somebody() -> None:
     with pytest.raises(
-        DeepSpeedConfigError, match=r"train_micro_batch_size_per_gpu is 'auto', and no number was filled in"
+        DeepSpeedConfigError, match=r"train_micro_batch_size_per_gpu is 'auto', and no value was filled in"
     ):
         DeepSpeedConfig({"train_micro_batch_size_per_gpu": "auto"})
 
@@ -395,7 +395,7 @@ def test_sources_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nonsense_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The config says what `init_distributed` would say; the logger has no rank to complain about, and is 0."""
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(DeepSpeedConfigError, match="RANK is not set although its partner is"):
+    with pytest.raises(DeepSpeedConfigError, match="RANK is not set: set both"):
         world_size()
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE='many': expected an integer"):

@@ -32,7 +32,7 @@ def test_config_page_shows_what_it_should(tool: ModuleType) -> None:
     for words in (
         "| `stage3_prefetch_bucket_size` | integer | `50000000` | >= 0 |",
         "### `zero_optimization.offload_param`",
-        "- `nebula.enabled`: checkpoints are written the ordinary way",
+        "- `nebula.enabled`: checkpoints are written as usual",
         "Also: `tp`.",
         "*Deprecated.*",
     ):

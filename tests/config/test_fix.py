@@ -230,7 +230,7 @@ def test_another_file_and_kept_backups(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([str(path), "--fix"]) == 0 and "nothing to correct" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([str(path), "--output", str(other)])
-    assert "--output goes with --fix" in capsys.readouterr().err
+    assert "--output needs --fix" in capsys.readouterr().err
 
 
 def test_files_that_are_not_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ OP_BUILDER_PACKAGE = "deepspeed.ops.op_builder"
 
 def _check_host(device: Any) -> None:
     if torch.device(device).type != "cpu":
-        raise ValueError(f"device={device!r}: memory of the host is page-locked; pass device='cpu'")
+        raise ValueError(f"device={device!r}: only host memory can be pinned; pass device='cpu'")
 
 
 class DeepSpeedAccelerator(ABC):

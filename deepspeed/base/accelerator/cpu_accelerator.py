@@ -49,7 +49,7 @@ class HostEvent:
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Return the milliseconds from this event to ``end_event``."""
         if self._recorded_s is None or end_event._recorded_s is None:
-            raise RuntimeError("Record both events before asking for the time between them.")
+            raise RuntimeError("Record both events before calling elapsed_time().")
         return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 

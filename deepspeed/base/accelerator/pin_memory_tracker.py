@@ -32,7 +32,7 @@ def track_pinned_memory(num_bytes: int) -> None:
     """Count an allocation of page-locked memory. Log the total at 32 GiB and whenever it has doubled."""
     _total.bytes += num_bytes
     _total.calls += 1
-    logger.debug(f"pinned {_amount(num_bytes)}; in all {_total}")
+    logger.debug(f"pinned {_amount(num_bytes)}; total: {_total}")
     if _total.bytes >= _total.next_note:
         logger.info(str(_total))
         while _total.bytes >= _total.next_note:

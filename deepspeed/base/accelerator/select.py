@@ -54,8 +54,8 @@ def take_device_of_rank(local_rank: int) -> int:
     seen = accelerator.device_count()
     if 1 < seen <= local_rank:
         raise ValueError(
-            f"LOCAL_RANK={local_rank}, but this process sees {seen} devices: start at most {seen} ranks on this host, "
-            "or let each rank see one (CUDA_VISIBLE_DEVICES)"
+            f"LOCAL_RANK={local_rank}, but only {seen} devices are visible to this process: start at most "
+            f"{seen} ranks on this host, or make one device visible to each rank (CUDA_VISIBLE_DEVICES)"
         )
     index = 0 if seen == 1 else local_rank
     accelerator.set_device(index)

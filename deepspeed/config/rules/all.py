@@ -130,7 +130,7 @@ def names_of_experts(config: TrainingConfig) -> Iterator[Finding]:
     for name in ATTRIBUTES if section.enabled else ():
         if getattr(section, name) == "":
             yield Finding(
-                (f"expert_parallel.{name}",), "is empty: give the attribute's name, or leave it out"
+                (f"expert_parallel.{name}",), "is empty: set it to the attribute's name, or leave it out"
             )
 
 
@@ -188,8 +188,8 @@ def one_choice_of_samples(config: TrainingConfig) -> Iterator[Finding]:
     if config.data_efficiency.enabled and sampling.enabled and both:
         yield Finding(
             (f"{SAMPLING}.dynamic_batching.enabled", f"{SAMPLING}.curriculum_learning.enabled"),
-            "dynamic_batching and curriculum_learning both choose the samples of a batch: initialize(training_data=) "
-            "refuses that",
+            "dynamic_batching and curriculum_learning both choose the samples of a batch, which "
+            "initialize(training_data=) rejects",
             is_error=False,
         )
 
@@ -211,8 +211,8 @@ def dropped_tokens(config: TrainingConfig) -> Iterator[Finding]:
     if (config.sequence_parallel_size or 1) > 1:
         yield Finding(
             (f"{RANDOM_LTD}.enabled", "sequence_parallel_size"),
-            "cannot be combined with sequence_parallel_size: ranks that share a sequence would each drop tokens of "
-            "their own part",
+            "cannot be combined with sequence_parallel_size: each rank would drop tokens of its own part of "
+            "the sequence",
         )
     yield from _learning_rate(config)
 
@@ -280,8 +280,8 @@ def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
     if zero.stage == 3:
         yield Finding(
             ("optimizer.type", STAGE),
-            f"{section.type!r} exchanges momenta instead of gradients, of which stage {zero.stage} has only parts; use "
-            "stage 0 to 2, or another optimizer with zero_quantized_gradients",
+            f"{section.type!r} exchanges momenta instead of gradients, which stage {zero.stage} holds only "
+            "in part; use stage 0 to 2, or another optimizer with zero_quantized_gradients",
         )
     elif zero.mics_shard_size <= 0:
         yield Finding(

@@ -132,7 +132,7 @@ def quantizes_16_bits(config: TrainingConfig) -> Iterator[Finding]:
         key = "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward"
         yield Finding(
             (key, BF16, FP16),
-            "false is refused for a model of init_compression in fp32, which has no 16-bit weights: set it to true, or "
-            "enable fp16 or bf16",
+            "false is refused for a model of init_compression in fp32, which has no 16-bit weights to "
+            "quantize: set it to true, or enable fp16 or bf16",
             is_error=False,
         )

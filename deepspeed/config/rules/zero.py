@@ -26,7 +26,7 @@ def compiled_passes(config: TrainingConfig) -> Iterator[Finding]:
     moving = "compile.offload_opt_states"
     if section.offload_opt_states and offload_device(zero.offload_optimizer) != "none":
         yield Finding(
-            (moving, OFFLOAD), f"cannot be combined with {OFFLOAD}: both move the optimizer's states"
+            (moving, OFFLOAD), f"cannot be combined with {OFFLOAD}: both offload the optimizer state"
         )
     if section.offload_opt_states and zero.stage == 0:
         yield Finding((moving, STAGE), "needs ZeRO stage 1, 2 or 3 (stage is 0)")
@@ -50,7 +50,7 @@ def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
         if section.device == "nvme" and section.nvme_path is None:
             yield Finding(
                 (f"{key}.nvme_path", f"{key}.device"),
-                "is needed for device 'nvme': give a folder for the swap files",
+                "is needed for device 'nvme': set it to a folder for the swap files",
             )
         if zero.stage < needed:
             yield Finding(
@@ -67,7 +67,7 @@ def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
     if optimizer is not None and optimizer.super_offload and optimizer.device != "cpu":
         yield Finding(
             (f"{OFFLOAD}.super_offload", f"{OFFLOAD}.device"),
-            f"needs device 'cpu' (it is '{optimizer.device}'): what is updated ahead is in host memory",
+            f"needs device 'cpu' (it is '{optimizer.device}'): only state in host memory can be updated ahead",
         )
 
 
@@ -90,7 +90,9 @@ def zenflow_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
     for name in ("select_interval", "update_interval"):
         value = getattr(section, name)
         if value != "auto" and int(value) < 1:
-            yield Finding((f"{key}.{name}",), f"{value} is not allowed: a number of at least 1, or 'auto'")
+            yield Finding(
+                (f"{key}.{name}",), f"{value} is not allowed: expected a number of at least 1, or 'auto'"
+            )
 
 
 def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
@@ -106,8 +108,8 @@ def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
         what = f"optimizer.params.{asked[0]}" if known else f"optimizer.type {shown(name)}"
         yield Finding(
             (key, "optimizer.type"),
-            f"cannot be combined with {what}: it updates columns alone; use Adam, AdamW, Adagrad, Lion or SGD of this "
-            "package, without torch_adam, state_bits and stochastic_rounding",
+            f"cannot be combined with {what}: it updates single columns; use Adam, AdamW, Adagrad, Lion or "
+            "SGD of this package, without torch_adam, state_bits and stochastic_rounding",
         )
 
 
@@ -136,7 +138,7 @@ def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         yield Finding(
             ("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients"),
-            "has no effect without zero_quantized_gradients: it corrects errors of their quantization",
+            "has no effect without zero_quantized_gradients: it corrects their quantization error",
             False,
         )
     quantizes = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
@@ -150,12 +152,12 @@ def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     if config.gradient_compression is not None and zero.zero_quantized_gradients:
         yield Finding(
             ("gradient_compression", "zero_optimization.zero_quantized_gradients"),
-            "cannot be combined with zero_quantized_gradients: both say how gradients travel; choose one",
+            "cannot be combined with zero_quantized_gradients: both choose the encoding of gradients; keep one",
         )
     if group > 1 and zero.mics_shard_size > 0 and zero.stage == 3:
         yield Finding(
             ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
-            "cannot be combined: with MiCS, gathers stay within a group already; set zero_hpz_partition_size to 1",
+            "cannot be combined: with MiCS, gathers already stay within a group; set zero_hpz_partition_size to 1",
         )
 
 
@@ -169,7 +171,7 @@ def _rounding_of_codec(config: TrainingConfig) -> Iterator[Finding]:
         seeded = " or ".join(f'"{name}"' for name in CODECS if codec_named(name).seeded(0) is not None)
         yield Finding(
             ("gradient_compression.rounding", "gradient_compression.codec"),
-            f'"{section.codec}" is not rounded at random: use {seeded}, or leave rounding out',
+            f'"{section.codec}" has no stochastic rounding: use {seeded}, or leave rounding out',
         )
 
 

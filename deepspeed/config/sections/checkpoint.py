@@ -63,7 +63,7 @@ class CheckpointDataParallel(str, Enum):
 class ParallelWriteConfig(LenientConfigModel):
     """Sharing the writing of a checkpoint."""
 
-    pipeline_stage: bool = key(False, "No effect: each rank writes the part that it holds.")
+    pipeline_stage: bool = key(False, "No effect: each rank writes its own part.")
 
 
 class CheckpointWriterConfig(LenientConfigModel):
@@ -71,14 +71,14 @@ class CheckpointWriterConfig(LenientConfigModel):
 
     type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = key(
         CheckpointWriterType.FAST,
-        "FAST and PYTHON: the tensors' memory goes to the files as it is; MOCK: nothing is written.",
+        "FAST and PYTHON: tensor memory is written to the files as it is; MOCK: nothing is written.",
     )
     decoupled: bool = key(False, "Copy the state and write it while training continues.")
     io_buffer_size: Int = key(64 * 1024 * 1024, "No effect: files are written without a buffer.", ge=1)
     io_buffer_double: bool = key(True, "No effect, likewise.")
     show_statistics: bool = key(False, "Log how long training waits for each save.")
     data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = key(
-        None, "No effect: each rank writes the part that it holds."
+        None, "No effect: each rank writes its own part."
     )
     io_multiplier: Int = key(1, "No effect.", ge=1)
 
@@ -88,40 +88,40 @@ class CheckpointConfig(LenientConfigModel):
 
     tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = key(
         ValidationMode.WARN.value,
-        "When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
+        "When ranks pass different tags: ignore it, warn, or raise. Case-insensitive.",
     )
     load_universal: bool = key(False, "The checkpoint to load is a universal one.")
-    use_node_local_storage: bool = key(False, "Every node has a folder of its own, not a shared one.")
+    use_node_local_storage: bool = key(False, "Each node has its own folder instead of a shared one.")
     parallel_write: ParallelWriteConfig = section(ParallelWriteConfig, "Who writes what.")
     checkpoint_serialization: bool = key(True, "No effect: archives of `torch.save` are in the zip format.")
     writer: CheckpointWriterConfig | None = key(None, "The fast checkpoint writer.")
     keep_last: Int | None = key(
         None,
-        "Checkpoints that stay in a folder; older ones are removed after a save. Tags with a slash are never.",
+        "Number of checkpoints to keep in a folder; older ones are removed after a save, except tags with a slash.",
         ge=1,
     )
     folder: str | None = key(
         None,
-        "Folder of this run's checkpoints, or a URL such as `s3://bucket/run`, for `resume` and for saves "
-        "that the engine makes by itself.",
+        "Folder of this run's checkpoints, or a URL such as `s3://bucket/run`, for `resume` and for automatic saves.",
         min_length=1,
     )
     staging_folder: str | None = key(
         None,
-        "Where checkpoints of URLs lie on this machine on their way; default: a folder of the user's in "
-        "the system's temporary one. Not a folder that machines share.",
+        "Local staging folder for checkpoints of URLs; default: a per-user folder in the system's temporary "
+        "one. Must not be shared between machines.",
         min_length=1,
     )
     resume: bool = key(
-        False, "`deepspeed.initialize` loads the newest checkpoint in `folder`; without one the run begins."
+        False,
+        "`deepspeed.initialize` loads the newest checkpoint in `folder`; if there is none, the run starts fresh.",
     )
     save_at_sigterm: bool = key(
-        False, "SIGTERM to any rank: all save to `folder` after the step and end with exit code 143."
+        False, "On SIGTERM to any rank, all ranks save to `folder` after the step and exit with code 143."
     )
     save_before: TimeLimit = key(
         None,
-        "Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
-        "from the start of the command; `slurm` is the limit of the allocation.",
+        "Time limit of the job: all ranks save to `folder` before it and exit with code 124. Counted from "
+        "the start of the command; `slurm`: the limit of the allocation.",
     )
 
 
@@ -130,7 +130,7 @@ class DeepSpeedNebulaConfig(LenientConfigModel):
 
     enabled: bool = key(False, "Turn it on.")
     persistent_storage_path: str | None = key(None, "Folder of the kept checkpoints.")
-    persistent_time_interval: Int = key(100, "Seconds between two kept checkpoints.", ge=1)
-    num_of_version_in_retention: Int = key(2, "How many are kept.", ge=1)
+    persistent_time_interval: Int = key(100, "Seconds between kept checkpoints.", ge=1)
+    num_of_version_in_retention: Int = key(2, "Number of kept checkpoints.", ge=1)
     enable_nebula_load: bool = key(True, "Load through the service.")
     nebula_load_path: str | None = key(None, "Folder to load from.")

@@ -14,11 +14,11 @@ class CommConfig(DeepSpeedConfigModel):
     """Communication between ranks."""
 
     shared_memory: bool = key(
-        True, "CPU tensors move through shared memory among ranks of one host (else through gloo)."
+        True, "Move CPU tensors between ranks of one host through shared memory (else through gloo)."
     )
     hang_report_seconds: Float = key(
         30.0,
-        "After so long without progress in communication, a report says who waits for whom; 0: never.",
+        "Without progress in communication for this long, report who waits for whom; 0: never.",
         ge=0,
     )
 
@@ -33,12 +33,12 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
     """Gradients travel in a few bits per element, at every stage."""
 
     codec: Annotated[str, OneOf(_codecs)] = Field(
-        description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
-        "largest elements."
+        description="Gradient encoding: integers or 8-bit floats with a scale per block, signs, or only the largest "
+        "elements."
     )
-    share: Float = key(0.01, 'Share of the elements that travel; only for "top_k".', gt=0, le=1)
+    share: Float = key(0.01, 'Fraction of the elements that is sent; only for "top_k".', gt=0, le=1)
     rounding: Literal["nearest", "stochastic"] = key(
-        "nearest", 'Rounding of "int8" and "int4"; stochastic: at random, right in the mean.'
+        "nearest", 'Rounding of "int8" and "int4"; stochastic: at random, unbiased.'
     )
     error_feedback: bool = key(True, "Add the encoding error to the next gradients.")
 

@@ -15,9 +15,9 @@ class LayerReductionConfig(LenientConfigModel):
 
     enabled: bool = key(False, "Turn it on.")
     keep_number_layer: Int | None = required("Layers of the student.")
-    module_name_prefix: str | None = required("Name in front of the layer number.")
-    teacher_layer: list[Int] | None = required("Layers of the teacher that are copied.")
-    other_module_name: list[str] | None = required("Further modules that are copied.")
+    module_name_prefix: str | None = required("Module name prefix before the layer number.")
+    teacher_layer: list[Int] | None = required("Teacher layers to copy.")
+    other_module_name: list[str] | None = required("Other modules to copy.")
 
 
 class FP16MixedQuantizeConfig(LenientConfigModel):
@@ -42,9 +42,7 @@ class WeightQuantizationGroupParams(LenientConfigModel):
     @model_validator(mode="after")
     def _not_more_bits(self) -> WeightQuantizationGroupParams:
         if self.target_bits > self.start_bits:
-            raise ValueError(
-                f"target_bits={self.target_bits} must be at most start_bits={self.start_bits}, from which they fall"
-            )
+            raise ValueError(f"target_bits={self.target_bits} must be at most start_bits={self.start_bits}")
         return self
 
 
@@ -56,11 +54,11 @@ class WeightQuantizationShared(LenientConfigModel):
     enabled: bool = key(False, "Turn it on.")
     quantizer_kernel: bool = key(False, "Accepted; the arithmetic is the same.")
     schedule_offset: Int = key(0, "First step that quantizes.", ge=0)
-    quantize_groups: Int = key(1, "Groups of values with a scale of their own.", ge=1)
+    quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
     quantize_verbose: bool = key(False, "Log what is quantized.")
     quantization_type: Literal["symmetric", "asymmetric"] = key("symmetric", "With or without a zero point.")
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values are rounded.")
-    quantize_weight_in_forward: bool = key(False, "Quantize in forward; else in the optimizer (MoQ).")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding.")
+    quantize_weight_in_forward: bool = key(False, "Quantize in forward; false: in the optimizer (MoQ).")
     fp16_mixed_quantize: FP16MixedQuantizeConfig | None = key(None, "Gradual change.")
 
 
@@ -68,7 +66,7 @@ class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
     shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all groups.")
-    different_groups: dict[str, WeightQuantizationGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, WeightQuantizationGroup] = key({}, "Groups, by any name.")
 
 
 class ActivationQuantizationGroupParams(LenientConfigModel):
@@ -90,11 +88,11 @@ class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
     shared_parameters: ActivationQuantizationShared = section(ActivationQuantizationShared, "For all groups.")
-    different_groups: dict[str, ActivationQuantizationGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, ActivationQuantizationGroup] = key({}, "Groups, by any name.")
 
 
 class PruningGroupParams(LenientConfigModel):
-    dense_ratio: Float = Field(ge=0.0, le=1.0, description="Share that is kept.")
+    dense_ratio: Float = Field(ge=0.0, le=1.0, description="Fraction to keep.")
 
 
 class PruningGroup(_Group):
@@ -107,24 +105,24 @@ class _PruningShared(LenientConfigModel):
 
 
 class SparsePruningShared(_PruningShared):
-    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "How values are chosen.")
+    method: Literal["l1", "topk", "snip_momentum"] = key("l1", "Criterion for values to prune.")
     schedule_offset_end: Int = key(1000, "Last step that prunes (snip_momentum).", ge=0)
-    schedule_offset_stride: Int = key(1, "Steps between two prunings (snip_momentum).", ge=1)
+    schedule_offset_stride: Int = key(1, "Steps between prunings (snip_momentum).", ge=1)
     block_pattern: str = key("4x1", "Shape of the blocks (snip_momentum).")
-    dense_ratio: Float = key(0.1, "Share that is kept (snip_momentum).", ge=0.0, le=1.0)
-    excluded_modules: list[str] = key([], "Modules left alone.")
+    dense_ratio: Float = key(0.1, "Fraction to keep (snip_momentum).", ge=0.0, le=1.0)
+    excluded_modules: list[str] = key([], "Modules not to prune.")
 
 
 class RowPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = key("l1", "How rows are chosen.")
+    method: Literal["l1", "topk"] = key("l1", "Criterion for rows to prune.")
 
 
 class ChannelPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = key("l1", "How channels are chosen.")
+    method: Literal["l1", "topk"] = key("l1", "Criterion for channels to prune.")
 
 
 class HeadPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = key("topk", "How heads are chosen.")
+    method: Literal["l1", "topk"] = key("topk", "Criterion for heads to prune.")
     num_heads: Int | None = required("Attention heads per layer.")
 
 
@@ -132,28 +130,28 @@ class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
     shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all groups.")
-    different_groups: dict[str, PruningGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
     shared_parameters: RowPruningShared = section(RowPruningShared, "For all groups.")
-    different_groups: dict[str, PruningGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
     shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all groups.")
-    different_groups: dict[str, PruningGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
     shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all groups.")
-    different_groups: dict[str, PruningGroup] = key({}, "Groups by a name of your choice.")
+    different_groups: dict[str, PruningGroup] = key({}, "Groups, by any name.")
 
 
 class CompressionConfig(LenientConfigModel):
@@ -178,9 +176,9 @@ class EigenvalueConfig(LenientConfigModel):
     enabled: bool = key(False, "Turn it on.")
     verbose: bool = key(False, "Log the values.")
     max_iter: Int = key(100, "Most iterations.", ge=1)
-    tol: Float = key(1e-2, "Relative change at which it stops.", ge=0.0)
+    tol: Float = key(1e-2, "Relative change at which the iteration stops.", ge=0.0)
     stability: Float = key(1e-6, "Added to denominators.", ge=0.0)
-    gas_boundary_resolution: Int = key(1, "Optimizer steps between two measurements.", ge=1)
+    gas_boundary_resolution: Int = key(1, "Optimizer steps between measurements.", ge=1)
     layer_name: str = key("bert.encoder.layer", "Name of the list of blocks.")
     layer_num: Int = key(0, "Number of blocks.", ge=0)
 
@@ -195,15 +193,15 @@ class QuantizeBitsConfig(LenientConfigModel):
 class QuantizeScheduleConfig(LenientConfigModel):
     """Steps at which the number of bits is reduced."""
 
-    quantize_period: Int = key(100, "Steps until the first bit is lost; it doubles with each.", ge=1)
-    schedule_offset: Int = key(100, "Steps before the first that quantizes.", ge=0)
+    quantize_period: Int = key(100, "Steps until the first bit is dropped; doubles with each bit.", ge=1)
+    schedule_offset: Int = key(100, "Steps before quantization starts.", ge=0)
 
 
 class QuantizeAlgorithmConfig(LenientConfigModel):
     """Method of quantization."""
 
     q_type: Literal["symmetric", "asymmetric"] = key("symmetric", "With or without a zero point.")
-    rounding: Literal["nearest", "stochastic"] = key("nearest", "How values are rounded.")
+    rounding: Literal["nearest", "stochastic"] = key("nearest", "Rounding.")
 
 
 class QuantizeTrainingConfig(LenientConfigModel):
@@ -212,11 +210,13 @@ class QuantizeTrainingConfig(LenientConfigModel):
     enabled: bool = key(False, "Turn it on.")
     quantize_verbose: bool = key(False, "Log each change of bits.")
     quantizer_kernel: bool = key(False, "Accepted; the arithmetic is the same.")
-    quantize_type: Literal["symmetric", "asymmetric"] | None = key(None, "Short for `quantize_algo.q_type`.")
-    quantize_algo: QuantizeAlgorithmConfig = section(QuantizeAlgorithmConfig, "How values are quantized.")
-    quantize_bits: QuantizeBitsConfig = section(QuantizeBitsConfig, "How many bits.")
-    quantize_schedule: QuantizeScheduleConfig = section(QuantizeScheduleConfig, "When they fall.")
-    quantize_groups: Int = key(1, "Groups of values with a scale of their own.", ge=1)
+    quantize_type: Literal["symmetric", "asymmetric"] | None = key(
+        None, "Short form of `quantize_algo.q_type`."
+    )
+    quantize_algo: QuantizeAlgorithmConfig = section(QuantizeAlgorithmConfig, "Quantization algorithm.")
+    quantize_bits: QuantizeBitsConfig = section(QuantizeBitsConfig, "Number of bits.")
+    quantize_schedule: QuantizeScheduleConfig = section(QuantizeScheduleConfig, "Schedule of the bits.")
+    quantize_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
     fp16_mixed_quantize: FP16MixedQuantizeConfig = section(FP16MixedQuantizeConfig, "Gradual change.")
     eigenvalue: EigenvalueConfig | None = key(None, "Curvature of each block.")
 
@@ -227,7 +227,7 @@ class WeightQuantConfig(LenientConfigModel):
     enabled: bool = key(True, "Turn it on.")
     num_bits: Int = key(8, "Bits.", ge=1)
     q_type: Literal["asymmetric", "symmetric"] = key("symmetric", "With or without a zero point.")
-    q_groups: Int = key(1, "Groups of values with a scale of their own.", ge=1)
+    q_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
     quantized_initialization: dict[str, Any] = key(
         {}, "Quantize while the model is built: `num_bits`, `group_size`, ..."
     )

@@ -15,11 +15,13 @@ class CurriculumScheduleConfig(LenientConfigModel):
 
     total_curriculum_step: Int | None = key(None, "Steps until the end (fixed_linear, fixed_root).", ge=1)
     difficulty_step: Int | None = key(
-        None, "Difficulties are multiples of this (fixed_linear, fixed_root).", ge=1
+        None, "Step of the difficulty: values are multiples of this (fixed_linear, fixed_root).", ge=1
     )
     root_degree: Int | None = key(None, "Degree of the root (fixed_root).", ge=1)
     difficulty: list[Int] | None = key(None, "The difficulties in order (fixed_discrete).")
-    max_step: list[Int] | None = key(None, "Last step of each difficulty but the last one (fixed_discrete).")
+    max_step: list[Int] | None = key(
+        None, "Last step of each difficulty except the final one (fixed_discrete)."
+    )
 
 
 NEEDED = {
@@ -49,18 +51,16 @@ def wrong_curriculum(kind: str, details: Mapping[str, Any]) -> str:
 class CurriculumMetricConfig(LenientConfigModel):
     """One measure of difficulty."""
 
-    index_to_sample_path: str = Field(description="File: difficulty index to samples.")
-    index_to_metric_path: str = Field(description="File: difficulty index to value.")
+    index_to_sample_path: str = Field(description="Index file from difficulty to samples.")
+    index_to_metric_path: str = Field(description="Index file from difficulty to value.")
     difficulty_type: Literal["value", "percentile"] = Field(
-        description="Difficulties are values or percentiles."
+        description="Whether difficulties are values or percentiles."
     )
-    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
-        description="How samples are grouped."
-    )
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field(description="Grouping of samples.")
     min_difficulty: Int = Field(description="Difficulty at the start.")
     max_difficulty: Int = Field(description="Difficulty at the end.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(
-        description="How it grows."
+        description="Growth schedule."
     )
     schedule_config: CurriculumScheduleConfig | None = key(None, "Details of `schedule_type`.")
 
@@ -70,7 +70,7 @@ class DataSamplingCurriculumConfig(LenientConfigModel):
 
     enabled: bool = key(False, "Turn it on.")
     data_cluster_path: str | None = required("Folder of the sample clusters.")
-    curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Measures of difficulty by name.")
+    curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Difficulty metrics by name.")
 
 
 class DynamicBatchingConfig(LenientConfigModel):
@@ -89,7 +89,7 @@ class DynamicBatchingConfig(LenientConfigModel):
     max_tokens: Int | None = required("Maximum number of tokens in a batch.")
     loss_weighting: Literal["samples", "tokens", "predictions", "none"] = key(
         "samples",
-        "What has equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
+        "Unit of equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
     )
     verbose: bool = key(False, "Log every batch.")
 
@@ -119,7 +119,7 @@ class RandomLTDScheduleConfig(LenientConfigModel):
 
     min_value: Int | None = key(None, "Tokens at the start.", ge=1)
     max_value: Int | None = key(None, "Tokens at the end.", ge=1)
-    schedule_type: Literal["fixed_linear"] | None = key(None, "How it grows.")
+    schedule_type: Literal["fixed_linear"] | None = key(None, "Growth schedule.")
     schedule_config: RandomLTDScheduleDetails | None = key(None, "Speed of the schedule.")
 
 
@@ -135,7 +135,7 @@ def wrong_lengths(schedule: Mapping[str, Any]) -> str:
     if schedule["min_value"] > schedule["max_value"]:
         return (
             f"random_ltd.random_ltd_schedule.min_value={schedule['min_value']} is above "
-            f"max_value={schedule['max_value']}: the kept length grows"
+            f"max_value={schedule['max_value']}: the kept length must grow"
         )
     return ""
 
@@ -157,26 +157,26 @@ class LayerTokenLRScheduleConfig(LenientConfigModel):
     """A learning rate that follows the tokens processed by all layers."""
 
     enabled: bool = key(False, "Turn it on.")
-    total_layer_tokens: Int | None = key(None, "Tokens times layers until the end.", ge=1)
+    total_layer_tokens: Int | None = key(None, "Tokens x layers until the end of the schedule.", ge=1)
     warmup_type: str | None = key(None, "Shape of the warm-up.")
-    warmup_layer_tokens: Int | None = key(None, "Tokens times layers of the warm-up.", ge=0)
+    warmup_layer_tokens: Int | None = key(None, "Tokens x layers of the warm-up.", ge=0)
 
 
 class RandomLTDConfig(LenientConfigModel):
     """Random layer token dropping."""
 
     enabled: bool = key(False, "Turn it on.")
-    total_layer_num: Int | None = required("Layers of the model.")
-    random_ltd_layer_num: Int | None = required("Layers that drop tokens.")
-    random_ltd_layer_id: list[Int] | None = required("Numbers of the layers that drop tokens.")
-    model_mask_name: str | None = required("Argument with the attention mask; null: none.")
-    model_type: Literal["encoder", "decoder"] | None = required("Kind of the model.")
+    total_layer_num: Int | None = required("Number of layers of the model.")
+    random_ltd_layer_num: Int | None = required("Number of layers that drop tokens.")
+    random_ltd_layer_id: list[Int] | None = required("Indices of the layers that drop tokens.")
+    model_mask_name: str | None = required("Name of the attention-mask argument; null: none.")
+    model_type: Literal["encoder", "decoder"] | None = required("Model type.")
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = required(
         "Order of the dimensions."
     )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = section(
-        LayerTokenLRScheduleConfig, "Learning rate by processed tokens."
+        LayerTokenLRScheduleConfig, "Learning-rate schedule over processed tokens."
     )
     micro_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
     global_batch_size: Int | None = key(None, "Filled in by the engine.", ge=1)
@@ -204,11 +204,11 @@ class CurriculumLegacyConfig(LenientConfigModel):
     """Sequences that grow (the older curriculum)."""
 
     enabled: bool = key(False, "Turn it on.")
-    curriculum_type: Literal["seqlen"] | None = required("What the curriculum varies.")
+    curriculum_type: Literal["seqlen"] | None = required("What the curriculum controls.")
     min_difficulty: Int | None = required("Difficulty at the start.")
     max_difficulty: Int | None = required("Difficulty at the end.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = required(
-        "How it grows."
+        "Growth schedule."
     )
     schedule_config: CurriculumScheduleConfig | None = required(
         "Details of `schedule_type`; `custom` needs none."

@@ -33,16 +33,16 @@ class ElasticityConfig(LenientConfigModel):
     """Bounds between which batch size and number of ranks are chosen."""
 
     enabled: bool = key(False, "Turn it on.")
-    max_train_batch_size: Int = key(2000, "Largest global batch; must be written when enabled.", ge=1)
+    max_train_batch_size: Int = key(2000, "Largest global batch; required when enabled.", ge=1)
     micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = key(
-        [2, 4, 6], "Micro-batch sizes to choose from; must be written when enabled.", min_length=1
+        [2, 4, 6], "Micro-batch sizes to choose from; required when enabled.", min_length=1
     )
     min_gpus: Int = key(1, "Fewest ranks.", ge=1)
     max_gpus: Int = key(10000, "Most ranks.", ge=1)
-    min_time: Int = key(0, "Minimum number of minutes between two changes (version 0.1).", ge=0)
-    prefer_larger_batch: bool = key(True, "Of several choices take the largest batch.")
+    min_time: Int = key(0, "Minimum minutes between changes (version 0.1).", ge=0)
+    prefer_larger_batch: bool = key(True, "Prefer the largest batch among several choices.")
     prefer_large_batch: bool = deprecated(
-        True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
+        True, "Alternative spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
     )
     ignore_non_elastic_batch_info: bool = key(
         False, "Ignore batch keys given next to this section instead of refusing them."
@@ -52,7 +52,7 @@ class ElasticityConfig(LenientConfigModel):
     model_parallel_size: Int = key(1, "Ranks that share one copy of the model (version 0.2).", ge=1)
     replicate_state: bool = key(
         False,
-        "After each step every rank's state is kept in memory that outlives it, and in that of another "
+        "After each step, keep every rank's state in memory that outlives the rank, here and on another "
         "machine, for `deepspeed --elastic_training`.",
     )
 
@@ -71,7 +71,7 @@ class ElasticityConfig(LenientConfigModel):
             )
         if self.version not in VERSIONS:
             known = " and ".join(map(str, VERSIONS))
-            yield "version", f"{self.version} is not known: there are {known}"
+            yield "version", f"{self.version} is unknown: supported are {known}"
         elif self.version == 0.1 and self.model_parallel_size > 1:
             yield (
                 "model_parallel_size",
@@ -81,5 +81,5 @@ class ElasticityConfig(LenientConfigModel):
             yield (
                 "num_gpus_per_node",
                 f"{self.num_gpus_per_node} is not a multiple of model_parallel_size "
-                f"({self.model_parallel_size}): a copy of the model stays within a node",
+                f"({self.model_parallel_size}): a copy of the model must fit in a node",
             )

@@ -18,7 +18,7 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
 
     partition_activations: bool = key(False, "Partition the saved inputs across the model-parallel ranks.")
     cpu_checkpointing: bool = key(
-        False, "Keep the inputs in host memory; also of layers that a model checkpoints itself."
+        False, "Keep the inputs in host memory, including those of layers that the model itself checkpoints."
     )
     contiguous_memory_optimization: bool = key(
         False, "One buffer for all inputs; needs `number_checkpoints` and `partition_activations`."
@@ -30,8 +30,8 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     profile: bool = key(False, "Time forward and backward of each region.")
     memory_budget: Float | None = key(
         None,
-        "What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
-        "share of keeping everything; more: bytes. The rest is recomputed, with the fewest FLOPs. Own key.",
+        "Budget for what the repeated blocks keep for backward, without changes to the model: up to 1, a fraction of "
+        "keeping everything; above 1, bytes. The rest is recomputed with the fewest FLOPs. Not in release 0.19.",
         gt=0,
     )
 
@@ -52,7 +52,7 @@ class CompileConfig(DeepSpeedConfigModel):
 
     deepcompile: bool = key(False, "Use the graph passes.")
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
-        None, "Checked against the ZeRO stage, by which passes run."
+        None, "Checked against the ZeRO stage, which decides the passes."
     )
     free_activation: bool = key(False, "Free activations between their uses.")
     free_activation_threshold: Int = key(10 * 1024 * 1024, "No effect, as `free_activation`.", ge=0)
@@ -67,7 +67,7 @@ class CompileConfig(DeepSpeedConfigModel):
     sync_after_reduce: bool = key(False, "Wait for the device after each reduction.")
     sync_before_allgather: bool = key(False, "Wait for the device before each gather.")
     sync_after_allgather: bool = key(False, "Wait for the device after each gather.")
-    keep_int_input_tensors: bool = key(True, "No effect: autograd keeps what backward needs.")
+    keep_int_input_tensors: bool = key(True, "No effect: autograd already keeps what backward needs.")
     keep_all_input_tensors: bool = key(False, "Keep all inputs of the graph alive until backward.")
 
 
@@ -83,11 +83,11 @@ class SparseAttentionConfig(LenientConfigModel):
     num_local_blocks: Int = key(4, "Blocks in a local window (fixed).", ge=0)
     num_global_blocks: Int = key(1, "Blocks that attend to everything (fixed, bigbird).", ge=0)
     attention: Literal["unidirectional", "bidirectional"] = key(
-        "bidirectional", "Whether tokens attend to later ones."
+        "bidirectional", "Whether tokens attend to later tokens."
     )
     horizontal_global_attention: bool = key(False, "Global blocks also attend to everything (bidirectional).")
     num_different_global_patterns: Int = key(
-        1, "Different choices of global blocks over the heads (fixed).", ge=1
+        1, "Number of different global patterns across the heads (fixed).", ge=1
     )
     num_random_blocks: Int = key(0, "Random blocks per row (variable, bigbird).", ge=0)
     local_window_blocks: list[Int] = key([4], "Sizes of the local windows (variable).")
@@ -107,7 +107,7 @@ class TiledComputeConfig(LenientConfigModel):
     enabled: bool = key(False, "Apply the techniques below to the model.")
     mlp: bool = key(True, "Compute feed-forward layers in tiles.")
     loss: bool = key(
-        True, "Compute logits and cross-entropy in tiles: whole logits exist only if they are read."
+        True, "Compute logits and cross-entropy in tiles; full logits exist only if they are read."
     )
     mlp_shards: Int | None = key(
         None, "Tiles of a feed-forward layer; null: sequence length / hidden size.", ge=1
@@ -115,7 +115,7 @@ class TiledComputeConfig(LenientConfigModel):
     loss_shards: Int | None = key(None, "Tiles of the loss; null: vocabulary size / hidden size.", ge=1)
     attention_chunk: Int | None = key(
         None,
-        "Tokens of a chunk of causal self-attention, with other chunks in host memory; null: whole.",
+        "Tokens per chunk of causal self-attention, with the other chunks in host memory; null: not chunked.",
         ge=1,
     )
 
@@ -130,10 +130,10 @@ class HybridEngineConfig(DeepSpeedConfigModel):
     max_out_tokens: Int = key(512, "Longest sequence in generation.", ge=1)
     inference_tp_size: Int = key(1, "Ranks that share each layer while generating.", ge=1)
     release_inference_cache: bool = key(
-        False, "Give the memory of the key-value cache back to the device after each `generate`."
+        False, "Free the memory of the key-value cache after each `generate`."
     )
     pin_parameters: bool = key(
-        True, "Keep the memory of split weights between two calls of `generate` (`inference_tp_size`)."
+        True, "Keep the memory of split weights between calls of `generate` (`inference_tp_size`)."
     )
-    tp_gather_partition_size: Int = key(8, "Layers gathered at one time when several ranks share them.", ge=1)
-    enable_cuda_graph: bool = key(False, "No effect: forwards are not captured as graphs.")
+    tp_gather_partition_size: Int = key(8, "Layers gathered at a time when several ranks share them.", ge=1)
+    enable_cuda_graph: bool = key(False, "No effect: forward passes are not captured as graphs.")

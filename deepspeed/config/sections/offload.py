@@ -35,10 +35,10 @@ class OffloadStateTypeEnum(str, Enum):
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Stage-3 parameters kept outside device memory."""
 
-    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Where the parameter shards are kept.")
+    device: OffloadDeviceEnum = key(OffloadDeviceEnum.none, "Where to keep parameter shards.")
     nvme_path: Path | None = key(None, "Folder for swap files; needed with device `nvme`.")
-    buffer_count: Int = key(5, "Host buffers that parameters pass through on their way from storage.", ge=0)
-    buffer_size: Int = key(pp_int(1e8), "Elements in one such buffer.", ge=0)
+    buffer_count: Int = key(5, "Number of host buffers for reading parameters from storage.", ge=0)
+    buffer_size: Int = key(pp_int(1e8), "Elements per buffer.", ge=0)
     max_in_cpu: Int = key(pp_int(1e9), "Elements that stay in host memory with device `nvme`.", ge=0)
     pin_memory: bool = key(True, "Page-locked host memory: faster copies, cannot be swapped out.")
 
@@ -47,18 +47,23 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Master weights, optimizer state and update on the host (stages 1 to 3)."""
 
     device: OffloadDeviceEnum = key(
-        OffloadDeviceEnum.none, "Where master weights and optimizer state are kept."
+        OffloadDeviceEnum.none, "Where to keep master weights and optimizer state."
     )
     nvme_path: Path | None = key(None, "Folder for swap files; needed with device `nvme`.")
     buffer_count: Int = key(
-        4, "Host buffers for swapping; at least the number of state tensors per parameter plus one.", ge=0
+        4,
+        "Number of host buffers for swapping; at least one more than the state tensors per parameter.",
+        ge=0,
     )
     pin_memory: bool = key(True, "Page-locked host memory: faster copies, cannot be swapped out.")
-    pipeline_read: bool = key(False, "Read the next sub-group from storage while one is updated.")
-    pipeline_write: bool = key(False, "Write the previous sub-group to storage while one is updated.")
-    fast_init: bool = key(False, "No effect: swap files are created in one way only.")
+    pipeline_read: bool = key(False, "Read the next sub-group from storage during an update.")
+    pipeline_write: bool = key(False, "Write the previous sub-group to storage during an update.")
+    fast_init: bool = key(False, "No effect: swap files are always created in the same way.")
     ratio: Float = key(
-        1.0, "Fraction of the update that the host does (Twin-Flow); below 1 at stage 3 only.", ge=0.0, le=1.0
+        1.0,
+        "Fraction of the update that runs on the host (Twin-Flow); below 1 at stage 3 only.",
+        ge=0.0,
+        le=1.0,
     )
     super_offload: bool = key(
         False,
@@ -79,10 +84,10 @@ class AioConfig(LenientConfigModel):
     """Options of reading and writing files."""
 
     block_size: Int = key(1048576, "Bytes per request.", ge=1)
-    queue_depth: Int = key(8, "Requests in flight at one time.", ge=1)
+    queue_depth: Int = key(8, "Requests in flight.", ge=1)
     intra_op_parallelism: Int = key(1, "Threads that share a read or write.", ge=1)
-    thread_count: Int = key(1, "Another name for `intra_op_parallelism`, used when that is not given.", ge=1)
-    single_submit: bool = key(False, "Hand requests to the kernel one by one.")
+    thread_count: Int = key(1, "Alias of `intra_op_parallelism`, used when that is not given.", ge=1)
+    single_submit: bool = key(False, "Submit requests to the kernel one at a time.")
     overlap_events: bool = key(True, "Submit further requests while waiting for earlier ones.")
     use_gds: bool = key(False, "GPUDirect Storage (NVIDIA GPUs).")
 

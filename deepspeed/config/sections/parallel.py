@@ -48,10 +48,10 @@ class TPLayerSpec(LenientConfigModel):
     partition_type: Literal["row", "column", "skip"] = key(
         "column", "Partition by rows, by columns, or not at all."
     )
-    shape: list[Any] | None = key(None, "Shape of the parts of a fused weight.")
+    shape: list[Any] | None = key(None, "Shape of a fused weight's parts.")
     partition_dim: Int | None = key(None, "Dimension of `shape` that is partitioned.")
     model_types: list[str] | None = key(None, "Only for these values of the model's `config.model_type`.")
-    gather_output: bool = key(False, "Whole outputs on every rank (column).")
+    gather_output: bool = key(False, "Gather the outputs on every rank (column).")
     grad_allreduce: bool = key(False, "Sum the gradient of a whole parameter (skip).")
 
 
@@ -69,7 +69,7 @@ class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
     tp_size: Int = key(1, "No effect in training: use `autotp_size`.", ge=1)
-    tp_grain_size: Int = key(1, "Shard boundaries fall on multiples of this many columns.", ge=1)
+    tp_grain_size: Int = key(1, "Align shard boundaries to multiples of this many columns.", ge=1)
     mpu: Any = key(None, "No effect in training: pass it to `initialize`.")
     tp_group: Any = key(None, "No effect in training, likewise.")
 
@@ -86,14 +86,14 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     partition_config: TPPartitionConfig | None = key(None, "Your own rules.")
     vocab_parallel_lm_head: bool = key(
         False,
-        "Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
-        "loss takes logits in parts.)",
+        "Refuse a model whose output head cannot be split along the vocabulary. (Heads that can be split "
+        "always are, and their loss takes sharded logits.)",
     )
-    tensor_parallel: TPConfig = key(TPConfig.model_construct(), "Groups at run time.", alias="tp")
+    tensor_parallel: TPConfig = key(TPConfig.model_construct(), "Process groups at run time.", alias="tp")
     injection_policy_tuple: tuple[Any, ...] | None = key(
         None, "Layers whose output is summed over the ranks."
     )
-    keep_module_on_host: bool = key(False, "No effect: weights are split where they are.")
+    keep_module_on_host: bool = key(False, "No effect: weights are split in place.")
     replace_with_kernel_inject: bool = key(
         False, "No effect in training; an argument of `init_inference`.", alias="kernel_inject"
     )
@@ -143,30 +143,32 @@ class AutoEPConfig(LenientConfigModel):
     preset_model: (
         Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None
     ) = key(None, "Model family whose names and rules are used.")
-    use_grouped_mm: bool = key(True, "One grouped matrix product for all local experts.")
-    disable_triton_grouped_mm: bool = key(False, "Never use the Triton kernel for it.")
+    use_grouped_mm: bool = key(True, "Grouped GEMM for all local experts.")
+    disable_triton_grouped_mm: bool = key(False, "Do not use the Triton kernel for it.")
     moe_layer_pattern: str | None = key(None, "Regular expression on the names of expert layers.")
     router_pattern: str | None = key(None, "Attribute that holds the router.")
     expert_pattern: str | None = key(None, "Attribute that holds the experts.")
-    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "From logits to scores.")
-    score_apply: Literal["auto", "pre", "post"] = key("auto", "Scores weight the experts' inputs or outputs.")
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "Score function applied to the logits.")
+    score_apply: Literal["auto", "pre", "post"] = key("auto", "Weight the experts' inputs or outputs.")
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = key(
-        "auto", "How the experts' outputs are combined."
+        "auto", "How to combine the experts' outputs."
     )
-    row_weighting_impl: Literal["auto", "eager", "fused"] = key(
-        "auto", "How the experts' outputs are weighted."
+    row_weighting_impl: Literal["auto", "eager", "fused"] = key("auto", "How to weight the experts' outputs.")
+    gate_up_impl: Literal["separate", "fused"] = key(
+        "separate", "Whether the gate and up projections are fused."
     )
-    gate_up_impl: Literal["separate", "fused"] = key("separate", "Whether gate and up are one product.")
-    expert_activation: str | None = key(None, "The experts' activation; null: as the preset.")
-    async_split_plan: bool = key(False, "Exchange the numbers of tokens in the background.")
-    comm_backend: Literal["comm", "deepep"] = key("comm", "What exchanges tokens.")
-    comm_num_sm: Int = key(12, "Multiprocessors that it uses.", ge=1)
-    comm_qp_margin: Int = key(4, "Queue pairs that it keeps in reserve.", ge=0)
+    expert_activation: str | None = key(None, "The experts' activation; null: as in the preset.")
+    async_split_plan: bool = key(False, "Exchange the token counts in the background.")
+    comm_backend: Literal["comm", "deepep"] = key("comm", "Backend of the token exchange.")
+    comm_num_sm: Int = key(12, "Streaming multiprocessors that it uses.", ge=1)
+    comm_qp_margin: Int = key(4, "Queue pairs that it reserves.", ge=0)
     comm_max_tokens_per_rank: Int = key(0, "Tokens for which it reserves memory.", ge=0)
-    route_norm: bool | None = key(None, "Normalize the chosen scores to sum 1; null: as in the preset.")
-    route_scale: Float = key(1.0, "Factor on the scores.")
+    route_norm: bool | None = key(
+        None, "Normalize the selected scores to a sum of 1; null: as in the preset."
+    )
+    route_scale: Float = key(1.0, "Scaling factor of the scores.")
     top_k: IntOrAuto = key("auto", "Experts per token.")
-    routed_scaling_factor: FloatOrAuto = key("auto", "Factor on the output of the experts.")
+    routed_scaling_factor: FloatOrAuto = key("auto", "Scaling factor of the experts' output.")
     num_expert_groups: Int | None = key(None, "Groups of experts for limited routing.", ge=1)
     num_limited_groups: Int | None = key(None, "Groups a token may use; at most `num_expert_groups`.", ge=1)
     load_balance_coeff: None = key(None, "Reserved; only null.")
@@ -181,7 +183,7 @@ class AutoEPConfig(LenientConfigModel):
     top_k_attr: str | None = key(
         None, "Attribute of the model's config that holds the number of experts per token."
     )
-    has_shared_experts: bool | None = key(None, "Whether every token also visits shared experts.")
+    has_shared_experts: bool | None = key(None, "Whether shared experts also process every token.")
     shared_experts_pattern: str | None = key(None, "Attribute that holds the shared experts.")
     shared_experts_gate_pattern: str | None = key(None, "Attribute that holds their gate.")
 
@@ -234,12 +236,14 @@ def validate_autoep_config(
         )
     if tp_size > 1:
         raise ValueError(
-            f"expert_parallel.enabled cannot be combined with tensor_parallel.autotp_size={tp_size}; experts already "
-            "are in parts"
+            f"expert_parallel.enabled cannot be combined with tensor_parallel.autotp_size={tp_size}; expert "
+            "weights are already sharded"
         )
     for name in ATTRIBUTES:
         if getattr(config, name) == "":
-            raise ValueError(f"expert_parallel.{name} is empty: give the attribute's name, or leave it out")
+            raise ValueError(
+                f"expert_parallel.{name} is empty: set it to the attribute's name, or leave it out"
+            )
 
 
 # The `pipeline` section.
@@ -250,26 +254,25 @@ class PipelineConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    stages: Any = key("auto", "Kept for old files; the pipeline module knows its stages.")
-    partition: str = key("best", "Kept for old files; the pipeline module knows its partition.")
+    stages: Any = key("auto", "No effect, kept for old files; set by the pipeline module.")
+    partition: str = key("best", "No effect, kept for old files; set by the pipeline module.")
     schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto"] = key(
         "1f1b",
-        "In which order stages work: one forward, one backward; the same over several chunks per stage "
-        "(`PipelineModule(chunks=...)`); with backwards split in two, so that gradients of weights fill the waits; "
-        "this over chunks that go forth and back (`zigzag=True`); or the best of these for measured durations.",
+        "Pipeline schedule: one forward, one backward; interleaved over several chunks per stage "
+        "(`PipelineModule(chunks=...)`); zero-bubble, where weight gradients fill the bubbles; zero-bubble "
+        "over a V of chunks (`zigzag=True`); or the best of these for measured durations.",
         json_schema_extra={"takes_auto": True},
     )
     max_held: Int = key(
         0,
-        "Of how many micro-batches a stage may hold activations with split backwards; 0: as many as there "
-        "are stages, which is what 1F1B holds.",
+        "Micro-batches whose activations a stage may hold with split backwards; 0: the number of stages, as in 1F1B.",
         ge=0,
     )
     seed_layers: bool = key(False, "Seed the random state per layer.")
     activation_checkpoint_interval: Int = key(0, "Layers per checkpointed region; 0: none.", ge=0)
-    pipe_partitioned: bool = key(True, "No effect: each rank sends to its like in the next stage.")
+    pipe_partitioned: bool = key(True, "No effect: each rank sends to its counterpart in the next stage.")
     grad_partitioned: bool = key(True, "No effect, likewise.")
-    use_reentrant: bool = key(True, "Which variant of activation checkpointing is used.")
+    use_reentrant: bool = key(True, "Variant of activation checkpointing.")
 
     @field_validator("schedule", mode="before")
     @classmethod

@@ -45,13 +45,17 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     enabled: bool = key(False, "Train in fp16.")
     auto_cast: bool = key(False, "Cast floating-point inputs of forward to fp16.")
     loss_scale: Annotated[Float, BeforeValidator(_finite_number), AfterValidator(finite)] = key(
-        0.0, "0: dynamic scaling; else this fixed scale.", ge=0
+        0.0, "0: dynamic loss scale; else the static scale.", ge=0
     )
-    initial_scale_power: Int = key(16, "The dynamic scale starts at 2 to this power.")
-    loss_scale_window: Int = key(1000, "Clean steps before the dynamic scale doubles; above 0 when dynamic.")
-    hysteresis: Int = key(2, "Overflows tolerated before the scale is halved.")
-    consecutive_hysteresis: bool = key(False, "Every clean step restores the tolerated overflows.")
-    min_loss_scale: Int = key(1, "The dynamic scale never falls below; above 0 when dynamic.")
+    initial_scale_power: Int = key(16, "Initial dynamic scale, as a power of 2.")
+    loss_scale_window: Int = key(
+        1000, "Steps without overflow before the dynamic scale doubles; above 0 when dynamic."
+    )
+    hysteresis: Int = key(2, "Overflows tolerated before the scale is halved (hysteresis).")
+    consecutive_hysteresis: bool = key(
+        False, "Reset the tolerated overflows after every step without overflow."
+    )
+    min_loss_scale: Int = key(1, "Minimum of the dynamic scale; above 0 when dynamic.")
     fp16_master_weights_and_grads: bool = key(
         False, "Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
     )
@@ -112,12 +116,12 @@ class Float8Config(DeepSpeedConfigModel):
     enabled: bool = key(False, "Use them.")
     exclude: list[str] = key(
         ["lm_head", "head", "embed_out", "score", "classifier"],
-        "Layers to leave unchanged: those with one of these among the parts of their name.",
+        "Layers to leave unchanged: those with one of these names as a component of their path.",
     )
     emulate: bool = key(
         False,
-        "On devices without such products: the same numbers, from the dtype of the layer's input. Not "
-        "faster; to try out what a model becomes. Without it they are an error.",
+        "On devices without 8-bit products, emulate them in the dtype of the layer's input: the same "
+        "numbers, but not faster. False: raise an error there.",
     )
 
 
@@ -140,11 +144,11 @@ class TorchAutocastConfig(LenientConfigModel):
         Dtype | None,
         PlainValidator(_autocast_dtype),
         AllowedValues("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
-    ] = key(None, "Dtype of the products; null: bfloat16.")
+    ] = key(None, "Autocast dtype; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = key(
         None,
         "Full class names of modules whose gradients may be sent in that dtype; null: `torch.nn.Linear`, `Conv1d`, "
-        "`Conv2d`, `Conv3d`. Routers of mixtures of experts are left out: they compute, and send, in full.",
+        "`Conv2d`, `Conv3d`. MoE routers are excluded: they compute and communicate in full precision.",
     )
 
 
@@ -164,9 +168,7 @@ class AmpConfig(LenientConfigModel):
 class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
-    grad_accum_dtype: SumDtypeOrNull = key(
-        None, "Dtype in which the gradients of micro-batches are accumulated."
-    )
+    grad_accum_dtype: SumDtypeOrNull = key(None, "Dtype for accumulating the gradients of micro-batches.")
     param_dtype: DtypeOrNull = key(None, "Dtype to which the module's parameters are cast.")
     buffer_dtype: DtypeOrNull = key(None, "Dtype to which floating-point buffers are cast; null: unchanged.")
 

@@ -14,9 +14,9 @@ class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
     recompute_fwd_factor: Float = key(
         0.0, "Fraction of the forward that checkpointing recomputes; included in the total.", ge=0.0, le=1.0
     )
-    profile_step: Int = key(1, "Optimizer step that is profiled; -1: none.", ge=-1)
-    module_depth: Int = key(-1, "Depth of the modules that are summarized; -1: the innermost.", ge=-1)
-    top_modules: Int = key(1, "How many of the most expensive modules are listed per depth.", ge=0)
+    profile_step: Int = key(1, "Optimizer step to profile; -1: none.", ge=-1)
+    module_depth: Int = key(-1, "Module depth to summarize; -1: the innermost.", ge=-1)
+    top_modules: Int = key(1, "Number of most expensive modules to list per depth.", ge=0)
     detailed: bool = key(True, "Print the whole module tree.")
     output_file: str | None = key(None, "File for the report; null: standard output.")
 
@@ -25,7 +25,7 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     """Samples per second."""
 
     enabled: bool = key(True, "Turn it on.")
-    synchronized: bool = key(True, "Wait for the device before each reading.")
+    synchronized: bool = key(True, "Synchronize the device before each reading.")
 
 
 class TimersConfig(LenientConfigModel):
@@ -66,11 +66,10 @@ class AuditConfig(DeepSpeedConfigModel):
     )
     first_step: Int = key(1, "First optimizer step to record.", ge=1)
     steps: Int = key(10, "Number of steps to record.", ge=1)
-    stride: Int = key(1, "Record one out of this many steps.", ge=1)
+    stride: Int = key(1, "Record every nth step.", ge=1)
     prove_buckets: Int = key(
         1,
-        "Gradient buckets per recorded step, in turn, whose sum is compared with a plain all-reduce of the "
-        "ranks' gradients.",
+        "Number of gradient buckets per recorded step, in turn, to compare with a plain all-reduce of the gradients.",
         ge=0,
     )
 

@@ -32,16 +32,14 @@ from deepspeed.config.sections.offload import (
 class ZenFlowConfig(DeepSpeedConfigModel):
     """Asynchronous offloaded updates (ZenFlow)."""
 
-    topk_ratio: Float = key(
-        0.1, "Fraction of the gradient columns that are updated on the device.", ge=0.0, le=1.0
-    )
-    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "When the columns are selected again.")
-    select_interval: IntOrAuto = key("auto", "Steps or epochs between two selections.")
-    update_interval: IntOrAuto = key("auto", "Steps between two host updates.")
+    topk_ratio: Float = key(0.1, "Fraction of the gradient columns to update on the device.", ge=0.0, le=1.0)
+    select_strategy: Literal["auto", "step", "epoch"] = key("auto", "When to reselect the columns.")
+    select_interval: IntOrAuto = key("auto", "Steps or epochs between selections.")
+    update_interval: IntOrAuto = key("auto", "Steps between host updates.")
     overlap_step: bool = key(False, "Run the host update in parallel with the next steps.")
-    offload: bool = key(False, "Keep the state of the chosen columns in host memory.")
-    auto_ratio: Float = key(0.99, "Threshold that `update_interval: auto` aims at.", ge=0.0, le=1.0)
-    full_warm_up_rounds: Int = key(0, "Number of initial rounds in which everything is updated.", ge=0)
+    offload: bool = key(False, "Keep the state of the selected columns in host memory.")
+    auto_ratio: Float = key(0.99, "Threshold for `update_interval: auto`.", ge=0.0, le=1.0)
+    full_warm_up_rounds: Int = key(0, "Number of initial rounds that update everything.", ge=0)
     pt_reserved_cores_perc: Float = key(0.5, "Fraction of the cores left to PyTorch.", ge=0.0, le=1.0)
     steps_per_epoch: Int | None = key(None, "Filled in by the engine; not for users.")
 
@@ -73,7 +71,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
         "Full names of module classes (sparse mixture-of-experts blocks by default).",
     )
     names: Texts = key(list(DEFAULT_LEAF_MODULE_NAMES), "Names of single modules, as in `named_modules()`.")
-    name_suffixes: Texts = key(list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), "Endings of module names.")
+    name_suffixes: Texts = key(list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), "Suffixes of module names.")
 
 
 ZERO_OPTIMIZATION = "zero_optimization"
@@ -92,8 +90,8 @@ class ZeroStageEnum(int, Enum):
 class ZeroPPLoCoConfig(DeepSpeedConfigModel):
     """Error feedback of quantized gradients (LoCo)."""
 
-    err_beta: Float = key(0.8, "Weight of the kept quantization error.", ge=0.0, le=1.0)
-    reset_T: Int = key(1024, "Steps after which the kept error is dropped.", ge=1)
+    err_beta: Float = key(0.8, "Weight of the accumulated quantization error.", ge=0.0, le=1.0)
+    reset_T: Int = key(1024, "Steps after which the accumulated error is reset.", ge=1)
 
 
 def _offload_param(on: bool) -> DeepSpeedZeroOffloadParamConfig | None:
@@ -111,14 +109,12 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         ZeroStageEnum.disabled,
         "0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
     )
-    contiguous_gradients: bool = key(True, "No effect: gradients are collected in buffers in any case.")
+    contiguous_gradients: bool = key(True, "No effect: gradients are always collected in buffers.")
     reduce_scatter: bool = key(True, "Reduce gradients with reduce-scatter; false: all-reduce.")
-    reduce_bucket_size: Elements = key(pp_int(5e8), "Largest number of elements reduced in one call.", gt=0)
-    use_multi_rank_bucket_allreduce: bool = key(True, "No effect: a bucket is one call for all ranks.")
+    reduce_bucket_size: Elements = key(pp_int(5e8), "Maximum number of elements per reduction.", gt=0)
+    use_multi_rank_bucket_allreduce: bool = key(True, "No effect: one call reduces a bucket for all ranks.")
     allgather_partitions: bool = key(True, "No effect: updated parameters are always gathered.")
-    allgather_bucket_size: Elements = key(
-        pp_int(5e8), "Largest number of elements gathered in one call.", ge=0
-    )
+    allgather_bucket_size: Elements = key(pp_int(5e8), "Maximum number of elements per all-gather.", ge=0)
     overlap_comm: bool | None = key(
         None, "Reduce gradients while backward runs; null becomes true at stage 3 and false below."
     )
@@ -139,9 +135,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         None, "Keep the optimizer state, and update it, outside device memory (stages 1 to 3)."
     )
     zenflow: ZenFlowConfig | None = key(None, "ZenFlow: asynchronous offloaded updates.")
-    sub_group_size: Elements = key(pp_int(1e9), "Elements updated at a time.", ge=0)
+    sub_group_size: Elements = key(pp_int(1e9), "Number of elements updated at a time.", ge=0)
     prefetch_bucket_size: Elements = key(
-        pp_int(5e7), "Elements gathered ahead of their use.", ge=0, alias="stage3_prefetch_bucket_size"
+        pp_int(5e7), "Maximum number of elements to prefetch.", ge=0, alias="stage3_prefetch_bucket_size"
     )
     param_persistence_threshold: Elements = key(
         pp_int(1e5),
@@ -151,25 +147,25 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     model_persistence_threshold: Elements = key(
         pp_int(sys.maxsize, "sys.maxsize"),
-        "Limit on the elements of all parameters that stay gathered.",
+        "Limit on the total elements of parameters that stay gathered.",
         ge=0,
         alias="stage3_model_persistence_threshold",
     )
     max_live_parameters: Elements = key(
         pp_int(1e9),
-        "Maximum number of elements gathered at one time.",
+        "Maximum number of elements gathered at a time.",
         ge=0,
         alias="stage3_max_live_parameters",
     )
     max_reuse_distance: Elements = key(
         pp_int(1e9),
-        "A parameter that is used again within this many elements is not released in between.",
+        "Do not release a parameter that is used again within this many elements.",
         ge=0,
         alias="stage3_max_reuse_distance",
     )
     gather_16bit_weights_on_model_save: bool = key(
         False,
-        "Let `save_16bit_model` gather whole weights at stage 3.",
+        "Allow `save_16bit_model` to gather full weights at stage 3.",
         alias="stage3_gather_16bit_weights_on_model_save",
     )
     stage3_gather_fp16_weights_on_model_save: bool = deprecated(
@@ -188,7 +184,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     allgather_sequential: bool = key(
         False,
-        "No effect; `stage3_prefetch_bucket_size: 0` gathers without looking ahead.",
+        "No effect; `stage3_prefetch_bucket_size: 0` turns prefetching off.",
         alias="stage3_allgather_sequential",
     )
     cpu_offload: bool | None = deprecated(
@@ -203,40 +199,44 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     cpu_offload_use_pin_memory: bool | None = deprecated(
         None, "No effect.", message="no effect; set 'pin_memory' in 'offload_param' or 'offload_optimizer'"
     )
-    ignore_unused_parameters: bool = key(True, "Parameters without a gradient are not an error.")
+    ignore_unused_parameters: bool = key(True, "Accept parameters without a gradient.")
     legacy_stage1: bool = key(False, "True is refused: the old stage 1 is gone.")
     round_robin_gradients: bool = key(
         False, "Distribute gradients to the ranks round-robin, to balance offload copies."
     )
     zero_hpz_partition_size: Int = key(
-        1, "Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.", ge=0
+        1, "Ranks among which a secondary copy of the shards is kept (ZeRO++ hpZ); 1: off.", ge=0
     )
     zero_quantized_weights: bool = key(False, "Gather weights in 8 bits (ZeRO++ qwZ).")
-    zero_quantized_weights_bits: Literal[4, 8] = key(8, "Bits of quantized weights; 4 is coarser.")
+    zero_quantized_weights_bits: Literal[4, 8] = key(8, "Bits of quantized weights; 4 is less accurate.")
     zero_quantized_nontrainable_weights: bool = key(False, "Keep frozen weights in 8 bits.")
     zero_quantized_gradients: bool = key(False, "Exchange gradients in 4 bits (ZeRO++ qgZ).")
     zero_quantized_rounding: Literal["nearest", "stochastic"] = key(
         "nearest", "Rounding of quantized weights and gradients; stochastic: at random, unbiased."
     )
     zeropp_loco_param: ZeroPPLoCoConfig | None = key(None, "Error feedback for quantized gradients.")
-    mics_shard_size: Int = key(-1, "Ranks that share one copy of the states (MiCS); -1: off.")
+    mics_shard_size: Int = key(-1, "Ranks per copy of the sharded states (MiCS); -1: off.")
     mics_hierarchical_params_gather: bool = key(False, "No effect.")
-    memory_efficient_linear: bool = key(True, "No effect: at stage 3 no layer keeps its weight for backward.")
+    memory_efficient_linear: bool = key(
+        True, "No effect: at stage 3 linear layers never keep their weight for backward."
+    )
     pipeline_loading_checkpoint: bool = key(
-        False, "No effect: a rank reads only what it holds, so that all can load at once."
+        False, "No effect: each rank reads only its own part, so all load at once."
     )
     override_module_apply: bool = key(
-        True, "No effect: `Module.apply` gathers parameters under `zero.Init` in any case."
+        True, "No effect: `Module.apply` always gathers parameters under `zero.Init`."
     )
-    log_trace_cache_warnings: bool = key(False, "No effect: modules may run in another order than recorded.")
+    log_trace_cache_warnings: bool = key(
+        False, "No effect: modules may always run in a different order than recorded."
+    )
     enable_sanity_checks: bool = key(False, "Extra checks at run time.")
     save_muon_momentum_buffer_in_memory: bool = key(
-        False, "No effect: momentum is where the other states are."
+        False, "No effect: momentum is kept with the other states."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = section(
         DeepSpeedZeroLeafModuleConfig, "Modules that stage 3 gathers as a whole."
     )
-    parameter_alignment: bool = key(False, "No effect: parameters begin at aligned addresses in any case.")
+    parameter_alignment: bool = key(False, "No effect: parameters always begin at aligned addresses.")
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 
     @model_validator(mode="after")
