@@ -251,7 +251,7 @@ def _create_expert_data_and_model_parallel(
 
 def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts: bool) -> None:
     if not _initialized():
-        raise RuntimeError("groups of experts need a process group: call deepspeed.init_distributed() first")
+        raise RuntimeError("expert groups need a process group: call deepspeed.init_distributed() first")
     name, mesh = f"ep_size_{size}", get_mesh()
     if mesh is not None:
         for same in (False, True):
@@ -280,7 +280,7 @@ def _custom_experts(group_name: str) -> _ExpertGroups | None:
 def _expert_parallel_size(group_name: str) -> int:
     digits = group_name.rpartition("_")[2]
     if not digits.isdigit():
-        raise ValueError(f"no group of experts is called {group_name!r}: expected a name such as 'ep_size_4'")
+        raise ValueError(f"there is no expert group {group_name!r}: expected a name such as 'ep_size_4'")
     return int(digits)
 
 
@@ -390,7 +390,7 @@ def _create_zero_param_parallel_group(group_size: int) -> None:
     if size < 1 or everyone % size:
         raise ValueError(f"group_size={group_size} does not divide the {everyone} ranks")
     if _existing_group("parameters") is not None:
-        raise ValueError("ZeRO parameter intra parallel group is already initialized: use that one")
+        raise ValueError("ZeRO parameter intra parallel group is already initialized: use the existing group")
     _get_or_create("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
 
 
@@ -406,7 +406,7 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
     everyone = torch.distributed.get_world_size() if _initialized() else 1
     each = min(get_accelerator().device_count(), everyone)
     if everyone % each:
-        raise ValueError(f"{everyone} ranks are not {each} on each host: give every host as many")
+        raise ValueError(f"{everyone} ranks are not {each} per host: start the same number on every host")
     hosts = [range(first, first + each) for first in range(0, everyone, each)]
     host, place = divmod(_global_rank(), each)
     found = {f"local_{host}": _get_or_create(f"hosts of {each}", *hosts)}

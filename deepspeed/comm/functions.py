@@ -54,7 +54,7 @@ class P2POp:
     ) -> None:
         if op not in (isend, irecv):
             raise ValueError(
-                f"P2POp: op={getattr(op, '__name__', op)!r} of {getattr(op, '__module__', '?')}: pass "
+                f"P2POp: op={getattr(op, '__name__', op)!r} of {getattr(op, '__module__', '?')}: must be "
                 "deepspeed.comm.isend or deepspeed.comm.irecv"
             )
         self.op = "isend" if op is isend else "irecv"

@@ -104,7 +104,7 @@ def _usable_backend(backend: str) -> str:
             f"dist_backend={backend!r}: this torch is built for CPUs, without NCCL; using gloo, which moves CPU tensors"
         )
         return "gloo"
-    remedy = "leave dist_backend out to have a working one chosen, or pass 'gloo', which moves CPU tensors"
+    remedy = "leave dist_backend out to use a working one, or pass 'gloo', which moves CPU tensors"
     if not dist.is_nccl_available():
         raise ValueError(f"dist_backend={backend!r}: this torch is built without NCCL; {remedy}")
     if not torch.cuda.is_available():
@@ -158,8 +158,8 @@ def _identify(schedulers: bool, port: int) -> Identity:
     if identity is None:
         if schedulers and (tasks := environment.is_alone_in_an_allocation(os.environ)):
             logger.warning(
-                f"Slurm gave this job {tasks} tasks (SLURM_NTASKS={tasks}), but this process was started once, without "
-                f"srun: it trains alone, as rank 0 of 1. For {tasks} ranks start it with 'srun python ...'."
+                f"Slurm gave this job {tasks} tasks (SLURM_NTASKS={tasks}), but this process was started once, "
+                f"without srun: it trains alone, as rank 0 of 1. For {tasks} ranks, start it with 'srun python ...'."
             )
         return environment.this_process({})
     if identity.master_addr is None:
@@ -200,7 +200,7 @@ def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
             (world_size if world_size > 0 else known.world_size),
         )
     if rank < 0 or world_size <= rank:
-        raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
+        raise ValueError(f"rank={rank}, world_size={world_size}: pass both, with 0 <= rank < world_size")
     if world_size > 1:
         os.environ.setdefault("MASTER_ADDR", environment.LOOPBACK)
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -266,8 +266,8 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
     )
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return CommunicationError(
-            f"rank {rank} cannot open the rendezvous port ({address}): another program uses it, perhaps an "
-            f"older job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now "
+            f"rank {rank} cannot open the rendezvous port ({address}): another program is using it, perhaps "
+            f"an older job. Choose another port on every rank: MASTER_PORT={_free_port()} is currently free "
             "(deepspeed --master_port, torchrun --master-port, init_distributed(distributed_port=...))."
         )
     if "EACCES" in text or "ermission denied" in text:
@@ -276,9 +276,8 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
         )
     if "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, dist.DistNetworkError):
         return CommunicationError(
-            f"rank {rank} of {world_size} could not meet the others ({address}): {text}. Check that "
-            f"all {world_size} ranks were started, that MASTER_ADDR is rank 0's host and that MASTER_PORT is "
-            "open there."
+            f"rank {rank} of {world_size} could not reach the other ranks ({address}): {text}. Check that all "
+            f"{world_size} ranks were started, that MASTER_ADDR is rank 0's host and that MASTER_PORT is open there."
         )
     return error
 

@@ -110,8 +110,8 @@ class ProcessMesh:
             dp = world_size // model if model > 0 else 0
         if dp * model != world_size:
             raise ValueError(
-                f"world size {world_size} is not dp x tp x pp x sp = {dp} x {tp} x {pp} x {sp}; change "
-                " the number of ranks or the parallel sizes"
+                f"world size {world_size} is not dp x tp x pp x sp = {dp} x {tp} x {pp} x {sp}; change the "
+                "number of ranks or the parallel sizes"
             )
         layout = MeshLayout(pp=pp, dp=dp, sp=sp, tp=tp, ep=ep, node=dp * sp if node is None else node)
         return cls(rank, {}, layout=layout, timeout=timeout)
@@ -131,12 +131,11 @@ class ProcessMesh:
         unknown = [name for name in names if name not in _DEVICE_MESH_AXES]
         if not names or unknown:
             raise ValueError(
-                f"the dimensions of the device mesh are {list(names)}; their names must be among "
-                f"{', '.join(_DEVICE_MESH_AXES)}"
+                f"device mesh dimensions {list(names)}: the names must be among {', '.join(_DEVICE_MESH_AXES)}"
             )
         ordered = sorted(names, key=lambda name: BASE_AXES.index(_DEVICE_MESH_AXES[name]))
         if list(names) != ordered:
-            raise ValueError(f"the dimensions of the device mesh are {list(names)}; order them as {ordered}")
+            raise ValueError(f"device mesh dimensions {list(names)}: order them as {ordered}")
         world = dist.get_world_size() if dist.is_initialized() else 1
         if not torch.equal(mesh.mesh.flatten(), torch.arange(world)):
             raise ValueError(f"the device mesh must hold the job's {world} ranks in ascending order")
@@ -154,7 +153,7 @@ class ProcessMesh:
         with more than one rank (and always dp), outermost first. Collective."""
         if self.layout is None:
             raise ValueError(
-                "a model-parallel unit does not tell where other ranks are, which a device mesh has to"
+                "a device mesh needs the positions of all ranks, which a model-parallel unit does not provide"
             )
         axes = [axis for axis in BASE_AXES if axis == "dp" or self.size(axis) > 1]
         ranks = torch.arange(self.layout.world_size).view([self.size(axis) for axis in axes])
@@ -310,9 +309,9 @@ def _around_sequences(rank: int, sequence: tuple[int, ...]) -> dict[tuple[str, .
     size = len(sequence)
     if world % size or sequence != tuple(range(rank - rank % size, rank - rank % size + size)):
         raise ValueError(
-            f"the model-parallel unit has no data-parallel group, and its sequence-parallel group {list(sequence)} is "
-            f"not one of the runs of {size} neighbouring ranks of {world}; give it get_data_parallel_group() and "
-            "get_sequence_data_parallel_group()"
+            "the model-parallel unit has no data-parallel group, and its sequence-parallel group "
+            f"{list(sequence)} is not a run of {size} consecutive ranks of {world}; give it "
+            "get_data_parallel_group() and get_sequence_data_parallel_group()"
         )
     return {("dp",): tuple(range(rank % size, world, size)), ("dp", "sp"): tuple(range(world))}
 

@@ -42,9 +42,9 @@ class CommunicationError(ExplainedError, RuntimeError):
         reason = _SOURCE_LINE.sub("", str(error))
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
-            f"{operation} among ranks {list(ranks)} failed{waiting}: {reason}. {RANK_ENDED} (then "
-            "its own message is in its log) or it did not reach this collective in time; if it is only slow, "
-            "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+            f"{operation} among ranks {list(ranks)} failed{waiting}: {reason}. {RANK_ENDED} (its own log "
+            "has the error) or it did not reach this collective in time; if it is just slow, raise the "
+            "timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
             + (f"\n{explanation.text}" if explanation.text else "")
         )
 
@@ -127,5 +127,5 @@ class OrderedPending(Pending):
                 dropped = cls._queue.popleft()
                 dropped._finish = None
                 dropped._error = CommunicationError(
-                    "this collective was not finished before its process group was destroyed"
+                    "this collective was still pending when its process group was destroyed"
                 )

@@ -51,7 +51,7 @@ class SparseTensor:
 
     def parts(self) -> tuple[Tensor, Tensor, list[int]]:
         if self.indices is None or self.values is None or self.dense_size is None:
-            raise ValueError("the SparseTensor is empty: it was made without a tensor")
+            raise ValueError("the SparseTensor is empty: it was created without a tensor")
         return self.indices, self.values, self.dense_size
 
     def to_coo_tensor(self) -> Tensor:

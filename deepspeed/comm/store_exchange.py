@@ -54,7 +54,7 @@ class StoreExchange:
         except CommunicationError:
             raise
         except RuntimeError as error:  # the store is gone, with the rank that held it
-            raise CommunicationError(f"{self._name}: the ranks' store does not answer: {error}") from error
+            raise CommunicationError(f"{self._name}: no answer from the ranks' store: {error}") from error
 
     def end(self) -> None:
         """End the exchange. Rank 0, whose process may hold the store, waits until the others have read the last
@@ -106,15 +106,15 @@ class StoreExchange:
             if self.rank == 0 and self._round == 1 and not warned and now > began + WAIT_S:
                 warned = True
                 logger.warning(
-                    f"{self._name}: rank 0 has waited {WAIT_S:g} s for {self._missing(keys)}, which did not begin it. "
-                    "Every rank has to, not only rank 0 (each writes its part)."
+                    f"{self._name}: rank 0 has waited {WAIT_S:g} s for {self._missing(keys)}, which did not "
+                    "begin it. Every rank has to begin it, not only rank 0 (each rank writes its part)."
                 )
             if main_ended is None and self.rank == 0 and _exiting_on_error():
                 main_ended = now
             late = main_ended is not None and now > main_ended + EXIT_WAIT_S
             if late or now > began + default_pg_timeout.total_seconds():
                 missing = self._missing(keys) if self.rank == 0 else "rank 0"
-                raise CommunicationError(f"{self._name}: nothing came from {missing}")
+                raise CommunicationError(f"{self._name}: nothing received from {missing}")
             time.sleep(_pause(now - began))
 
     def _missing(self, keys: Sequence[str]) -> str:

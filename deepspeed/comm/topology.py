@@ -30,7 +30,7 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims):
-            raise ValueError(f"{len(axes)} axes, but {len(dims)} sizes: {list(axes)}, {list(dims)}")
+            raise ValueError(f"got {len(axes)} axes but {len(dims)} sizes: {list(axes)}, {list(dims)}")
         self.axes = list(axes)
         self.dims = list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
@@ -48,8 +48,8 @@ class ProcessTopology:
         of range."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ValueError(
-                f"get_rank() takes a coordinate along each of {self.axes}, not along {list(coord_kwargs)}; "
-                "filter_match() takes some of them"
+                f"get_rank() needs coordinates for all axes {self.axes}, got {list(coord_kwargs)}; "
+                "filter_match() accepts a subset"
             )
         coord = self.ProcessCoord(**coord_kwargs)
         if coord not in self.mapping:

@@ -38,7 +38,7 @@ class Backend:
         return self.initialized
 
     def new_group(self, ranks):
-        raise NotImplementedError(f"backend {self.name!r} makes no groups")
+        raise NotImplementedError(f"backend {self.name!r} cannot create groups")
 
     def init_process_group(self, *args, **kwargs) -> None:
         self.initialized = True

@@ -37,9 +37,7 @@ class CurriculumScheduler:
                 raise DeepSpeedConfigError(f"a curriculum needs {key!r}")
         kind = config["schedule_type"]
         if kind not in NEEDED:
-            raise DeepSpeedConfigError(
-                f"schedule_type={kind!r} of a curriculum is unknown: use one of {', '.join(NEEDED)}"
-            )
+            raise DeepSpeedConfigError(f"schedule_type={kind!r} is unknown: use one of {', '.join(NEEDED)}")
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],
             "max_difficulty": config["max_difficulty"],

@@ -187,7 +187,7 @@ class DeepSpeedDataLoader:
         self.dataloader = self._make_dataloader()
         if self.iterable and self.data_parallel_world_size > 1:
             logger.debug(
-                "An IterableDataset is read by every rank: it has to skip the samples of other ranks."
+                "Every rank reads the whole IterableDataset: it must skip the samples of other ranks itself."
             )
 
     # ---- batches -------------------------------------------------------------------------------------------
@@ -345,8 +345,8 @@ class DeepSpeedDataLoader:
             return False
         if start["number"] != self.num_local_io_workers:
             logger.warning(
-                f"{start['number']} workers read an IterableDataset when its position was saved, now "
-                f"{self.num_local_io_workers} do: batches are skipped instead, and samples may be in another order."
+                f"{start['number']} workers read the IterableDataset when its position was saved, now there are "
+                f"{self.num_local_io_workers}: skipping batches instead, and samples may come in a different order."
             )
             return False
         loader: Any = self.dataloader
@@ -358,8 +358,8 @@ class DeepSpeedDataLoader:
         num_samples = None if self.iterable else len(self.dataset)
         if num_samples != state["num_samples"]:
             logger.warning(
-                f"The position in the data is not resumed: it was taken in a data set of "
-                f"{state['num_samples']} samples, this one has {num_samples}. Reading starts from the beginning."
+                f"The data position is not resumed: it belongs to a data set of {state['num_samples']} "
+                f"samples, this one has {num_samples}. Starting from the beginning."
             )
             self._start_epoch(state["epoch"])
             return
@@ -378,7 +378,7 @@ class DeepSpeedDataLoader:
         theirs = isinstance(start, dict) and "consumed_samples" in start
         if isinstance(self.data_sampler, KnowsPosition) and not theirs:
             logger.warning(
-                "The position in the data is not resumed: it was not that of a curriculum. It starts now."
+                "The data position is not resumed: it was saved without a curriculum, which starts now."
             )
             self._sampler_start, position.samples = None, 0
         elif isinstance(self.data_sampler, EpochSampler) and theirs:

@@ -144,7 +144,7 @@ class PackingCollator:
         with_labels = [labels for _, labels in documents if labels is not None]
         if with_labels and len(with_labels) < len(documents):
             raise ValueError(
-                f"{len(with_labels)} of {len(documents)} samples have labels: give all of them labels"
+                f"{len(with_labels)} of {len(documents)} samples have labels: provide labels for all of them"
             )
         rows = pack_documents(
             [tokens for tokens, _ in documents],

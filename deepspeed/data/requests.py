@@ -28,8 +28,8 @@ def varies_batches(config: _Config) -> bool:
         return False
     if config.data_efficiency_config["data_sampling"]["curriculum_learning"]["enabled"]:
         raise DeepSpeedConfigError(
-            "data_efficiency.data_sampling: dynamic_batching and curriculum_learning both choose the samples of a "
-            "batch: disable one of them, or give the samples of each difficulty as dataset_filter_ids to "
-            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed()"
+            "data_efficiency.data_sampling: dynamic_batching and curriculum_learning both choose the "
+            "samples of a batch: disable one of them, or pass the samples of each difficulty as "
+            "dataset_filter_ids to get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed()"
         )
     return True

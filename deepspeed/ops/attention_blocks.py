@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 class BlockOrder(enum.Enum):
     """Masking of columns by position alone."""
 
-    CAUSAL = "rows and columns are the same tokens; each sees itself and those before it"
+    CAUSAL = "rows and columns are the same tokens; each attends to itself and earlier ones"
 
 
 CAUSAL = BlockOrder.CAUSAL
@@ -188,7 +188,7 @@ class CudaFlash:
 
     def _is_causal(self, mask: Mask) -> bool:
         if isinstance(mask, Tensor):
-            raise ValueError("flash attention for CUDA takes no masks: kernel_for() chooses another kernel")
+            raise ValueError("flash attention for CUDA does not support masks: use kernel_for()")
         return mask is CAUSAL
 
 

@@ -94,7 +94,7 @@ class Table:
             for tensor in tensors:
                 if tensor.numel() != param.numel():
                     raise ValueError(
-                        f"a tensor of {tensor.numel()} elements was given with a parameter of {param.numel()}"
+                        f"got a tensor of {tensor.numel()} elements for a parameter of {param.numel()}"
                     )
             state_code = codes[elements[0].dtype] if elements else 0
             storage = (
@@ -202,8 +202,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if any(param.is_complex() for param in param_group["params"]):
             del self.param_groups[-1]
             raise ValueError(
-                f"{type(self).__name__} does not take complex parameters: give it torch.view_as_real of them, or use "
-                "torch.optim"
+                f"{type(self).__name__} does not support complex parameters: pass "
+                "torch.view_as_real(param), or use torch.optim"
             )
 
     # ---- what a subclass implements ------------------------------------------------------------------------
@@ -231,8 +231,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _sparse_update(self, group: Group, param: Tensor, grad: Tensor) -> None:
         """Update the rows in a sparse gradient, if the method supports that."""
         raise RuntimeError(
-            f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}): make the "
-            "embedding with sparse=False, or use Adagrad or torch.optim.SparseAdam."
+            f"{type(self).__name__} does not support sparse gradients (parameter of shape {tuple(param.shape)}): make "
+            "the embedding with sparse=False, or use Adagrad or torch.optim.SparseAdam."
         )
 
     # ---- state ---------------------------------------------------------------------------------------------
@@ -387,8 +387,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 raise ValueError("params, grads and low_precision must be lists of the same length")
             if any(grad.is_sparse for grad in grads):
                 raise RuntimeError(
-                    f"{type(self).__name__} does not take sparse gradients: call .to_dense() on them or use "
-                    "torch.optim.SparseAdam"
+                    f"{type(self).__name__} does not support sparse gradients: call .to_dense() on them or "
+                    "use torch.optim.SparseAdam"
                 )
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()

@@ -116,10 +116,10 @@ def library() -> ctypes.CDLL | None:
         if found != ABI:
             raise OSError(f"interface version {found}, this package needs {ABI}: reinstall the package")
         if missing := declare(lib, _SIGNATURES):
-            raise OSError(f"{path} is older than this source, it lacks {missing}: reinstall the package")
+            raise OSError(f"{path} is older than this package and lacks {missing}: reinstall the package")
     except OSError as error:
         log_dist(
-            f"Native host kernels are not available ({error}): their operations run in PyTorch, more slowly.",
+            f"Native host kernels are not available ({error}): falling back to slower PyTorch operations.",
             ranks=[0],
             level=logging.WARNING,
         )

@@ -56,13 +56,13 @@ class QuantizedMatrix:
         ValueError: not 4 or 8 bits, or the group is not a multiple of a run, or does not divide the padded columns.
         """
         if bits not in RUNS:
-            raise ValueError(f"bits={bits}: weights are quantized to 8 or 4")
+            raise ValueError(f"bits={bits}: must be 8 or 4")
         run, (outputs, columns) = RUNS[bits], matrix.shape
         padded = padded_columns(columns, bits)
         group = group or padded
         if group % run or padded % group:
             raise ValueError(
-                f"a group of {group} columns: with {bits} bits a multiple of {run} that divides {padded} is needed"
+                f"a group of {group} columns: with {bits} bits it must be a multiple of {run} that divides {padded}"
             )
         grouped = functional.pad(matrix.detach().float(), (0, padded - columns)).view(outputs, -1, group)
         levels, scales = symmetric_levels(grouped, bits, narrow=True)

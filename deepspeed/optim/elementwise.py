@@ -50,9 +50,9 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
         ("torch.optim", "deepspeed.")
     ):
         raise DeepSpeedConfigError(
-            f"{name} is neither torch's nor of this package, and the config has zero_allow_untested_optimizer: false. "
-            "Without that key its update is tried on a small tensor, and accepted if it can be partitioned; with true "
-            "it is accepted as it is."
+            f"{name} comes neither from torch nor from this package, and the config has "
+            "zero_allow_untested_optimizer: false. Remove that key to have its update tested on a small "
+            "tensor, or set it to true to accept the optimizer untested."
         )
     if plan.zero.allow_untested_optimizer or traits.joins_ranks or is_elementwise(optimizer):
         return
@@ -67,13 +67,13 @@ def _check_groups(name: str, in_shards: bool, plan: Plan) -> None:
     and no stage 3, which has no whole copies. ``in_shards``: it can update shards of tensors."""
     if plan.zero.shard_params or not in_shards:
         raise DeepSpeedConfigError(
-            f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
+            f"{name} does its own gradient communication, so zero_optimization.stage={plan.zero.stage} "
             f"cannot partition its tensors across ranks; use stage 0{' to 2' if in_shards else ''}."
         )
     if not plan.zero.in_groups:
         raise DeepSpeedConfigError(
-            f"{name} exchanges signs between copies of the weights, and zero_optimization.stage={plan.zero.stage} "
-            "keeps one copy: set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0."
+            f"{name} exchanges signs between copies of the weights, but zero_optimization.stage={plan.zero.stage} "
+            "keeps only one: set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0."
         )
 
 

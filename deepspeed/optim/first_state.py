@@ -42,8 +42,8 @@ def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, 
         state = constructed_state(optimizer, group, copied)
         if not state:
             raise RuntimeError(
-                f"the state that {type(optimizer).__name__} keeps for a new parameter cannot be made: its step on a "
-                f"gradient of zeros fails ({type(error).__name__}: {error})"
+                f"cannot initialize the state of {type(optimizer).__name__} for a new parameter: its step "
+                f"on a zero gradient failed ({type(error).__name__}: {error})"
             ) from error
         return state
     return recorder.starts

@@ -104,9 +104,9 @@ class LossScaler(LossScalerBase):
             return
         if self.scale <= self.plan.minimum and self.plan.stops_at_minimum:
             raise LossScaleError(
-                f"gradients overflow although the fp16 loss scale is already at its minimum, {self.plan.minimum:g} "
-                "(fp16.min_loss_scale). The model itself produces Inf or NaN: use bf16, lower the learning rate, "
-                "or look at the parameter named above."
+                "gradients overflow although the fp16 loss scale is already at its minimum, "
+                f"{self.plan.minimum:g} (fp16.min_loss_scale). The model itself produces Inf or NaN: use "
+                "bf16, lower the learning rate, or check the parameter named above."
             )
         self.scale = max(self.scale / self.scale_factor, self.plan.minimum)
 

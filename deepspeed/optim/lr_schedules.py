@@ -68,8 +68,7 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
         if isinstance(candidate, Optimizer):
             return candidate
     raise TypeError(
-        f"{type(optimizer).__name__} is neither a torch.optim.Optimizer nor holds one in its attribute "
-        "`optimizer`"
+        f"{type(optimizer).__name__} is not a torch.optim.Optimizer and has none in its attribute `optimizer`"
     )
 
 
@@ -87,7 +86,9 @@ def _per_group(value: float | Sequence[float], groups: Sequence[Any], name: str)
     if not isinstance(value, (list, tuple)):
         return [value] * len(groups)  # type: ignore[list-item]  # a number here
     if len(value) != len(groups):
-        raise ValueError(f"{name} has {len(value)} values, the optimizer has {len(groups)} parameter groups")
+        raise ValueError(
+            f"{name} has {len(value)} values, but the optimizer has {len(groups)} parameter groups"
+        )
     return list(value)
 
 
@@ -222,8 +223,8 @@ class OneCycle(_Schedule):
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if not second >= 0:
             raise ValueError(
-                f"{CYCLE_SECOND_STEP_SIZE} must not be negative, got {cycle_second_step_size!r}: leave it out for as "
-                "many steps down as up; 0 omits the descent"
+                f"{CYCLE_SECOND_STEP_SIZE} must not be negative, got {cycle_second_step_size!r}: leave it "
+                "out for as many steps down as up, or set 0 for no descent"
             )
         self.first_step_size, self.second_step_size = cycle_first_step_size, second
         # The command line uses -1 for "same as the first"; 0 omits the stairs.
@@ -236,9 +237,7 @@ class OneCycle(_Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.cycle_momentum = cycle_momentum
         if cycle_momentum and "betas" not in self.optimizer.defaults:
-            logger.warning(
-                f"OneCycle: {type(self.optimizer).__name__} has no betas, its momentum is left alone"
-            )
+            logger.warning(f"OneCycle: {type(self.optimizer).__name__} has no betas; momentum is not cycled")
             self.cycle_momentum = False
         self.min_moms = _per_group(cycle_min_mom, groups, CYCLE_MIN_MOM)
         self.max_moms = _per_group(cycle_max_mom, groups, CYCLE_MAX_MOM)
@@ -430,7 +429,7 @@ _RANGE_TEST_FLAGS: dict[str, tuple[type, Any, str]] = {
     LR_RANGE_TEST_MIN_LR: (float, 0.001, "rate at the start"),
     LR_RANGE_TEST_STEP_RATE: (float, 1.0, "growth per interval, in multiples of the first rate"),
     LR_RANGE_TEST_STEP_SIZE: (int, 1000, "steps per interval"),
-    LR_RANGE_TEST_STAIRCASE: (bool, False, "change the rate once per interval only"),
+    LR_RANGE_TEST_STAIRCASE: (bool, False, "change the rate only once per interval"),
 }
 _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),

@@ -65,7 +65,7 @@ def _grouped_by_width(name: str, params: Any, own: Any, settings: dict[str, Any]
         import mup  # type: ignore[import-not-found]
     except ImportError as error:
         raise DeepSpeedConfigError(
-            f"optimizer.type={name!r} needs the package mup, which knows the base widths: pip install mup"
+            f"optimizer.type={name!r} needs the package mup for the base widths: pip install mup"
         ) from error
 
     def without_empty(groups: list[dict[str, Any]], **rest: Any) -> torch.optim.Optimizer:

@@ -49,8 +49,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
         """Groups that have run an update after warm-up."""
         if (beta2 := defaults["betas"][1]) < SHORT_MEMORY:
             log_dist_once(
-                f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as betas[1] "
-                f"is {beta2:g}: training may be worse from then on. 0.999 is usual for this optimizer",
+                f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as "
+                f"betas[1] is {beta2:g}: convergence may suffer from then on; 0.999 is usual for this optimizer",
                 ranks=[0],
                 level=logging.WARNING,
             )
@@ -204,8 +204,8 @@ def _mask_of(mask: Any, value: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.numel() != value.numel():
         size = mask.numel() if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"{MASK}: a tensor with {value.numel()} elements is needed, those of a parameter of its group or of this "
-            f"rank's shard of it, not {size}. Give parameters with masks groups of their own, and use ZeRO stage 0."
+            f"{MASK}: expected a tensor with {value.numel()} elements (a parameter of its group, or this rank's shard "
+            f"of it), not {size}. Put parameters with masks into their own groups, and use ZeRO stage 0."
         )
     return mask.to(value.device, value.dtype).view(value.shape)
 

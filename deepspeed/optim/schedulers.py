@@ -71,9 +71,9 @@ def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
     made_here = own is None or not hasattr(own, "param_groups")
     if isinstance(client, LRScheduler) and made_here and client.optimizer is not optimizer:
         logger.warning(
-            f"lr_scheduler is a {type(client).__name__} of another optimizer than the one that is trained with: the "
-            "learning rates of this engine do not follow it. Pass that optimizer as optimizer=, or "
-            "lr_scheduler=lambda optimizer: ..., which makes the scheduler."
+            f"lr_scheduler is a {type(client).__name__} of a different optimizer than the one in use, so it "
+            "does not control the learning rates of this engine. Pass its optimizer as optimizer=, or a "
+            "function that creates the scheduler: lr_scheduler=lambda optimizer: ..."
         )
 
 

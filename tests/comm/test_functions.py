@@ -247,7 +247,7 @@ def test_a_batch_of_messages() -> None:
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     assert received[0].eq(other).all() and received[1].eq(7 + other).all()
-    with pytest.raises(ValueError, match="pass deepspeed.comm.isend"):
+    with pytest.raises(ValueError, match="must be deepspeed.comm.isend"):
         dist.P2POp(torch_dist.isend, received[0], other)
 
 

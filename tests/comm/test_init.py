@@ -284,7 +284,9 @@ def test_a_port_in_use_is_named_with_the_remedy():
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert (
-        f"MASTER_PORT={port}" in output and "another program uses it" in output and "--master_port" in output
+        f"MASTER_PORT={port}" in output
+        and "another program is using it" in output
+        and "--master_port" in output
     )
 
 
@@ -302,7 +304,7 @@ def test_a_missing_partner_at_the_rendezvous():
     output, _ = process.communicate(timeout=240)
     assert (
         process.returncode == 1
-        and "rank 1 of 2 could not meet the others" in output
+        and "rank 1 of 2 could not reach the other ranks" in output
         and "MASTER_ADDR" in output
     )
 

@@ -84,6 +84,6 @@ def test_a_lost_machine_is_named(machines: links.Links, tmp_path: Path, what: st
     print(said)
     assert said.count("no progress in communication") == 1
     assert "rank 1 does not answer" in said
-    assert re.search(r"missing: rank 1 \(host1, process \d+\) does not answer: .*not reachable", said)
+    assert re.search(r"missing: rank 1 \(host1, process \d+\) does not answer: .*unreachable", said)
     assert re.search(r"waiting: rank 0 in reduce_scatter .* at script.py:\d+ in step", said)
-    assert "a network that is slow or blocked between the hosts" in said
+    assert "a slow or blocked network between the hosts" in said

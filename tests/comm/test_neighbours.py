@@ -135,7 +135,7 @@ def test_what_does_not_come_in_time_is_named() -> None:
     end = connect(group, [Edge("way", 0, 1)], may_share_memory=True)["way"]
     if isinstance(end, NeighbourReceiver):
         with pytest.raises(
-            CommunicationError, match="waiting for rank 0: it did not come within the timeout"
+            CommunicationError, match="waiting for rank 0: it did not arrive within the timeout"
         ):
             end.receive()
     dist.barrier()
@@ -174,6 +174,6 @@ def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(tmp_path: Path) -> 
     before = named_memory()
     codes, output, seconds = run_two_ranks(KILLED, tmp_path)
     assert codes == (3, -signal.SIGKILL), output
-    assert "waiting for rank 1: its process is gone" in output
+    assert "waiting for rank 1: its process has exited" in output
     assert seconds < 50
     assert named_memory() <= before

@@ -117,7 +117,7 @@ def test_no_room_for_a_segment_is_one_note():
         forget_communicators()
     found = [note for note in notes if "gloo" in note]
     assert len(found) == (torch_dist.get_rank() == 0), notes
-    assert not found or "making a segment failed: File too large" in found[0]
+    assert not found or "creating a segment failed: File too large" in found[0]
 
 
 def test_segments_have_no_name_and_are_private():

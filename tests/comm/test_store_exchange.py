@@ -85,12 +85,12 @@ def test_a_rank_that_does_not_come_is_named_and_all_give_up():
         exchange = StoreExchange("a test")
         exchange.begin()
         if rank == 0:
-            with pytest.raises(CommunicationError, match="nothing came from rank 1"):
+            with pytest.raises(CommunicationError, match="nothing received from rank 1"):
                 exchange.combine(b"0", b"".join)
             assert len(said) == 1 and "rank 1, which did not begin it" in said[0]
         dist.barrier()
         if rank:
-            with pytest.raises(CommunicationError, match="nothing came from rank 1"):
+            with pytest.raises(CommunicationError, match="nothing received from rank 1"):
                 exchange.combine(b"1", b"".join)  # rank 0 does not wait any more
         exchange.begin()
         assert exchange.combine(str(rank).encode(), b" ".join) == b"0 1"

@@ -277,7 +277,7 @@ def test_a_batch_without_a_sequence_is_refused_by_name() -> None:
             return super().forward(x).sum()
 
     engine, *_ = deepspeed.initialize(model=Rows(4, 1), config=settings())
-    with pytest.raises(TransformError, match="'curriculum'.*finds no sequence"):
+    with pytest.raises(TransformError, match="'curriculum'.*found no sequence"):
         engine(torch.ones(2, 4))
 
 

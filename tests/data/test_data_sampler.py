@@ -204,7 +204,7 @@ def test_the_last_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"index_to_sample_path": "missing"}, "index_to_sample_path='missing' names no index file"),
+        ({"index_to_sample_path": "missing"}, "index_to_sample_path='missing' is not an index file"),
         (
             {"min_difficulty": 0, "schedule_config": {"total_curriculum_step": 900, "difficulty_step": 1}},
             "no sample",

@@ -84,7 +84,7 @@ def test_merging(tmp_path: Path) -> None:
     assert [entry.tolist() for entry in data] == [[9], *ENTRIES]
     assert data.doc_idx.tolist() == [0, 1, 3, 6]
     small = MMapIndexedDatasetBuilder(tmp_path / "z.bin", dtype=np.uint16)
-    with pytest.raises(ValueError, match="holds int32, and this file uint16"):
+    with pytest.raises(ValueError, match="holds int32, but this file holds uint16"):
         small.merge_file_(tmp_path / "x")
 
 
@@ -131,7 +131,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     )
     assert module.get_available_dataset_impl() == ["lazy", "cached", "mmap"]
     assert make_dataset(write(tmp_path / "x"), "other") is None
-    with pytest.raises(ValueError, match="no index"):
+    with pytest.raises(ValueError, match="not an index"):
         MMapIndexedDataset(_older(tmp_path))
     with pytest.raises(ValueError, match="not float32"):
         MMapIndexedDatasetBuilder(tmp_path / "f.bin", dtype=np.float32)

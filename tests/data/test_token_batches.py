@@ -373,5 +373,5 @@ def test_the_length_of_a_sample() -> None:
     assert length_of({"labels": 1, "input_ids": [3, 4, 5]}) == 3
     assert length_of({"input_ids": ids, "attention_mask": [1, 1, 1, 0, 0]}) == 3
     assert length_of((ids, 1)) == length_of(ids) == length_of({"x": ids.numpy()}) == length_of([1] * 5) == 5
-    with pytest.raises(ValueError, match="cannot be told"):
+    with pytest.raises(ValueError, match="cannot determine the number of tokens"):
         length_of("words")

@@ -57,9 +57,9 @@ def test_what_cannot_be_done_is_said() -> None:
     optimizer: Any = DeepSpeedCPUAdam(params)
     optimizer.step_subgroup(0)  # nothing has a gradient
     assert not optimizer.state
-    with pytest.raises(RuntimeError, match=r"sub_group_id 0: step_subgroup\(0\) was not called"):
+    with pytest.raises(RuntimeError, match=r"sub_group_id 0: step_subgroup\(0\) has not been called"):
         optimizer.rollback_subgroup(0)
     for param in params:
         param.grad = torch.ones(4)
-    with pytest.raises(ValueError, match="2 have gradients: join them"):
+    with pytest.raises(ValueError, match="2 have gradients: concatenate them"):
         optimizer.step_subgroup(0)

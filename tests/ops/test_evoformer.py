@@ -76,7 +76,7 @@ def test_memory_does_not_hold_the_scores_of_all_sequences(monkeypatch: pytest.Mo
 
 def test_what_does_not_fit_is_refused() -> None:
     main, biases = inputs()
-    with pytest.raises(ValueError, match="two biases at most"):
+    with pytest.raises(ValueError, match="at most two biases"):
         DS4Sci_EvoformerAttention(*main, [*biases, biases[0]])
     with pytest.raises(ValueError, match="bias 1 has shape"):
         DS4Sci_EvoformerAttention(*main, biases[::-1])

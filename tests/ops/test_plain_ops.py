@@ -63,7 +63,7 @@ def test_groups_of_rows_meet_their_matrix(trans_b):
     gradients = [torch.autograd.grad(result.square().sum(), (rows, matrices)) for result in (found, expected)]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match="one end for each group"):
+    with pytest.raises(ValueError, match="one end offset per group"):
         group_gemm_triton(rows, matrices, ends[:2])
 
 

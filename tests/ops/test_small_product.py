@@ -121,5 +121,5 @@ def test_rounding_to_nearest_within_half_a_step() -> None:
     assert torch.equal(QuantizedMatrix.of(torch.zeros(2, 16), 4).values(torch.float32), torch.zeros(2, 16))
     with pytest.raises(ValueError, match="bits=3"):
         QuantizedMatrix.of(weight, 3)
-    with pytest.raises(ValueError, match="a group of 64 columns: with 4 bits a multiple of 128"):
+    with pytest.raises(ValueError, match="a group of 64 columns: with 4 bits it must be a multiple of 128"):
         QuantizedMatrix.of(weight, 4, 64)

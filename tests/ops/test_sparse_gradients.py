@@ -76,5 +76,5 @@ def test_other_methods_refuse_sparse_gradients(kind) -> None:
     model = Bag(sparse=True)
     optimizer = kind(model.parameters())
     model(torch.tensor([[2, 3]])).backward()
-    with pytest.raises(RuntimeError, match="does not take sparse gradients"):
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
         optimizer.step()

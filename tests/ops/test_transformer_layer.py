@@ -183,7 +183,7 @@ def test_configs() -> None:
 def test_what_it_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="heads=3"):
         DeepSpeedTransformerLayer(config(heads=3))
-    with pytest.raises(ValueError, match="encoder_hidden_states has to be None"):
+    with pytest.raises(ValueError, match="encoder_hidden_states must be None"):
         layer()(torch.zeros(1, 4, HIDDEN), None, encoder_hidden_states=torch.zeros(1))
 
 

@@ -96,6 +96,6 @@ def test_muon_flags() -> None:
 
 def test_our_own_refuse_complex_parameters() -> None:
     optimizer = FusedAdam(_params())
-    with pytest.raises(ValueError, match="FusedAdam does not take complex parameters"):
+    with pytest.raises(ValueError, match="FusedAdam does not support complex parameters"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1

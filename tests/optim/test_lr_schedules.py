@@ -116,7 +116,9 @@ def test_one_cycle_takes_a_list_of_momenta() -> None:
     expected = [[0.85, 0.65], [0.8, 0.6], [0.85, 0.65], [0.9, 0.7], [1.35, 1.05]]
     assert [value for row in seen for value in row] == pytest.approx([v for row in expected for v in row])
     assert [group["betas"][1] for group in optimizer.param_groups] == [0.999, 0.95]
-    with pytest.raises(ValueError, match="cycle_max_mom has 3 values, the optimizer has 2 parameter groups"):
+    with pytest.raises(
+        ValueError, match="cycle_max_mom has 3 values, but the optimizer has 2 parameter groups"
+    ):
         OneCycle(optimizer, 1e-3, 1e-2, cycle_max_mom=[0.9] * 3)
 
 

@@ -120,6 +120,6 @@ def test_masks_are_those_of_the_script_not_of_a_checkpoint(kind: str, tmp_path: 
 @distributed(world_size=2)
 def test_a_mask_of_another_size_is_refused() -> None:
     engine = start("OneBitAdam", torch.ones(3))
-    with pytest.raises(ValueError, match="exp_avg_mask: a tensor with 192 elements"):
+    with pytest.raises(ValueError, match="exp_avg_mask: expected a tensor with 192 elements"):
         train(engine, 4)
     engine.destroy()

@@ -20,18 +20,19 @@ SHOWN = 8
 STOPPED, GONE, ABSENT = "is stopped", "has ended", "has no engine"
 
 _BRANCH = (
-    "code that only some ranks run (`if rank == 0`), a condition on the rank's own data, another number of batches or "
-    "of backward passes, layers or parameters that only some ranks use"
+    "code that only some ranks run (`if rank == 0`), a condition on rank-local data, a different number of "
+    "batches or backward passes, layers or parameters that only some ranks use"
 )
 _CAUSES = {
-    LOADING: "a loader that has fewer batches on this rank or waits for a worker or for slow storage; give every rank "
-    "equally many batches (DistributedSampler, drop_last), and look at the workers' own output",
-    SAVING: "save_checkpoint called on some ranks only (it is collective), or storage that is slow or full",
-    RESTORING: "load_checkpoint called on some ranks only (it is collective), or storage that is slow",
-    STARTING: "ranks that build different models, or wait for a file or a download",
-    ABSENT: "a rank that does something else before deepspeed.initialize, or has ended its training earlier",
+    LOADING: "a data loader with fewer batches on this rank, or one waiting for a worker or slow storage; give "
+    "every rank the same number of batches (DistributedSampler, drop_last), and check the output of the "
+    "workers",
+    SAVING: "save_checkpoint called on some ranks only (it is collective), or slow or full storage",
+    RESTORING: "load_checkpoint called on some ranks only (it is collective), or slow storage",
+    STARTING: "ranks building different models, or waiting for a file or download",
+    ABSENT: "a rank still busy before deepspeed.initialize, or one that finished training early",
     STOPPED: "Ctrl-Z, a debugger or a scheduler; `kill -CONT PID` resumes it",
-    GONE: "its own output says why; without the launcher nobody ends the others",
+    GONE: "its output says why; without the launcher, the other ranks are not stopped",
 }
 
 
@@ -74,7 +75,7 @@ def _headline(
     if diverged:
         return "the ranks are in different collectives"
     if missing:
-        return f"{_ranks(sorted(waiting)) or 'nobody'} waiting for {_ranks(sorted(missing))}"
+        return f"{_ranks(sorted(waiting)) or 'no rank'} waiting for {_ranks(sorted(missing))}"
     if locked or len({(each.call, *each.members) for each in waiting.values()}) > 1:
         return f"{_ranks(sorted(waiting))} wait for each other in different calls"
     return f"{_ranks(sorted(waiting))} wait, and no rank is missing"
@@ -154,7 +155,7 @@ def _late(reports: Mapping[int, HangReport]) -> dict[int, str]:
             expected = _numbered(ahead).get(count + 1)
             text = f"{call_text(expected)} " if expected else ""
             last = own["calls"][-1] if own and own["calls"] else None
-            after = f", its last was {call_text(last)}" if last else ""
+            after = f", its last one was {call_text(last)}" if last else ""
             group = f"group {name}, " if alike[ranks] > 1 else ""
             late.setdefault(
                 rank, f"has not issued {text}(#{count + 1} of {group}ranks {_members(ranks)}{after})"
@@ -230,11 +231,11 @@ def _causes(
     ]
     if locked:
         found.append(
-            "process groups that ranks use in another order; each rank has to use them in the same one"
+            "process groups used in different orders by different ranks; all ranks must use them in the same order"
         )
     if diverged or (not found and (missing or len({each.call for each in waiting.values()}) > 1)):
         found.append(_BRANCH)
-    return found or ["a network that is slow or blocked between the hosts, or a device that still computes"]
+    return found or ["a slow or blocked network between the hosts, or a device that is still computing"]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -48,8 +48,8 @@ def awaiting_all_ranks(call: str, detail: str = "") -> Iterator[None]:
         missing = _missing(clone(store), key, size)
         if missing and rank == _first_present(missing, size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {listed(missing)}, which did not "
-                "call it. It is collective: call it on every rank, not only on rank 0 (each writes or reads its part)."
+                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {listed(missing)}, which did not call "
+                "it. It is collective: call it on every rank, not only on rank 0 (each rank writes or reads its part)."
             )
 
     try:
@@ -102,8 +102,8 @@ def awaiting_start(rank: int, world_size: int, address: str | None, port: str | 
             return
         if missing and missing != seen and rank == _first_present(missing, world_size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s for {listed(missing)} of {world_size}: not started yet, or not "
-                f"able to reach rank 0 {where}."
+                f"rank {rank} has waited {WAIT_S:g} s for {listed(missing)} of {world_size}: not started "
+                f"yet, or unable to reach rank 0 {where}."
             )
         seen[:] = missing
 

@@ -214,7 +214,7 @@ class Watch:
                     self._check()
                     failures = 0
                 except Exception as error:  # the store's process is gone, or the group was destroyed
-                    logger.debug(f"the watch for hangs: {error!r}")
+                    logger.debug(f"hang watch: {error!r}")
                     failures += 1
                     if failures == FAILURES:
                         break
@@ -356,7 +356,7 @@ class Watch:
         in_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.rank != 1 and not in_launcher:
             return
-        unknown = "does not answer, and had not said yet where it runs"
+        unknown = "does not answer, and its host is not known yet"
         silent = {} if in_launcher else {0: self._describe_silent(0) if 0 in self._addresses else unknown}
         explanation.text = self._text({self.rank: self._own_report()}, silent, "its store does not answer; ")
 
@@ -370,7 +370,7 @@ class Watch:
 
     def _describe_silent(self, rank: int) -> str:
         """Describe the known state of a rank that does not answer."""
-        absent = f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
+        absent = f"{ABSENT} yet, or no longer: it is before deepspeed.initialize, or after engine.destroy"
         if rank not in self._addresses:
             return absent
         host, pid, watched = self._addresses[rank]
@@ -381,12 +381,12 @@ class Watch:
         if state in ("gone", "Z", "X"):
             return f"{where} {GONE}"
         if state == "D":
-            return f"{where} waits for storage or a driver inside the kernel"
+            return f"{where} is blocked in the kernel, on storage or a driver"
         if not watched:
             return f"{where} {absent}"
         if state:
-            return f"{where} runs, but its Python does not: native code holds the interpreter's lock"
-        return f"{where} does not answer: stopped, ended, or not reachable"
+            return f"{where} runs, but Python does not: native code holds the GIL"
+        return f"{where} does not answer: stopped, exited, or unreachable"
 
 
 def _state_of(pid: int) -> str:

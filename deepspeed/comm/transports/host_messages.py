@@ -37,7 +37,7 @@ _HEAD = struct.Struct("=qqqqq")  # bytes of the note and of the data, block, its
 _NONE = -1
 _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
-_GONE = "its process is gone"
+_GONE = "its process has exited"
 _EXIT_GRACE_MS = 100  # an ending process closes its pipes shortly before it is gone
 _MAX_POLL_MS = 2**31 - 1  # longest wait of a poll
 BLOCK_BYTES = 1 << 16  # block sizes are multiples of it, so that messages of varying size reuse blocks
@@ -67,7 +67,7 @@ class _Peer:
         poll.register(self.process, select.POLLIN)
         found = dict(poll.poll(self.timeout_ms))
         if descriptor not in found:
-            raise self.error(operation, _GONE if found else "it did not come within the timeout")
+            raise self.error(operation, _GONE if found else "it did not arrive within the timeout")
 
     def closed_error(self, operation: str) -> CommunicationError:
         """Return the error for a closed peer end."""
@@ -369,8 +369,8 @@ def _may_open_files_of(pid: int) -> bool:
 
 def _warn_unshared() -> None:
     warning_once(
-        "Neighbouring ranks of one host cannot open each other's descriptors (another user, or hidden processes); they "
-        "send through the process group, which is slower."
+        "Neighbouring ranks on one host cannot open each other's descriptors (different users, or hidden "
+        "processes); falling back to the slower process group."
     )
 
 

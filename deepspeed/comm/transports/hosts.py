@@ -89,10 +89,12 @@ def _connect_host(
 def _warn_unshared(attached: list[_HostRecord]) -> None:
     errors = [one.descriptor for one in attached if one.descriptor < 0]
     reason = (
-        f"making a segment failed: {os.strerror(-errors[0])}" if errors else "a rank could not map another's"
+        f"creating a segment failed: {os.strerror(-errors[0])}"
+        if errors
+        else "a rank could not map another's"
     )
     warning_once(
-        f"Ranks of one host cannot share memory ({reason}); they use gloo, which is several times slower."
+        f"Ranks on one host cannot share memory ({reason}); falling back to gloo, which is several times slower."
     )
 
 

@@ -40,8 +40,8 @@ _OPERATION_NAMES = (
 # enum ds_shm_status
 _OK, _, _TIMEOUT, _DEAD, _LEFT, _CLOSED, _MISMATCH = range(7)
 _REASONS = {
-    _TIMEOUT: "it did not come within the timeout",
-    _DEAD: "its process is gone",
+    _TIMEOUT: "it did not arrive within the timeout",
+    _DEAD: "its process has exited",
     _LEFT: "it destroyed its process group",
     _CLOSED: "the process group was destroyed here",
 }
@@ -95,8 +95,8 @@ class _Failure(ctypes.Structure):
             return "that rank sends or expects a different number of bytes than this one"
         if status == _MISMATCH:
             return (
-                f"that rank is in another call, {_call_text(self)}. All ranks have to issue the same collectives "
-                "in the same order, with tensors of the same size and dtype"
+                f"that rank is in a different call, {_call_text(self)}. All ranks must issue the same "
+                "collectives in the same order, with tensors of the same size and dtype"
             )
         reason = _REASONS[status]
         if self.silent_rank >= 0:

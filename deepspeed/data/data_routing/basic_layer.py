@@ -66,8 +66,9 @@ class RandomLayerTokenDrop(nn.Module):
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         if mask is not None and mask not in parameters and not anything:
             raise DeepSpeedConfigError(
-                f"random_ltd.model_mask_name={mask!r} is no argument of {type(self.random_ltd_layer).__name__}, which "
-                f"takes {', '.join(parameters)}: use the one of its attention mask, or null if it has none"
+                f"random_ltd.model_mask_name={mask!r} is not an argument of "
+                f"{type(self.random_ltd_layer).__name__}, which takes {', '.join(parameters)}: set it to "
+                "that of the attention mask, or null if there is none"
             )
         self.batch_first = config["hidden_state_order"] == "batch_seq_dim"
         self.random_ltd_scheduler = scheduler
@@ -110,9 +111,9 @@ class RandomLayerTokenDrop(nn.Module):
     def _log_no_drop(self) -> None:
         self.claimed = True
         warning_once(
-            f"random-LTD: converted layers of class {type(self.random_ltd_layer).__name__} drop no token, because no "
-            "engine knows of them: set data_efficiency.data_routing.random_ltd.enabled in the config, and call "
-            "convert_to_random_ltd(engine, LayerClass)"
+            f"random-LTD: converted layers of class {type(self.random_ltd_layer).__name__} drop no tokens, "
+            "because they belong to no engine: set data_efficiency.data_routing.random_ltd.enabled in the "
+            "config, and call convert_to_random_ltd(engine, LayerClass)"
         )
 
     def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> KeptTokens:
@@ -139,8 +140,8 @@ class RandomLayerTokenDrop(nn.Module):
         first = results[0] if isinstance(results, (tuple, list)) else results
         if not isinstance(first, Tensor):
             raise ValueError(
-                f"random-LTD: {type(self.random_ltd_layer).__name__} returns {type(results).__name__}; it must return "
-                "its activations, or a tuple that begins with them"
+                f"random-LTD: {type(self.random_ltd_layer).__name__} returns {type(results).__name__}; it "
+                "must return its activations, or a tuple starting with them"
             )
         whole = ScatterTokens.apply(hidden, first, indices, self.batch_first)
         return type(results)((whole, *results[1:])) if isinstance(results, (tuple, list)) else whole
@@ -294,13 +295,13 @@ class KeptTokens:
             return None if name != "use_cache" else False
         if value is not None and name.startswith(_PACKED):
             raise ValueError(
-                f"random-LTD: {name} packs several sequences into one row, and dropped tokens would move its borders: "
-                "train without packing, or take this layer out of random_ltd_layer_id"
+                f"random-LTD: {name} packs several sequences into one row, and dropping tokens would shift "
+                "the boundaries: train without packing, or take this layer out of random_ltd_layer_id"
             )
         if type(value).__name__ == "BlockMask":
             raise ValueError(
-                f"random-LTD: {name} is a BlockMask of flex_attention, which cannot be cut to single tokens: load the "
-                "model with attn_implementation='sdpa'"
+                f"random-LTD: {name} is a BlockMask of flex_attention, which cannot be cut to a subset of "
+                "tokens: load the model with attn_implementation='sdpa'"
             )
         return _mapped(name, value, self._tensor)
 

@@ -31,7 +31,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type
         kinds = convert_type if isinstance(convert_type, tuple) else (convert_type,)
         raise ValueError(
             f"convert_to_random_ltd: {type(root).__name__} has no layer of class "
-            f"{' or '.join(kind.__name__ for kind in kinds)} inside it: give the class of the layers in its stack"
+            f"{' or '.join(kind.__name__ for kind in kinds)} inside it: pass the class of the stacked layers"
         )
     for name in names:
         parent, _, leaf = name.rpartition(".")

@@ -31,8 +31,8 @@ class BaseScheduler:
         state = self.state
         if state.get(SCHEDULE_TYPE) != "fixed_linear":
             raise RuntimeError(
-                f"random_ltd_schedule.schedule_type={state.get(SCHEDULE_TYPE)!r} is unknown: fixed_linear is the only "
-                "one"
+                f"random_ltd_schedule.schedule_type={state.get(SCHEDULE_TYPE)!r} is unknown: only "
+                "fixed_linear is supported"
             )
         low, high, details = state[MIN_VALUE], state[MAX_VALUE], state[SCHEDULE_CONFIG]
         unit = details["seq_per_step"]

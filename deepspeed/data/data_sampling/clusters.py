@@ -58,8 +58,8 @@ class MetricIndex:
 def _opened(name: str, key: str, path: str) -> MMapIndexedDataset:
     if not MMapIndexedDataset.exists(path):
         raise DeepSpeedConfigError(
-            f"curriculum metric {name!r}: {key}={path!r} names no index file ({path}.idx and {path}.bin); "
-            "DataAnalyzer writes them"
+            f"curriculum metric {name!r}: {key}={path!r} is not an index file ({path}.idx and {path}.bin, "
+            "as DataAnalyzer writes them)"
         )
     return MMapIndexedDataset(path, skip_warmup=True)
 
@@ -170,7 +170,7 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         if time.monotonic() > until:
             raise RuntimeError(
-                f"rank 0 has not written {path} for {_WAIT_S:.0f} s: data_cluster_path has to be a folder that all "
-                "ranks share"
+                f"rank 0 has not written {path} for {_WAIT_S:.0f} s: data_cluster_path must be a folder "
+                "shared by all ranks"
             )
         time.sleep(0.05)

@@ -273,7 +273,7 @@ class DataAnalyzer:
             self.merge_gather_map_stats(num_workers, num_threads, reducers, thread, folder, name, counted)
         values, numbers = joined(list(counted.values()))
         if numbers.sum() != samples:
-            raise ValueError(f"metric {name!r} has {numbers.sum()} values for {samples} samples")
+            raise ValueError(f"metric {name!r} returned {numbers.sum()} values for {samples} samples")
         if not samples:
             raise ValueError(f"metric {name!r} has no values: the data set is empty")
         value_dtype = find_fit_int_dtype(int(values[0]), int(values[-1]))
@@ -430,8 +430,8 @@ def _require_parts(folder: str, name: str, kind: str, num_workers: int, num_thre
         fname = _part_file(folder, name, kind, worker, thread)
         if not MMapIndexedDataset.exists(fname):
             raise FileNotFoundError(
-                f"worker {worker} thread {thread} has not finished metric {name!r}: {fname}.idx is missing. Repeat it "
-                f"with DataAnalyzer(..., worker_id={worker}, specific_threads=[{thread}]).run_map()"
+                f"worker {worker} thread {thread} has not finished metric {name!r}: {fname}.idx is missing. "
+                f"Rerun it with DataAnalyzer(..., worker_id={worker}, specific_threads=[{thread}]).run_map()"
             )
 
 

@@ -86,7 +86,7 @@ class DeepSpeedDataSampler:
         self.num_workers = sampling["num_workers"]
         self.seed = data_efficiency_config["seed"]
         if not one_epoch_total_samples:
-            raise DeepSpeedConfigError("a curriculum needs a data set with samples; this one is empty")
+            raise DeepSpeedConfigError("the data set is empty; a curriculum needs samples")
         self.curriculum_schedulers: dict[str, CurriculumScheduler] = {}
         self.indices: dict[str, MetricIndex] = {}
         self._folder = curriculum.get("data_cluster_path") or "."
@@ -246,7 +246,7 @@ class DeepSpeedDataSampler:
     def _check_not_empty(self, now: Mapping[str, int]) -> None:
         limits = ", ".join(f"{name} <= {value}" for name, value in now.items())
         raise DeepSpeedConfigError(
-            f"the curriculum accepts no sample at its start ({limits}): raise min_difficulty of its metrics"
+            f"no sample is easy enough for the start of the curriculum ({limits}): raise min_difficulty of its metrics"
         )
 
     # Position -----------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class DeepSpeedDataSampler:
             ):
                 rest = batch[consumed_samples - start :].tolist()
                 return {**copy.deepcopy(state), "batch": rest, "consumed_samples": consumed_samples}
-        raise LookupError(f"the position after {consumed_samples} samples is not known any more")
+        raise LookupError(f"the position after {consumed_samples} samples is no longer known")
 
     def _remember(self, batch: np.ndarray | None = None) -> None:
         """Remember the position of ``batch`` in the sample stream, and the state after it."""

@@ -75,10 +75,10 @@ class Index:
     def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
         with open(path, "rb") as stream:
             if stream.read(len(_MAGIC)) != _MAGIC:
-                raise ValueError(f"{path} is no index of a memory-mapped data set")
+                raise ValueError(f"{path} is not an index of a memory-mapped data set")
             version, self._code, self._len, self._doc_count = _HEADER.unpack(stream.read(_HEADER.size))
             if version != 1:
-                raise ValueError(f"{path} has version {version} of the format; version 1 is known")
+                raise ValueError(f"{path} has format version {version}; only version 1 is supported")
             start = stream.tell()
         self.dtype = CODES[self._code]
         buffer = np.memmap(path, mode="r")
@@ -154,14 +154,14 @@ class MMapIndexedDataset(Dataset[Any]):
         if isinstance(idx, slice):
             first, stop, step = idx.indices(len(self))
             if step != 1:
-                raise ValueError("slices of an indexed data set are contiguous: leave out the step")
+                raise ValueError("slices of an indexed data set must be contiguous: leave out the step")
             return [self.get(i) for i in range(first, stop)]
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return ``length`` elements of entry ``idx`` from ``offset`` on (None: to its end), as a view of the file."""
         if not -len(self) <= idx < len(self):
-            raise IndexError(f"entry {idx} of {len(self)}")
+            raise IndexError(f"index {idx} is out of range for {len(self)} entries")
         start, size = self._index[int(idx)]
         dtype = np.dtype(self._index.dtype)
         count = size - offset if length is None else length
@@ -235,7 +235,7 @@ class MMapIndexedDatasetBuilder:
         other = MMapIndexedDataset(another_file, skip_warmup=True)
         if np.dtype(other.dtype) != np.dtype(self._dtype):
             raise ValueError(
-                f"{another_file} holds {np.dtype(other.dtype).name}, and this file {np.dtype(self._dtype).name}"
+                f"{another_file} holds {np.dtype(other.dtype).name}, but this file holds {np.dtype(self._dtype).name}"
             )
         first, data = len(self._sizes), other.flat
         for start in range(0, len(data), _CHUNK):
@@ -260,9 +260,7 @@ def get_available_dataset_impl() -> list[str]:
 def infer_dataset_impl(path: str | Path) -> str | None:
     """Return 'mmap' or 'cached', by the first bytes of the index; None: there is no index, or its format is unknown."""
     if not IndexedDataset.exists(path):
-        logger.warning(
-            f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
-        )
+        logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
         return None
     with open(index_file_path(path), "rb") as stream:
         magic = stream.read(8)
@@ -272,9 +270,7 @@ def infer_dataset_impl(path: str | Path) -> str | None:
 def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
     """Open the data set in format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: not found."""
     if not IndexedDataset.exists(path):
-        logger.warning(
-            f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
-        )
+        logger.warning(f"no data set at {path}: {index_file_path(path)} or {data_file_path(path)} is missing")
         return None
     if impl == "infer":
         impl = infer_dataset_impl(path) or ""
@@ -307,10 +303,12 @@ class IndexedDataset(Dataset[Any]):
     def read_index(self, path: str) -> None:
         with open(index_file_path(path), "rb") as stream:
             if stream.read(8) != self._HDR_MAGIC:
-                raise ValueError(f"{index_file_path(path)} is no index of this format")
+                raise ValueError(f"{index_file_path(path)} is not an index of this format")
             (version,) = struct.unpack("<Q", stream.read(8))
             if version != 1:
-                raise ValueError(f"{index_file_path(path)} has version {version}; version 1 is known")
+                raise ValueError(
+                    f"{index_file_path(path)} has version {version}; only version 1 is supported"
+                )
             number, self.element_size = struct.unpack("<QQ", stream.read(16))
             self.dtype = CODES[number]
             self._len, self.s, self.doc_count = struct.unpack("<QQQ", stream.read(24))
@@ -324,7 +322,7 @@ class IndexedDataset(Dataset[Any]):
 
     def check_index(self, i: int) -> None:
         if not 0 <= i < self._len:
-            raise IndexError(f"entry {i} of {self._len}")
+            raise IndexError(f"index {i} is out of range for {self._len} entries")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "data_file": None}
@@ -337,7 +335,7 @@ class IndexedDataset(Dataset[Any]):
         if isinstance(idx, slice):
             first, stop, step = idx.indices(len(self))
             if step != 1:
-                raise ValueError("slices of an indexed data set are contiguous: leave out the step")
+                raise ValueError("slices of an indexed data set must be contiguous: leave out the step")
             return [self._read(i) for i in range(first, stop)]
         self.check_index(idx)
         return self._read(idx)

@@ -67,7 +67,7 @@ def _found(
         )
     prefix = str(Path(metrics_path) / _METRIC / f"{_METRIC}_sample_to_metric")
     if not MMapIndexedDataset.exists(prefix):
-        logger.info(f"counting the tokens of {len(dataset)} sequences; they are kept in {metrics_path}")
+        logger.info(f"counting the tokens of {len(dataset)} sequences; caching them in {metrics_path}")
         count = batch_lengths
         DataAnalyzer(
             dataset,
@@ -116,6 +116,6 @@ def length_of(sample: Any) -> int:
         first = sample[0]
         return len(sample) if isinstance(first, (int, np.integer)) else length_of(first)
     raise ValueError(
-        f"the number of tokens of a sample cannot be told ({type(sample).__name__}): give dataset_seqlens or "
-        "batch_seqlens_fn, or the files of an analysis in data_efficiency.data_sampling.dynamic_batching.metrics_path"
+        f"cannot determine the number of tokens of a sample ({type(sample).__name__}): pass dataset_seqlens or "
+        "batch_seqlens_fn, or set the analysis files in data_efficiency.data_sampling.dynamic_batching.metrics_path"
     )

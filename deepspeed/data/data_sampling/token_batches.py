@@ -45,7 +45,7 @@ class TokenBatches(Sequence[tuple[int, list[int]]]):
             return [self[pack] for pack in range(*index.indices(len(self)))]
         pack = index + len(self) if index < 0 else index
         if not 0 <= pack < len(self):
-            raise IndexError(f"pack {index} of {len(self)}")
+            raise IndexError(f"pack index {index} is out of range for {len(self)} packs")
         start, end = self._bounds(pack)
         return pack // self.per_batch, self.numbers[start:end].tolist()
 
@@ -112,8 +112,8 @@ def pack(
     places = np.flatnonzero(lengths <= max_tokens)
     if len(places) < len(lengths):
         logger.warning(
-            f"{len(lengths) - len(places)} of {len(lengths)} sequences are longer than max_tokens={max_tokens} and are "
-            "left out: raise it, or cut them"
+            f"{len(lengths) - len(places)} of {len(lengths)} sequences are longer than "
+            f"max_tokens={max_tokens} and are skipped: raise max_tokens, or truncate them"
         )
     if order == "seqlen":
         places = places[np.argsort(lengths[places], kind="stable")]
@@ -127,7 +127,7 @@ def pack(
     chosen = taken[: int(sizes.sum())]
     if len(chosen) < len(numbers):
         logger.info(
-            f"{len(numbers) - len(chosen)} of {len(numbers)} sequences do not fill a batch and are left out"
+            f"{len(numbers) - len(chosen)} of {len(numbers)} sequences do not fill a batch and are skipped"
         )
     return TokenBatches(numbers[chosen], lengths[chosen], np.cumsum(sizes), per_batch)
 
@@ -142,9 +142,9 @@ def _check(
     per_batch: int,
 ) -> None:
     if len(numbers) != len(lengths):
-        raise ValueError(f"there are {len(lengths)} lengths for {len(numbers)} sequences")
+        raise ValueError(f"got {len(lengths)} lengths for {len(numbers)} sequences")
     if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"sequence {int(numbers[lengths.argmin()])} has the length {int(lengths.min())}")
+        raise ValueError(f"sequence {int(numbers[lengths.argmin()])} has length {int(lengths.min())}")
     for name, value in (("max_tokens", max_tokens), ("effective_batch_size", per_batch)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

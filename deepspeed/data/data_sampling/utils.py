@@ -23,7 +23,7 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
         limits = np.iinfo(kind)
         if limits.min <= min_value and max_value <= limits.max:
             return kind
-    raise ValueError(f"no integer of 64 bits holds both {min_value} and {max_value}")
+    raise ValueError(f"no 64-bit integer type holds both {min_value} and {max_value}")
 
 
 def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[tuple[int, int]]:

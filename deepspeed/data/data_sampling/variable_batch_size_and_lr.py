@@ -215,8 +215,8 @@ class VariableBatchSizeLR(LRScheduler):
         """Resume from a state. ``batch_sizes`` stay those of this run, like the loader's batches."""
         if state_dict["batch_sizes"] != self.batch_sizes:
             logger.warning(
-                f"the learning rate was saved with other batches ({len(state_dict['batch_sizes'])} of them, now "
-                f"{len(self.batch_sizes)}): it goes on by the number of batches trained"
+                f"the learning rate was saved with different batches ({len(state_dict['batch_sizes'])} of "
+                f"them, now {len(self.batch_sizes)}): it resumes by the number of trained batches"
             )
         if isinstance(self.base_lr_scheduler, Loads) and state_dict["base_lr_scheduler"] is not None:
             self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
@@ -425,14 +425,14 @@ def _check_section(section: Mapping[str, Any], dataset: Any, *, pipelined: bool)
         raise ValueError("data_efficiency.data_sampling.dynamic_batching.max_tokens is missing")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            "data_efficiency.data_sampling.dynamic_batching needs a data set with a length and numbers, not "
+            "data_efficiency.data_sampling.dynamic_batching needs a map-style data set with a length, not "
             f"{type(dataset).__name__}"
         )
     weighting = section["loss_weighting"]
     if pipelined and weighting not in ("samples", "none"):
         raise ValueError(
-            f"dynamic_batching.loss_weighting={weighting!r} with a pipeline, whose micro-batches all count the same: "
-            "use samples, of which they have equally many"
+            f"dynamic_batching.loss_weighting={weighting!r} is not supported with a pipeline, whose "
+            "micro-batches have equal weight: use samples"
         )
 
 
@@ -494,8 +494,8 @@ class BatchFollower:
             return 1.0
         if self.engine.train_batch_size() != self.loader.per_batch:
             raise ValueError(
-                f"train_batch_size={self.engine.train_batch_size()} was set after the batches had been made of "
-                f"{self.loader.per_batch} packs: make the loader again"
+                f"train_batch_size={self.engine.train_batch_size()} was set after batches of "
+                f"{self.loader.per_batch} packs were made: recreate the loader"
             )
         return self.loader.to_train[0]
 

@@ -93,8 +93,8 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         state = states.get(sub_group_id)
         if not state:
             raise RuntimeError(
-                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: step_subgroup({sub_group_id}) was "
-                "not called before"
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: "
+                f"step_subgroup({sub_group_id}) has not been called"
             )
         if int(state["step"]) == 0:
             raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
@@ -115,7 +115,8 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             found += [(group, param, param.grad) for param in group["params"] if param.grad is not None]
         if len(found) > 1:
             raise ValueError(
-                f"a subgroup is one parameter, but {len(found)} have gradients: join them, or use step()"
+                f"step_subgroup() updates one parameter, but {len(found)} have gradients: concatenate "
+                "them, or use step()"
             )
         return found
 
@@ -227,7 +228,7 @@ def adam_update_multi(
     lengths = {len(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs)}
     if len(lengths) > 1:
         raise ValueError(
-            f"parameters, gradients and states are lists of one length, not of {sorted(lengths)}"
+            f"parameters, gradients and states must be lists of equal length, not {sorted(lengths)}"
         )
     values = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
     group = optimizer.param_groups[0]

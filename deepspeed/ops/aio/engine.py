@@ -66,7 +66,7 @@ def make_engine(options: AioOptions) -> AioEngine:
     wanted = os.environ.get(BACKEND_VARIABLE) or TRANSPORTS[0]
     if wanted not in (*TRANSPORTS, PYTHON):
         raise ValueError(
-            f"{BACKEND_VARIABLE}={wanted!r}: expected one of {', '.join((*TRANSPORTS, PYTHON))}, or nothing"
+            f"{BACKEND_VARIABLE}={wanted!r}: expected one of {', '.join((*TRANSPORTS, PYTHON))}, or unset"
         )
     lib = library()
     if lib is None or wanted == PYTHON:

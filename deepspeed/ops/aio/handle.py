@@ -261,13 +261,13 @@ def _close(engine: AioEngine, process: int) -> None:
 
 def _one_of(filename: File, fd: int | None) -> str | int:
     if (filename is None) == (fd is None):
-        raise TypeError("give the file either as filename or as fd, an open descriptor")
+        raise TypeError("pass either filename or fd (an open descriptor)")
     return fd if fd is not None else filename  # type: ignore[return-value]  # one of them is given
 
 
 def _check(buffer: Tensor, offset: int) -> None:
     if not isinstance(buffer, Tensor):
-        raise TypeError(f"expected a tensor to read into or write from, not {type(buffer).__name__}")
+        raise TypeError(f"expected a tensor as buffer, not {type(buffer).__name__}")
     if not buffer.is_contiguous():
         raise ValueError(
             f"a tensor of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not contiguous: "
@@ -299,7 +299,7 @@ def _os_error(failure: AioFailure, write: bool, filename: str, offset: int, nbyt
     text = os.strerror(failure.errno)
     if failure.errno == errno.ENODATA and not write:
         size = os.path.getsize(filename) if os.path.exists(filename) else 0
-        text = f"the file has {size} bytes, too few"
+        text = f"the file is too short ({size} bytes)"
     if failure.detail:
         text = f"{text}: {failure.detail}"
     action = "writing" if write else "reading"

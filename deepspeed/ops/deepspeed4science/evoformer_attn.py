@@ -142,11 +142,11 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         ValueError: more than two biases, or shapes that do not fit.
     """
     if len(biases) > 2:
-        raise ValueError(f"two biases at most, got {len(biases)}")
+        raise ValueError(f"expected at most two biases, got {len(biases)}")
     if Q.dim() != 5 or K.shape != V.shape or Q.shape[:2] != K.shape[:2] or Q.shape[3:] != K.shape[3:]:
         raise ValueError(
-            "Q, K and V are [batch, sequences, tokens, heads, head size], K and V of one shape; got "
-            f"{list(Q.shape)}, {list(K.shape)} and {list(V.shape)}"
+            "Q, K and V must be [batch, sequences, tokens, heads, head size], with K and V of equal shape; "
+            f"got {list(Q.shape)}, {list(K.shape)} and {list(V.shape)}"
         )
     batch, sequences, queries, heads, _ = Q.shape
     shapes = ((batch, sequences, 1, 1, K.shape[2]), (batch, 1, heads, queries, K.shape[2]))

@@ -135,7 +135,7 @@ class BlockCodec(_NativeCodec):
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
-            raise ValueError(f"bits={self.bits!r}: codes have 4 or 8 bits")
+            raise ValueError(f"bits={self.bits!r}: must be 4 or 8")
         if self.block < 2 or self.block % 2:
             raise ValueError(f"block={self.block!r} must be an even number of elements")
 

@@ -110,8 +110,8 @@ def _decoded(
     columns = 2 if kind is Asymmetric else 1
     if bits not in (4, 8) or groups < 1 or data.numel() % groups or params.numel() != groups * columns:
         raise ValueError(
-            f"groups={groups}, num_bits={bits}: expected 4 or 8 bits, codes that {groups} divides (there are "
-            f"{data.numel()} bytes) and {groups * columns} parameters (there are {params.numel()})"
+            f"groups={groups}, num_bits={bits}: expected 4 or 8 bits, a multiple of {groups} code bytes "
+            f"(got {data.numel()}) and {groups * columns} parameters (got {params.numel()})"
         )
     codes, params = data.reshape(groups, -1).view(torch.uint8), params.reshape(groups, columns).float()
     numel = codes.shape[1] * 8 // bits
@@ -131,10 +131,10 @@ def _decoded(
 def _rows(values: Tensor, groups: int, bits: int) -> Tensor:
     """Reshape to [groups, elements per group]."""
     if bits not in (4, 8):
-        raise ValueError(f"num_bits={bits}: codes have 4 or 8 bits")
+        raise ValueError(f"num_bits={bits}: must be 4 or 8")
     if groups < 1 or not values.numel() or values.numel() % (groups * 8 // bits):
         even = " of an even number of elements, as two codes share a byte" if bits == 4 else ""
-        raise ValueError(f"groups={groups}: {values.numel()} elements are not so many equal groups{even}")
+        raise ValueError(f"groups={groups}: {values.numel()} elements do not divide into equal groups{even}")
     return values.reshape(groups, -1)
 
 
@@ -146,6 +146,6 @@ def _codec(numel: int, bits: int) -> BlockCodec:
 def _shape_of_codes(values: Tensor, bits: int) -> list[int]:
     if bits == 4 and values.shape[-1] % 2:
         raise ValueError(
-            f"num_bits=4: two codes share a byte, and the last dimension, {values.shape[-1]}, is odd"
+            f"num_bits=4: two codes share a byte, but the last dimension is odd ({values.shape[-1]})"
         )
     return [*values.shape[:-1], values.shape[-1] * bits // 8]

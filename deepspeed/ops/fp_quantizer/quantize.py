@@ -118,9 +118,7 @@ class FP_Quantize(Quantizer):
         """
         if fp_out is None:
             if self.orig_shape is None:
-                raise RuntimeError(
-                    "dequantize needs fp_out, or a tensor that this object has quantized before"
-                )
+                raise RuntimeError("dequantize needs fp_out, or a tensor that this quantizer produced")
             fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
         return self._groups(q_bits).decode(input_q, fp_out, scale)
 
@@ -139,7 +137,7 @@ class FP_Quantize(Quantizer):
             RuntimeError: nothing has been quantized yet. ValueError: groups that do not divide a row.
         """
         if self.orig_shape is None:
-            raise RuntimeError("selective_dequantize needs a tensor that this object has quantized before")
+            raise RuntimeError("selective_dequantize needs a tensor that this quantizer produced")
         each = self.orig_shape[1:].numel()
         if each % self.group_size:
             raise ValueError(f"group_size={self.group_size} does not divide the {each} values of a row")
@@ -166,11 +164,11 @@ class FP_Quantize(Quantizer):
     def _groups(self, bits: int) -> FloatGroups:
         if bits not in FORMATS:
             raise ValueError(
-                f"q_bits={bits}: there are floating-point numbers of {', '.join(map(str, FORMATS))} bits"
+                f"q_bits={bits}: supported floating-point widths are {', '.join(map(str, FORMATS))} bits"
             )
         if self.group_size * bits % 24 and bits in (6, 12) or self.group_size * bits % 8:
             raise ValueError(
-                f"group_size={self.group_size} with q_bits={bits}: groups have to be a multiple of 4 values"
+                f"group_size={self.group_size} with q_bits={bits}: the group size must be a multiple of 4"
             )
         return FloatGroups(FORMATS[bits], self.group_size)
 

@@ -106,4 +106,4 @@ class gds_handle(aio_handle):  # documented name
 def _check_device(tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not get_accelerator().on_accelerator(tensor):
         where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ValueError(f"gds_handle takes tensors on the GPU, not on {where}: use aio_handle for those")
+        raise ValueError(f"gds_handle needs tensors on the GPU, not on {where}: use aio_handle for those")

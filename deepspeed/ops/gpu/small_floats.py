@@ -173,8 +173,8 @@ def decode(
     stride = group * (1 + exponent + mantissa) // 8 + (4 if scales is None else 0)
     if packed.numel() < groups * stride or (scales is not None and scales.numel() < groups):
         raise ValueError(
-            f"{groups} groups of {group} numbers take {groups * stride} bytes and as many scales, not {packed.numel()} "
-            f"bytes{'' if scales is None else f' and {scales.numel()} scales'}"
+            f"{groups} groups of {group} numbers need {groups * stride} bytes and {groups} scales, not "
+            f"{packed.numel()} bytes{'' if scales is None else f' and {scales.numel()} scales'}"
         )
     if groups:
         with torch.cuda.device_of(out):

@@ -30,11 +30,11 @@ def passes(device: torch.device) -> bool:
         out = torch.zeros_like(x)
         with torch.cuda.device_of(x):
             _trial_kernel[(1,)](x, out, SIZE=_SIZE)
-        problem = None if torch.equal(out, x * 2 + 1) else "a kernel gave wrong numbers"
+        problem = None if torch.equal(out, x * 2 + 1) else "a kernel returned wrong results"
     except Exception as error:  # Triton, its compilers and the driver raise various types
         problem = f"{type(error).__name__}: {error}"
     if problem:
         logger.warning(
-            f"Triton does not work on {device} ({problem}); PyTorch computes instead of GPU kernels"
+            f"Triton does not work on {device} ({problem}); falling back from GPU kernels to PyTorch"
         )
     return problem is None

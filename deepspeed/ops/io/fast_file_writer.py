@@ -34,11 +34,11 @@ class FastFileWriterConfig:
     def __post_init__(self) -> None:
         if self.num_parallel_writers != 1:
             raise ValueError(
-                f"FastFileWriterConfig: num_parallel_writers = {self.num_parallel_writers}: this release has one "
-                "writer per file; let each rank write its own"
+                f"FastFileWriterConfig: num_parallel_writers = {self.num_parallel_writers}: this release "
+                "supports one writer per file; let each rank write its own file"
             )
         if self.pinned_tensor.device.type != "cpu" or not self.pinned_tensor.is_contiguous():
-            raise ValueError("FastFileWriterConfig: pinned_tensor has to be a contiguous tensor on the host")
+            raise ValueError("FastFileWriterConfig: pinned_tensor must be a contiguous host tensor")
         if self.pinned_tensor.numel() * self.pinned_tensor.element_size() < 2:
             raise ValueError("FastFileWriterConfig: pinned_tensor is empty")
 

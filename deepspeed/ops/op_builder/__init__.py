@@ -34,7 +34,7 @@ class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
         from deepspeed.ops.formats.small_floats import FORMATS
 
         if q_bits not in FORMATS:
-            raise ValueError(f"q_bits={q_bits}: there are {', '.join(map(str, FORMATS))}")
+            raise ValueError(f"q_bits={q_bits}: must be one of {', '.join(map(str, FORMATS))}")
         return FORMATS[q_bits].largest
 
 

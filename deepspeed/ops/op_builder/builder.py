@@ -48,7 +48,7 @@ class OpBuilder:
     def why_not(self) -> str:
         """Return why the op cannot be used, and the alternative; empty if it can."""
         if self.OP.module is None:
-            return f"There is no op {self.NAME} to load in this package: {self.OP.instead}."
+            return f"This package has no op {self.NAME}: {self.OP.instead}."
         if not self.OP.fallback and not importlib.import_module(self.OP.module).is_available():
             return f"The op {self.NAME} needs {self.OP.needs}; without it {self.OP.instead}. {self.hint()}".rstrip()
         return ""

@@ -49,9 +49,7 @@ def _optimizer(name: str, builder: str, family: str, module: str = "", *, gpu: t
     )
 
 
-_FASTGEN = (
-    "use deepspeed.inference.v2.engine_factory.build_hf_engine, whose engine chooses its kernels itself"
-)
+_FASTGEN = "use deepspeed.inference.v2.engine_factory.build_hf_engine, whose engine selects its kernels"
 
 OPS: tuple[Op, ...] = (
     _optimizer("cpu_adam", "CPUAdamBuilder", "adam"),
@@ -71,7 +69,7 @@ OPS: tuple[Op, ...] = (
         runs_on=("native",),
         on_host=True,
         fallback=False,
-        instead="collectives inside a machine go through gloo",
+        instead="collectives within a machine use gloo",
     ),
     Op(
         "async_io",
@@ -107,14 +105,14 @@ OPS: tuple[Op, ...] = (
         "CCLCommBuilder",
         "deepspeed.ops.comm.deepspeed_ccl_comm_op",
         switch="ccl_comm",
-        instead="use the gloo backend, beside which ranks of one machine communicate through shared memory",
+        instead="use the gloo backend, which uses shared memory between ranks of one machine",
     ),
     Op(
         "dc",
         "DeepCompileBuilder",
         "deepspeed.ops.dc_op",
         switch="deep_compile",
-        instead="use engine.compile(), whose passes over graphs need no kernels of their own",
+        instead="use engine.compile(), whose graph passes need no custom kernels",
     ),
     Op(
         "evoformer_attn",
@@ -179,15 +177,15 @@ OPS: tuple[Op, ...] = (
         "transformer_inference",
         "InferenceBuilder",
         "deepspeed.ops.transformer.inference.transformer_inference_op",
-        instead="use deepspeed.init_inference, whose engine chooses its kernels itself",
+        instead="use deepspeed.init_inference, whose engine selects its kernels",
     ),
     Op("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", instead=_FASTGEN),
     Op(
         "cutlass_ops",
         "InferenceCutlassBuilder",
         f"{KERNELS}.cutlass_ops",
-        instead="use deepspeed.ops.triton_ops.group_gemm_triton for products of experts, and FP_Quantize for small "
-        "floats",
+        instead="use deepspeed.ops.triton_ops.group_gemm_triton for grouped expert GEMMs, and FP_Quantize for "
+        "small floats",
     ),
     Op("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", instead=_FASTGEN),
     Op("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", instead=_FASTGEN),

@@ -136,4 +136,4 @@ def _run(
     code = native.DTYPE_CODES[query.dtype]
     call = _AttentionCall(**pointers, **sizes, scale=scale, dtype=code, causal=causal)
     done = getattr(lib, function)(ctypes.addressof(call), torch.get_num_threads())
-    assert done, "sizes that the kernel does not take"
+    assert done, "sizes not supported by the kernel"

@@ -23,7 +23,7 @@ class BlockIndex:
 
     def __init__(self, layout: Tensor, block: int) -> None:
         if layout.dim() != 3:
-            raise ValueError(f"a layout is [heads, block rows, block columns], not {list(layout.shape)}")
+            raise ValueError(f"a layout must be [heads, block rows, block columns], not {list(layout.shape)}")
         self.layout = layout
         self.block = block
         heads, rows, columns = layout.shape
@@ -171,7 +171,7 @@ def blocks_of(dense: Tensor, index: BlockIndex) -> Tensor:
     while dense.dim() < 4:
         dense = dense.unsqueeze(0)
     if dense.shape[1] not in (1, index.heads):
-        raise ValueError(f"a bias has {dense.shape[1]} heads, the layout {index.heads}")
+        raise ValueError(f"the bias has {dense.shape[1]} heads, but the layout has {index.heads}")
     tiles = dense.unflatten(3, (index.columns, block)).unflatten(2, (index.rows, block)).transpose(3, 4)
     head = index.head if dense.shape[1] > 1 else torch.zeros_like(index.head)
     return tiles[:, head, index.row % index.rows, index.column % index.columns]
@@ -181,7 +181,7 @@ def columns_of(bias: Tensor, index: BlockIndex) -> Tensor:
     """Select [batch, columns] by blocks -> [batch, blocks, block]. ValueError: another size."""
     if bias.dim() != 2 or bias.shape[1] != index.columns * index.block:
         raise ValueError(
-            f"key_padding_mask is [batch, {index.columns * index.block}], got {list(bias.shape)}"
+            f"key_padding_mask must be [batch, {index.columns * index.block}], got {list(bias.shape)}"
         )
     return bias.unflatten(1, (index.columns, index.block))[:, index.column % index.columns]
 

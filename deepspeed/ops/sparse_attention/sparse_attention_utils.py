@@ -37,7 +37,7 @@ class SparseAttentionUtils:
         old = table.weight.data
         known = old[reserved:]
         if max_position <= len(known):
-            raise ValueError(f"max_position={max_position}: the model has {len(known)} positions already")
+            raise ValueError(f"max_position={max_position}: the model already has {len(known)} positions")
         rows = torch.arange(max_position, device=old.device) % len(known)
         table.weight.data = torch.cat([old[:reserved], known[rows]])
         table.num_embeddings = reserved + max_position
@@ -99,7 +99,7 @@ class SparseAttentionUtils:
         return the layers. ValueError: the pattern has another number of heads."""
         if sparsity_config.num_heads != config.num_attention_heads:
             raise ValueError(
-                f"the model has {config.num_attention_heads} heads, the sparsity config "
+                f"the model has {config.num_attention_heads} heads, but the sparsity config has "
                 f"num_heads={sparsity_config.num_heads}"
             )
         for layer in layers:

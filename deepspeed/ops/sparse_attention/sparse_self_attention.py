@@ -49,7 +49,7 @@ class SparseSelfAttention(nn.Module):
         block = self.sparsity_config.block
         if L % block != 0:
             raise ValueError(
-                f"a sequence of {L} tokens is not made of whole blocks of {block}: pad it "
+                f"a sequence of {L} tokens is not a multiple of block={block}: pad it "
                 "(SparseAttentionUtils.pad_to_block_size)"
             )
         if L // block > self.master_layout.shape[1]:
@@ -96,8 +96,8 @@ class SparseSelfAttention(nn.Module):
         key = self.transpose_key_for_scores(key, length)
         if query.shape != key.shape or key.shape != value.shape:
             raise NotImplementedError(
-                f"sparse attention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
-                f"{list(value.shape)} have to be of one shape"
+                f"sparse attention is self-attention: query {list(query.shape)}, key {list(key.shape)} and "
+                f"value {list(value.shape)} must have the same shape"
             )
         if key_padding_mask is not None:
             key_padding_mask = self.transpose_mask_for_sparse(query.dtype, key_padding_mask, True)
@@ -127,8 +127,8 @@ class SparseSelfAttention(nn.Module):
         layout = self.master_layout
         if layout.shape[0] != heads:
             raise ValueError(
-                f"the layout has {layout.shape[0]} heads, the query {heads}: make the sparsity config with "
-                f"num_heads={heads}"
+                f"the layout has {layout.shape[0]} heads, but the query has {heads}: set num_heads={heads} "
+                "in the sparsity config"
             )
         known = self._compiled_of
         if known is None or known[0] is not layout or known[1] != layout._version:

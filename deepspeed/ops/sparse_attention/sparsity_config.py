@@ -48,8 +48,8 @@ class SparsityConfig:
         """Return an empty layout for ``seq_len`` tokens. ValueError: the block size does not divide it."""
         if seq_len % self.block != 0:
             raise ValueError(
-                f"a sequence of {seq_len} tokens is not made of whole blocks of {self.block}: pad it "
-                "(SparseAttentionUtils.pad_to_block_size) or choose another block"
+                f"a sequence of {seq_len} tokens is not a multiple of block={self.block}: pad it "
+                "(SparseAttentionUtils.pad_to_block_size) or choose another block size"
             )
         blocks = seq_len // self.block
         return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
@@ -120,7 +120,7 @@ class FixedSparsityConfig(SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head)
         if num_global_blocks < 1 or num_local_blocks % num_global_blocks != 0:
             raise ValueError(
-                f"num_local_blocks={num_local_blocks} has to be a multiple of num_global_blocks={num_global_blocks}"
+                f"num_local_blocks={num_local_blocks} must be a multiple of num_global_blocks={num_global_blocks}"
             )
         _check_attention(attention, horizontal_global_attention)
         if num_different_global_patterns > 1 and not different_layout_per_head:
@@ -395,13 +395,13 @@ def _check_ranges(starts: Sequence[int], ends: Sequence[int] | None) -> None:
         return
     if len(starts) != len(ends):
         raise ValueError(
-            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)} have to be of one length"
+            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)} must have the same length"
         )
     for start, end in zip(starts, ends, strict=True):
         if start >= end:
             raise ValueError(
-                f"the global range from block {start} to {end} (exclusive) is empty: global_block_end_indices are "
-                "larger than global_block_indices"
+                f"the global range from block {start} to {end} (exclusive) is empty: "
+                "global_block_end_indices must exceed global_block_indices"
             )
 
 
@@ -410,7 +410,7 @@ def _check_attention(attention: str, horizontal: bool = False) -> None:
         raise NotImplementedError(f"attention={attention!r} is unknown: use {' or '.join(_KINDS)}")
     if horizontal and attention != "bidirectional":
         raise ValueError(
-            "horizontal_global_attention lets global blocks see later ones: set attention='bidirectional'"
+            "horizontal_global_attention lets global blocks attend to later ones: set attention='bidirectional'"
         )
 
 

@@ -54,8 +54,8 @@ class TransformersSparseAttention:
             return found
         if not bool((self._layout == self._layout[:1]).all()):
             raise ValueError(
-                f"{self.name} has attention of {heads} heads here, and layouts that differ were made for "
-                f"num_heads={len(found)}: heads that ranks share (tensor parallelism) need one layout for all, "
+                f"{self.name} has {heads} attention heads on this rank, but per-head layouts were made for "
+                f"num_heads={len(found)}: with tensor parallelism all heads need the same layout; set "
                 "different_layout_per_head=False"
             )
         return found[:1].expand(heads, blocks, blocks)
@@ -125,12 +125,12 @@ class TransformersSparseAttention:
         given = [name for name in _REFUSED if kwargs.get(name) is not None]
         if given:
             raise ValueError(
-                f"{self.name} passes {given[0]} to its attention, which sparse attention does not have"
+                f"{self.name} passes {given[0]} to its attention, which sparse attention does not support"
             )
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != key.shape[2]):
             raise ValueError(
-                f"{self.name} got an attention mask of shape {list(mask.shape)} for {key.shape[2]} keys: sparse "
-                "attention takes the padding, [batch, tokens], and caches that grow"
+                f"{self.name} got an attention mask of shape {list(mask.shape)} for {key.shape[2]} keys: "
+                "sparse attention supports padding masks [batch, tokens] and growing caches only"
             )
 
 
@@ -151,7 +151,7 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
     heads = int(text.num_attention_heads)
     if heads != config.num_heads:
         raise ValueError(
-            f"{type(model).__name__} has {heads} heads, the sparsity config num_heads={config.num_heads}"
+            f"{type(model).__name__} has {heads} heads, but the sparsity config has num_heads={config.num_heads}"
         )
     attention = TransformersSparseAttention(config, type(model).__name__)
     _register(f"{NAME}_{id(attention):x}", attention, text)
@@ -173,8 +173,8 @@ def _register(name: str, attention: Callable[..., Any], text: Any) -> None:
         kind = getattr(mask_function, "__qualname__", str(mask_function))
         if mask_function is not None and kind not in _MASKS:
             raise ValueError(
-                f"the model makes its attention mask with {kind} (a sliding window, or packed documents), which sparse "
-                "attention does not have: pad instead of packing, and say windows in the sparsity config"
+                f"the model makes its attention mask with {kind} (a sliding window, or packed documents), which "
+                "sparse attention does not support: pad instead of packing, and set windows in the sparsity config"
             )
         return flash_attention_mask(*args, **kwargs)
 
@@ -185,8 +185,8 @@ def _register(name: str, attention: Callable[..., Any], text: Any) -> None:
 
 def _replaced(module: nn.Module, *_: Any, **__: Any) -> Any:
     raise ValueError(
-        f"{type(module).__name__} asks for an attention by name, but that of this model's layers was replaced by "
-        "sparse self-attention"
+        f"{type(module).__name__} selects its attention by name, but the attention of this model's layers "
+        "was replaced by sparse self-attention"
     )
 
 
@@ -198,8 +198,8 @@ def _check_first_forward(model: nn.Module, attention: TransformersSparseAttentio
         found = known()
         if found is not None and found.calls - before < layers:
             raise ValueError(
-                f"{type(module).__name__} cannot use sparse attention: {found.calls - before} of its {layers} layers "
-                "called it. The others compute an attention of their own"
+                f"{type(module).__name__} cannot use sparse attention: {found.calls - before} of its "
+                f"{layers} layers called it; the others implement their own attention"
             )
 
     handle = model.register_forward_hook(check)

@@ -80,7 +80,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         *(*a.stride(), *b.stride(), out.shape[1]),
     )
     done = lib.ds_matrix_product_run(ctypes.addressof(call), torch.get_num_threads())
-    assert done, "the library was built without this product"
+    assert done, "the library was built without this kernel"
     return out
 
 

@@ -227,7 +227,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         if hidden <= 0 or config.heads <= 0 or hidden % config.heads != 0:
             raise ValueError(
-                f"hidden_size={hidden} and heads={config.heads}: both are needed, and the heads divide the size"
+                f"hidden_size={hidden} and heads={config.heads}: both are required, and hidden_size "
+                "must be a multiple of heads"
             )
         for name, shape in _shapes(hidden, inner).items():
             setattr(self, name, nn.Parameter(torch.empty(shape)))
@@ -256,7 +257,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         """Copy ``initial_weights`` and ``initial_biases`` into the parameters. ValueError: not eight of each."""
         if len(weights) != 8 or len(biases) != 8:
             raise ValueError(
-                f"8 weights and 8 biases are needed (query, key, value, attention output, norm, two of the "
+                "expected 8 weights and 8 biases (query, key, value, attention output, norm, two of the "
                 f"feed-forward part, norm), got {len(weights)} and {len(biases)}"
             )
         for given, stem in ((weights, "w"), (biases, "b")):
@@ -307,7 +308,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         given = [name for name, value in foreign.items() if value is not None]
         if given:
             raise ValueError(
-                f"DeepSpeedTransformerLayer is an encoder's layer for training: {given[0]} has to be None"
+                f"DeepSpeedTransformerLayer is an encoder layer for training: {given[0]} must be None"
             )
         out = (
             self._pre(hidden_states, attention_mask)

@@ -16,8 +16,8 @@ def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool 
     """
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs.numel() != mat_b.shape[0]:
         raise ValueError(
-            f"expected rows [m, k], matrices [groups, k, n] and one end for each group, not {tuple(mat_a.shape)}, "
-            f"{tuple(mat_b.shape)} and {tuple(offs.shape)}"
+            "expected rows [m, k], matrices [groups, k, n] and one end offset per group, not "
+            f"{tuple(mat_a.shape)}, {tuple(mat_b.shape)} and {tuple(offs.shape)}"
         )
     matrices = mat_b.transpose(1, 2) if trans_b else mat_b
     if gpu.usable(mat_a, mat_b, offs):

@@ -11,7 +11,7 @@ from deepspeed.ops import gpu
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up``, with gradients. The activation of the gate is computed in fp32."""
     if gate.shape != up.shape:
-        raise ValueError(f"gate [{tuple(gate.shape)}] and up [{tuple(up.shape)}] have to have the same shape")
+        raise ValueError(f"gate [{tuple(gate.shape)}] and up [{tuple(up.shape)}] must have the same shape")
     if gate.numel() and gpu.usable(gate, up):
         from deepspeed.ops.gpu import gates  # imports Triton
 

@@ -82,8 +82,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         check_backend("OnebitAdam", comm_backend_name)
         if int(variance_interval) < 0:
             raise ValueError(
-                f"OnebitAdam: variance_interval={variance_interval!r} must be 0, for a variance that stays, or the "
-                "number of updates after which ranks agree on a new one"
+                f"OnebitAdam: variance_interval={variance_interval!r} must be 0 (keep the variance) or the "
+                "number of updates between synchronizations of the variance"
             )
         super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
         self.deepspeed = deepspeed

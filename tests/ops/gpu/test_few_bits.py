@@ -54,7 +54,7 @@ def test_what_is_too_short_is_not_read() -> None:
     parts = form.exponent, form.mantissa, form.codes
     packed, scales = torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1)
     for given in ((packed[:1], scales), (packed, scales[:1]), (packed, None)):
-        with pytest.raises(ValueError, match="2 groups of 16 numbers take"):
+        with pytest.raises(ValueError, match="2 groups of 16 numbers need"):
             small_floats.decode(*given, torch.empty(20), 16, *parts)
 
 

@@ -190,14 +190,14 @@ def test_a_pattern_of_ones_own() -> None:
         (
             lambda: VariableSparsityConfig(4, global_block_indices=[0], global_block_end_indices=[1, 2]),
             ValueError,
-            "of one length",
+            "the same length",
         ),
         (
             lambda: BSLongformerSparsityConfig(4, global_block_indices=[3], global_block_end_indices=[3]),
             ValueError,
             "is empty",
         ),
-        (lambda: DenseSparsityConfig(4).make_layout(20), ValueError, "whole blocks of 16"),
+        (lambda: DenseSparsityConfig(4).make_layout(20), ValueError, "not a multiple of block=16"),
         (
             lambda: BigBirdSparsityConfig(4, num_sliding_window_blocks=5).make_layout(64),
             ValueError,

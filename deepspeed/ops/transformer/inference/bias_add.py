@@ -14,7 +14,7 @@ def nhwc_bias_add(
     formats are preserved.
     """
     if other_bias is not None and other is None:
-        raise ValueError("other_bias was given without other, to which it belongs")
+        raise ValueError("other_bias needs other")
     shape = (1, -1, 1, 1) if activation.dim() == 4 else (-1,)
     result = activation + bias.view(shape)
     if other is None:
