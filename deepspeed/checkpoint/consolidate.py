@@ -66,7 +66,7 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
         tag = read_latest(checkpoint_dir)
         if tag is None:
             raise CheckpointNotFoundError(
-                f"{checkpoint_dir} has no file named 'latest', which names the latest checkpoint: pass the tag"
+                f"{checkpoint_dir} has no file 'latest' with the tag of the latest checkpoint: pass tag="
             )
     return find_folder(checkpoint_dir, tag)
 

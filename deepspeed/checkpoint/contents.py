@@ -150,8 +150,8 @@ class SavedFiles:
         self.has_kinds = bool(self.kinds or training.experts_of_stages)
         if self.kinds and state is None and not self.parts:
             raise CheckpointError(
-                f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
-                "state, but this engine has no optimizer"
+                f"{len(self.kinds)} parameters differ between ranks (experts): these are saved with the "
+                "optimizer state, but this engine has no optimizer"
             )
         self.model_file = bool(self.parts) or self.place.writes_model
         self.optimizer_files = state is not None and (self.zero_stage > 0 or self.has_kinds)

@@ -35,9 +35,8 @@ def mixed_saves(
 ) -> CheckpointError:
     """Return the error for a file ``path`` that is from another save than the file ``beside``."""
     return CheckpointError(
-        f"{path} is of {_describe_save(found)}, but {beside} is of "
-        f"{_describe_save(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
-        "that was left from before). Copy all files of one save again"
+        f"{path} belongs to {_describe_save(found)}, but {beside} to {_describe_save(expected)}: the folder "
+        "mixes files of two saves (an incomplete copy, or a leftover file). Copy all files of one save again"
     )
 
 
@@ -54,6 +53,6 @@ def malformed_as_errors(folder: Path, written_by: object) -> Iterator[None]:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, MemoryError) as error:
         raise CheckpointError(
-            f"{folder}, written by release {written_by}, is not laid out as its files say "
-            f"({type(error).__name__}: {str(error):.200}); load_module_only=True may still load the weights"
+            f"{folder}, written by release {written_by}, has an unexpected layout ({type(error).__name__}: "
+            f"{str(error):.200}); load_module_only=True may still load the weights"
         ) from error

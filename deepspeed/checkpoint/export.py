@@ -91,7 +91,9 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"max_shard_size={size!r} is not a size such as 5GB, 200MB or a number of bytes")
+        raise ValueError(
+            f"max_shard_size={size!r}: expected a size such as 5GB or 200MB, or a number of bytes"
+        )
     return int(float(match[1]) * unit)
 
 
@@ -107,7 +109,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
     for name, tensor in weights.items():
         if tensor.dtype not in _SAFETENSORS_DTYPES:
             raise ValueError(
-                f"{name} has dtype {tensor.dtype}, which safetensors cannot hold: export .bin files"
+                f"{name} has dtype {tensor.dtype}, which safetensors does not support: export .bin files"
             )
         size = nbytes(tensor)
         header[name] = {
@@ -127,7 +129,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         with safe_open(path, framework="numpy") as file:
             complete = set(file.keys()) == set(weights)
     except SafetensorError as error:
-        raise ValueError(f"the installed safetensors cannot read what {path} was to hold: {error}") from error
+        raise ValueError(f"the installed safetensors cannot read back {path}: {error}") from error
     assert complete, f"{path} lacks tensors"
 
 

@@ -71,7 +71,7 @@ class Reader:
         if missing:
             files = sorted({source.file.name for source in sources})
             raise CheckpointError(
-                f"{self.catalog.folder} does not hold all of {what}: {missing[0]} is in none of "
+                f"{self.catalog.folder} does not hold all of {what}: {missing[0]} is not in any of "
                 f"{', '.join(files) or 'its files'}"
             )
         for copy in copies:
@@ -186,7 +186,7 @@ class Restorer:
             return
         if index.get("world_size") != ranks:
             self.report.notes.append(
-                f"buffers that differed from rank to rank are those of rank 0: {index.get('world_size')} ranks saved"
+                f"buffers that differed between ranks are loaded from rank 0: {index.get('world_size')} ranks saved"
             )
             return
         own = dict(self.module.named_buffers())
@@ -274,8 +274,8 @@ class Restorer:
         was_trained = trained is None or name in trained
         if self.strict and in_module and not was_trained:
             raise CheckpointError(
-                f"{name} is trained now, but was frozen when {self.catalog.folder} was saved: there is no optimizer "
-                "state for it. load_module_strict=False starts it afresh"
+                f"{name} is trainable now, but was frozen when {self.catalog.folder} was saved: it has no "
+                "optimizer state. load_module_strict=False initializes it"
             )
 
     def _has_state(self, name: str | None) -> bool:
@@ -317,7 +317,7 @@ class Restorer:
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
                 self.report.notes.append(
-                    f"parameter group {number} was divided differently and keeps its hyperparameters"
+                    f"parameter group {number} had different members and keeps its current hyperparameters"
                 )
                 continue
             group.update(

@@ -92,7 +92,7 @@ class Part(Expression):
         shape = list(self.whole.shape(shape_of))
         if not 0 <= self.start <= self.stop <= shape[self.dim]:
             raise ValueError(
-                f"{self.start} to {self.stop} is not a part of dimension {self.dim} of {tuple(shape)}"
+                f"{self.start} to {self.stop} is not within dimension {self.dim} of {tuple(shape)}"
             )
         shape[self.dim] = self.stop - self.start
         return tuple(shape)
@@ -245,8 +245,8 @@ class Originals:
                 unknown.setdefault(str(kind.args[0]), []).append(name)
         for kind, names in unknown.items():
             logger.warning(
-                f"{len(names)} weights ({names[0]}, ...) keep the names of the transformed module: this version does "
-                f"not know how to undo {kind!r}; engine.save_16bit_model does where they were trained"
+                f"{len(names)} weights ({names[0]}, ...) keep the names of the transformed module: this "
+                f"version cannot undo {kind!r}; use engine.save_16bit_model in the run that trained them"
             )
         return cls(tuple(packed["order"]), made_of, frozenset(packed["dropped"]))
 

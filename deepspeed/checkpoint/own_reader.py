@@ -70,7 +70,7 @@ class OwnReader:
         if self.index["format"] > FORMAT:
             raise CheckpointError(
                 f"{self.head.path} has format {self.index['format']}, written by release "
-                f"{self.head.content[DS_VERSION]}; this one reads up to {FORMAT}: upgrade"
+                f"{self.head.content[DS_VERSION]}; this release reads up to format {FORMAT}: upgrade"
             )
 
     def _file_names(self) -> tuple[list[str], list[str], list[str]]:

@@ -133,7 +133,7 @@ class StoreRanks(Ranks):
 
     def __init__(self, *, node_local: bool = False) -> None:
         super().__init__(node_local=node_local)
-        self._exchange = StoreExchange("a save in the background")
+        self._exchange = StoreExchange("a background save")
 
     def begin(self) -> None:
         """Begin an exchange; every rank calls it at the same point of its program."""

@@ -79,7 +79,7 @@ def _open_upstream(
     models, optims = _files(folder)
     if "module" not in first or DS_VERSION not in first:
         missing = "module" if "module" not in first else DS_VERSION
-        raise CheckpointError(f"{models[0]} was not written by this system: it has no {missing!r}")
+        raise CheckpointError(f"{models[0]} was not written by this package: it has no {missing!r}")
     weights_are_there = first["module"] is not None and not models[0].name.startswith("zero_")
     if not optimizer and weights_are_there:
         optims, order = [], None

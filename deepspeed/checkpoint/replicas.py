@@ -97,9 +97,9 @@ class Replicas:
         except CheckpointError as error:
             room = shutil.disk_usage(self.folder)
             raise CheckpointError(
-                f"elasticity.replicate_state: the state does not go into {self.folder} ({room.free >> 20} of "
-                f"{room.total >> 20} MiB are free there; it needs twice the size of a checkpoint): make it larger, "
-                f"name another folder in DEEPSPEED_ELASTIC_MEMORY, or turn the key off. {error}"
+                f"elasticity.replicate_state: the state does not fit in {self.folder} ({room.free >> 20} of "
+                f"{room.total >> 20} MiB free; it needs twice the size of a checkpoint): enlarge it, set "
+                f"DEEPSPEED_ELASTIC_MEMORY to another folder, or disable the key. {error}"
             ) from error
 
     def newest(self) -> str | None:

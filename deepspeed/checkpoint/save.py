@@ -157,7 +157,7 @@ def _check_saved_step(saved_step: tuple[Any, Any], ranks: Ranks) -> None:
     if not ranks.agree(saved_step):
         found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(ranks.gather(saved_step)))
         raise CheckpointError(
-            f"ranks save different steps (global_steps and micro_steps; {found}): every rank has to call "
+            f"ranks save different steps (global_steps and micro_steps; {found}): all ranks must call "
             "save_checkpoint at the same steps"
         )
 
@@ -193,9 +193,9 @@ def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
     owners = sum(ranks.gather(folder.is_owned))
     if ranks.rank == 0:
         logger.warning(
-            f"ranks save into {owners} folders: {folder.save_dir} of rank 0 is not that of all. Each gets the files "
-            "of its ranks: bring them together before loading. With checkpoint.use_node_local_storage the folder of "
-            "each machine has all that its ranks load"
+            f"ranks save into {owners} folders: {folder.save_dir} of rank 0 is not shared by all. Each "
+            "folder gets the files of its ranks: merge them before loading. With "
+            "checkpoint.use_node_local_storage, each machine's folder holds all that its ranks load"
         )
 
 
@@ -276,8 +276,8 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
     taken = sorted(names.RESERVED_KEYS.intersection(client_state))
     if taken:
         raise KeyError(
-            f"client_state must not contain {', '.join(map(repr, taken))}: these names belong to the checkpoint "
-            "itself; rename them, or put them into a dict under a name of your own"
+            f"client_state must not contain {', '.join(map(repr, taken))}: these names are reserved; rename "
+            "them, or nest them in a dict under another name"
         )
 
 
@@ -288,8 +288,8 @@ def agreed_tag(tags: list[str], on_mismatch: str) -> str:
         rank, tag = next(iter(differing.items()))
         message = (
             f"ranks save under different tags: rank 0 gave {tags[0]!r}, rank {rank} gave {tag!r} "
-            f"({len(differing)} of {len(tags)} ranks differ). Tags must not contain anything that differs from rank "
-            "to rank (checkpoint.tag_validation decides what happens: Ignore, Warn or Fail)"
+            f"({len(differing)} of {len(tags)} ranks differ). Tags must not contain anything that differs "
+            "between ranks (checkpoint.tag_validation: Ignore, Warn or Fail)"
         )
         if on_mismatch == "FAIL":
             raise CheckpointTagError(message)

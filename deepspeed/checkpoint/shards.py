@@ -141,7 +141,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[S
     for source in sources:
         if source.global_shape != target.global_shape:
             raise ValueError(
-                f"{target.name}: saved with shape {source.global_shape}, but its shape is {target.global_shape}"
+                f"{target.name}: saved with shape {source.global_shape}, but the model has {target.global_shape}"
             )
     flat = all(source.boxes == target.boxes for source in sources)
     copies: list[StridedCopy] = []

@@ -200,7 +200,7 @@ class SynchronizedWallClockTimer:
 
 def _check_normalizer(normalizer: float) -> None:
     if normalizer <= 0.0:
-        raise ValueError(f"normalizer={normalizer}: times are divided by it, so it must be positive.")
+        raise ValueError(f"normalizer={normalizer}: must be positive.")
 
 
 class NoopTimer:
@@ -367,7 +367,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """
     if not 0.0 <= trim_percent < 0.5:
         raise ValueError(
-            f"trim_percent={trim_percent}: a share from 0 to below 0.5 can be trimmed from each end."
+            f"trim_percent={trim_percent}: must be in [0, 0.5), the fraction to trim from each end."
         )
     drop = int(len(data) * trim_percent)
     kept = sorted(data)[drop : len(data) - drop]

@@ -141,7 +141,7 @@ def test_unknown_classes_are_refused_before_the_data_is_written(tmp_path):
     with torch.serialization.safe_globals([Foreign]):
         write_archive(tmp_path / "f.pt", content)
         assert isinstance(read_archive(tmp_path / "f.pt")["mine"]["deep"][0], Foreign)
-    with pytest.raises(CheckpointError, match=r"f\.pt holds an object of the class .*Foreign"):
+    with pytest.raises(CheckpointError, match=r"f\.pt holds an object of class .*Foreign"):
         read_archive(tmp_path / "f.pt")
 
 

@@ -72,7 +72,7 @@ def test_a_checkpoint_of_another_layout_says_so(tmp_path: Path, name: str) -> No
                 f"other_{k}" if "fp32" in k else k: v for k, v in plain.items()
             }
         torch.save(content, tmp_path / source.name)
-    with pytest.raises(CheckpointError, match=r"release 0\.19\.8, is not laid out as.*fp32"):
+    with pytest.raises(CheckpointError, match=r"release 0\.19\.8, has an unexpected layout.*fp32"):
         open_checkpoint(tmp_path)
 
 

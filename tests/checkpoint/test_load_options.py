@@ -234,7 +234,7 @@ def test_thawed_parameters_need_a_word(tmp_path):
     model = Zoo()
     model.frozen.requires_grad_(True)
     thawed = make_engine(config(1), model=model)
-    with pytest.raises(CheckpointError, match=r"frozen\.(weight|bias) is trained now, but was frozen"):
+    with pytest.raises(CheckpointError, match=r"frozen\.(weight|bias) is trainable now, but was frozen"):
         thawed.load_checkpoint(tmp_path)
     thawed.load_checkpoint(tmp_path, load_module_strict=False)
     assert "frozen.weight/exp_avg" not in full_state(thawed)  # the optimizer makes it
@@ -393,7 +393,7 @@ def test_missing_and_foreign_files(tmp_path):
     if engine.global_rank == 0:
         torch.save({"weights": torch.ones(3)}, model)
     torch.distributed.barrier()
-    with pytest.raises(CheckpointError, match="was not written by this system: it has no 'module'"):
+    with pytest.raises(CheckpointError, match="was not written by this package: it has no 'module'"):
         engine.load_checkpoint(tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_two_jobs_under_one_tag(tmp_path):
         with pytest.raises(
             CheckpointError,
             match=rf"{re.escape(str(tmp_path / 'a'))} is being written by process {job.pid} on "
-            rf"{re.escape(socket.gethostname())}, since \d{{4}}-.*save_dir or tags of its own",
+            rf"{re.escape(socket.gethostname())}, since \d{{4}}-.*its own save_dir or tags",
         ):
             staged.prepare()
         staged.discard()  # as `save` does after an error

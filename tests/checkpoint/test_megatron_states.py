@@ -104,12 +104,12 @@ def test_files_of_single_layers_hold_nothing_else(tmp_path):
 def test_what_does_not_fit_is_named(tmp_path):
     paths = saved(tmp_path, whole(), 2, 2.0)
     loader = SDLoaderFactory.get_sd_loader(paths, None)
-    for ranks, words in ((3, "no multiple"), (0, "mp_rank=0")):
+    for ranks, words in ((3, "not a multiple"), (0, "mp_rank=0")):
         with pytest.raises(ValueError, match=words):
             loader.load(ranks, 0)
     with pytest.raises(ValueError, match="quantize=True"):
         loader.load(2, 0, quantize=True)
-    with pytest.raises(ValueError, match="'module' and 'model'"):
+    with pytest.raises(ValueError, match="'module' or 'model'"):
         loader.get_module({})
     with pytest.raises(ValueError, match="version 3"):
         SDLoaderFactory.get_sd_loader(paths, None, version=3).load(1, 0)

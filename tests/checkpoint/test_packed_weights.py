@@ -183,7 +183,7 @@ def test_what_cannot_be_read_is_told() -> None:
     assert can_unpack({"quant_method": "awq"})
     assert not can_unpack({"quant_method": "aqlm"})
     assert not can_unpack(None)
-    with pytest.raises(PackedWeightsError, match="weights of .aqlm. are not read, only of gptq, awq"):
+    with pytest.raises(PackedWeightsError, match="weights of .aqlm. are not supported, only gptq, awq"):
         read({}, quant_method="aqlm")
     with pytest.raises(PackedWeightsError, match=r"block\.layer: there is no scales, only qweight, qzeros"):
         read(

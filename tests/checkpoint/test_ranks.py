@@ -45,7 +45,7 @@ def test_ranks_that_load_different_checkpoints(tmp_path):
     engine.save_checkpoint(tmp_path, tag="a")
     engine.save_checkpoint(tmp_path, tag="b")
     with pytest.raises(
-        CheckpointError, match=r"ranks load different checkpoints from .*: 'a', 'b'; give all of them"
+        CheckpointError, match=r"ranks load different checkpoints from .*: 'a', 'b'; use the same tag"
     ):
         engine.load_checkpoint(tmp_path, tag="ab"[dist.get_rank()])
     folder = tmp_path if dist.get_rank() == 0 else tmp_path / "elsewhere"

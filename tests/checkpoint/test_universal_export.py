@@ -196,5 +196,5 @@ def test_nothing_half_written_is_left(
 
 
 def test_a_universal_one_and_one_without_an_optimizer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a universal checkpoint already"):
+    with pytest.raises(CheckpointError, match="is already a universal checkpoint"):
         universal_export.convert(UNIVERSAL / "stage1_fp32/universal", tmp_path / "out")

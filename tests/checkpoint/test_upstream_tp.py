@@ -227,7 +227,7 @@ def test_weights_join_without_a_model_where_the_file_says_how(case: str) -> None
 
 
 def test_parts_that_nothing_describes_are_refused_without_a_model() -> None:
-    with pytest.raises(CheckpointError, match="2 parts of words.weight and does not say how they belong"):
+    with pytest.raises(CheckpointError, match="2 parts of words.weight, but not how to join them"):
         get_fp32_state_dict_from_zero_checkpoint(SPLIT / "stage0_fp32")
 
 
@@ -245,7 +245,7 @@ def test_rules_that_name_no_parameter_mean_the_first_dim() -> None:
     loads = WantedParts(placements={"fc.weight": Placement(global_shape=(3, 8))}, ranks=2)
     parts = split_placements("fc.weight", [(3, 4), (3, 4)], rules, loads)
     assert [part and part.global_shape for part in parts] == [(3, 8), (3, 8)]
-    with pytest.raises(CheckpointError, match="does not say how"):
+    with pytest.raises(CheckpointError, match="not how to join them"):
         split_placements("fc.weight", shapes, {"universal_checkpoint_version": 0.4}, None)
 
 

@@ -236,7 +236,7 @@ def test_names_of_files(tmp_path):
         "rank_10",
     ]
     (tmp_path / "latest").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="'latest'.*pass the tag"):
+    with pytest.raises(CheckpointNotFoundError, match="'latest'.*pass tag="):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_sizes(size, nbytes):
 
 
 def test_a_size_that_is_none():
-    with pytest.raises(ValueError, match="max_shard_size='much' is not a size such as 5GB"):
+    with pytest.raises(ValueError, match="max_shard_size='much': expected a size such as 5GB"):
         parse_size("much")
 
 

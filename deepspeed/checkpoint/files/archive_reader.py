@@ -68,8 +68,8 @@ def _verify_structure(path: Path) -> tuple[int, Mapping[str, Any] | None]:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise CheckpointError(
-                    f"{path} is not loaded: its member {info.filename:.100} is compressed, which no checkpoint's is "
-                    f"({info.compress_size} bytes would become {info.file_size} in memory)"
+                    f"{path} is rejected: its member {info.filename:.100} is compressed, unlike in any "
+                    f"checkpoint ({info.compress_size} bytes would become {info.file_size} in memory)"
                 )
         names = archive.namelist()
         notes = [json.loads(archive.read(name)) for name in names if name.endswith(NOTE)]
@@ -108,7 +108,7 @@ class Archive:
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         number = bisect_right(self._records, begin, key=lambda record: record[0]) - 1
         offset, nbytes, _ = self._records[number]
-        assert offset <= begin < offset + nbytes, "a tensor of another file"
+        assert offset <= begin < offset + nbytes, "a tensor from another file"
         first = (begin - offset) // BLOCK
         last = (begin + (steps + 1) * tensor.element_size() - offset - 1) // BLOCK
         return self._verify_blocks(number, first, last + 1)
@@ -137,7 +137,7 @@ class Archive:
             data = memory_at(self._origin + offset + low, high - low)
             if not np.array_equal(hash_blocks(data), self._hashes[first_hash + start : first_hash + end]):
                 raise CheckpointError(
-                    f"{self.path} is damaged: its bytes {offset + low} to {offset + high} are not as they were written"
+                    f"{self.path} is damaged: its bytes {offset + low} to {offset + high} do not match their checksum"
                 )
             read += min(BLOCK * int((~known).sum()), high - low)
             known[:] = True
@@ -199,9 +199,9 @@ def _unreadable(path: Path, error: Exception) -> str:
     found = re.search(r"GLOBAL (\S+)", text) or re.search(r"add_safe_globals\(\[(\S+?)\]\)", text)
     if found:
         return (
-            f"{path} holds an object of the class {found[1]}, which is not loaded by default. If you trust the file, "
-            "allow the class with torch.serialization.add_safe_globals([...]) before loading, or all classes with the "
-            "environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+            f"{path} holds an object of class {found[1]}, which is not loaded by default. If you trust the "
+            "file, allow the class with torch.serialization.add_safe_globals([...]) before loading, or all "
+            "classes with the environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         )
     detail = text.partition("WeightsUnpickler error:")[2].strip()
     return _damaged(path, pickle.UnpicklingError(detail) if detail else error)

@@ -94,9 +94,9 @@ def _check_loadable(path: Path, content: Any, *, compare: bool) -> None:
     if unsafe := _unsafe_classes(path):
         raise CheckpointError(
             f"the state to save holds {', '.join(sorted(unsafe)[:5])}{_under(content, lambda v: _needs(v, unsafe))}. "
-            "Checkpoints are loaded with weights_only=True, which makes no objects of unknown classes: save plain data "
-            "instead, or allow the class with torch.serialization.add_safe_globals([...]) before saving and before "
-            "loading, or, if every file that is loaded can be trusted, all classes with the environment variable "
+            "Checkpoints are loaded with weights_only=True, which refuses unknown classes: save plain data instead, "
+            "or allow the class with torch.serialization.add_safe_globals([...]) before saving and before loading, "
+            "or, if all loaded files can be trusted, allow all classes with the environment variable "
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         )
     if not compare or _is_state_dict(content):
@@ -105,13 +105,13 @@ def _check_loadable(path: Path, content: Any, *, compare: bool) -> None:
         loaded = read_archive(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the state to save could not be loaded again{_under(content, _fails_to_load)}: "
+            f"the state to save could not be loaded back{_under(content, _fails_to_load)}: "
             f"{str(error).rpartition('damaged: ')[2]}"
         ) from error
     found = difference(content, loaded, LazyTensor)
     if found is not None:
         where, problem = found
-        raise CheckpointError(f"the state to save would not be loaded as it is: {readable(where)} {problem}")
+        raise CheckpointError(f"the state to save would change on loading: {readable(where)} {problem}")
 
 
 def _is_state_dict(content: Any) -> bool:
@@ -296,7 +296,7 @@ def _write_tensor(sink: ArchiveSink, offset: int, nbytes: int, value: Tensor | L
     sink.file.seek(offset)
     sink.write_tensor(value)
     assert sink.file.tell() == offset + nbytes, (
-        f"the parts of a tensor have {sink.file.tell() - offset} bytes, not {nbytes}"
+        f"the parts of a tensor have {sink.file.tell() - offset} bytes, expected {nbytes}"
     )
 
 
@@ -398,6 +398,6 @@ def _space_left(path: Path, error: Exception) -> str:
     try:
         stat = os.statvfs(path.parent)
     except (OSError, AttributeError):
-        return f" ({path.parent} is gone)" if not os.path.exists(path.parent) else ""
+        return f" ({path.parent} no longer exists)" if not os.path.exists(path.parent) else ""
     free = stat.f_bavail * stat.f_frsize
     return f" ({free / 2**20:.0f} MiB free in {path.parent})"

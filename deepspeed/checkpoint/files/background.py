@@ -84,7 +84,7 @@ class _Save(threading.Thread):
             own = isinstance(error, CheckpointError)
             self.error = error if own else CheckpointError(f"{type(error).__name__}: {error}")
             if self._ranks.keeps_folder or not isinstance(error, FailedElsewhere):
-                logger.error(f"a checkpoint was not saved: {self.error}")
+                logger.error(f"saving a checkpoint failed: {self.error}")
         self._ranks.end()
 
 

@@ -80,8 +80,8 @@ class _Flush(threading.Thread):
                     flush_names(path.parent)
             except OSError as error:
                 self.error = CheckpointError(
-                    f"{path} was written, but the disk did not store all of it ({error.strerror or error}): after a "
-                    "power cut it may be damaged. Free space or change the disk, and save again"
+                    f"{path} was written, but flushing it to disk failed ({error.strerror or error}): it "
+                    "may not survive a power failure. Free space or use another disk, and save again"
                 )
                 logger.error(self.error)
                 return

@@ -100,8 +100,8 @@ def acquire(path: Path, folder: Path) -> SaveLock:
         if time.monotonic() > deadline:
             own = " (this process)" if found == _this_process(found.since) else ""
             raise CheckpointError(
-                f"{folder} is being written by {found}{own}: two saves cannot write one checkpoint at once. Give each "
-                "job a save_dir or tags of its own, or end the other one"
+                f"{folder} is being written by {found}{own}: two saves cannot write the same checkpoint at "
+                "once. Give each job its own save_dir or tags, or stop the other job"
             )
         time.sleep(_PATIENCE / 20)
 
@@ -169,8 +169,8 @@ def _lock(file: FileIO, path: Path) -> bool | None:
         if getattr(error, "errno", None) in (errno.EAGAIN, errno.EACCES):
             return False
         warning_once(
-            f"files in {path.parent} cannot be locked ({error}): another job that saves under the same tag will not be "
-            "noticed, and what a killed save leaves behind is removed only by the next one of the same tag"
+            f"files in {path.parent} cannot be locked ({error}): another job saving under the same tag will not be "
+            "detected, and leftovers of a killed save are removed only by the next save of the same tag"
         )
         return None
     return True

@@ -118,7 +118,7 @@ class _Comparison:
         if isinstance(saved, (self.lazy, Tensor)):
             return self._tensors(saved, loaded, path)
         if isinstance(saved, (torch.UntypedStorage, torch.TypedStorage)):
-            return path, "is one of those bare storages; save tensors instead"
+            return path, "is a bare storage; save tensors instead"
         if type(saved) is not type(loaded):
             return path, f"is a {_name(saved)} and would load as a {_name(loaded)}"
         if saved is loaded or (id(saved), id(loaded)) in self.seen:
@@ -134,7 +134,7 @@ class _Comparison:
             return None
         own, found = list(_children(saved)), list(_children(loaded))
         if len(own) != len(found) or getattr(saved, "maxlen", None) != getattr(loaded, "maxlen", None):
-            return path, f"has {len(own)} parts, of which {len(found)} would be loaded"
+            return path, f"has {len(own)} items, but only {len(found)} would be loaded"
         for (step, part), (_, other) in zip(own, found, strict=True):
             problem = self.compare(part, other, path + step)
             if problem is not None:

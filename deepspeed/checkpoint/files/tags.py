@@ -40,16 +40,16 @@ def _problem(tag: str) -> str | None:
     if not tag:
         return "is empty"
     if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in tag):
-        return "has a control character or half of a character in it"
+        return "contains a control character or an unpaired surrogate"
     if tag.startswith("/") or (os.name == "nt" and ("\\" in tag or ":" in tag)):
         return "is an absolute path"
     for name in tag.split("/"):
         if name in ("", ".", ".."):
-            return f"has {name!r} for one of its folders"
+            return f"has {name!r} as a path component"
         if name != name.strip():
-            return "begins or ends with a space"
+            return "starts or ends with a space"
         if len(os.fsencode(name)) > _MAX_NAME_BYTES:
-            return f"has a name of {len(os.fsencode(name))} bytes, where files have at most {_MAX_NAME_BYTES}"
+            return f"has a component of {len(os.fsencode(name))} bytes; file names have at most {_MAX_NAME_BYTES}"
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
     if tag in (LATEST, LATEST_UNIVERSAL, *SCRIPTS):
@@ -69,18 +69,18 @@ def read_latest(load_dir: Path, name: str = LATEST) -> str | None:
     except NotADirectoryError as error:
         raise CheckpointNotFoundError(f"{load_dir} is a file, not a folder of checkpoints") from error
     except IsADirectoryError as error:
-        raise CheckpointError(f"{path} is a folder, not a file that holds a tag. {_REMEDY}") from error
+        raise CheckpointError(f"{path} is a folder, not a file with a tag. {_REMEDY}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. {_REMEDY}") from error
     try:
         tag = content.decode().strip()
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{path} does not hold a tag: it begins with {content[:20]!r}, which is not text. {_REMEDY}"
+            f"{path} does not hold a tag: it starts with {content[:20]!r}, which is not text. {_REMEDY}"
         ) from error
     if not tag:
-        raise CheckpointError(f"{path} is empty: it should hold the tag that was saved last. {_REMEDY}")
+        raise CheckpointError(f"{path} is empty: it should hold the last saved tag. {_REMEDY}")
     return check_tag(tag, source=f"{path} names")
 
 
-_REMEDY = "Pass tag= to load a checkpoint by its name, or write the name of its folder into that file"
+_REMEDY = "Pass tag=, or write the name of a checkpoint folder into that file"

@@ -75,7 +75,7 @@ class StagedFolder:
         with naming(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final.exists() and not self.final.is_dir():
-                raise CheckpointError(f"{self.final} is a file: a checkpoint needs a folder of this name")
+                raise CheckpointError(f"{self.final} is a file, but a checkpoint needs a folder of that name")
             self._lock = locks.acquire(_with_suffix(self.staging, locks.SUFFIX), self.final)
             try:
                 for folder in self._siblings():
@@ -162,7 +162,7 @@ def _remove_abandoned(folder: Path) -> None:
     for lock in locks.abandoned(folder):
         staging = _with_suffix(lock.path, ".tmp")
         if staging.is_dir():
-            logger.info(f"{staging} is removed: it was left by {lock.holder}, which did not finish its save")
+            logger.info(f"{staging} removed: an unfinished save by {lock.holder}")
         try:
             _clear(staging)
         except OSError as error:
@@ -186,9 +186,7 @@ def _remove_stale(folder: Path, now: float) -> None:
             continue
         try:
             if _is_stale(staging, folder / match[1], now):  # re-check under the lock
-                logger.info(
-                    f"{staging} is removed: an earlier save left it, and nothing was written to it for an hour"
-                )
+                logger.info(f"{staging} removed: an unfinished save without any write for an hour")
                 _clear(staging)
         except OSError as error:
             logger.info(f"{staging} could not be removed: {error}")
@@ -252,7 +250,7 @@ def find_folder(load_dir: Path, tag: str) -> Path:
         return final
     displaced = _hidden(_resolve_link(final), "old")
     if os.path.isdir(displaced):
-        logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
+        logger.warning(f"{final} is missing: a save was interrupted; loading the previous checkpoint")
         return displaced
     if not load_dir.is_dir():
         raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
@@ -320,7 +318,7 @@ def _resolve_link(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(f"{folder} is a symbolic link with no target: {error}") from error
+        raise CheckpointError(f"{folder} is a dangling symbolic link: {error}") from error
 
 
 def _remove(path: Path) -> None:

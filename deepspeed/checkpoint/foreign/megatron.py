@@ -53,7 +53,7 @@ class SDLoaderFactory:
         version: float | None = None,
     ) -> MegatronSDLoader:
         if sd_type != "Megatron":
-            raise ValueError(f"sd_type={sd_type!r}: there is a loader for 'Megatron'")
+            raise ValueError(f"sd_type={sd_type!r}: only 'Megatron' is supported")
         return MegatronSDLoader(ckpt_list, version, checkpoint_engine)
 
 
@@ -128,8 +128,8 @@ class MegatronSDLoader:
         saved = state.get("mp_world_size") if hasattr(state, "get") else None
         if saved is not None and saved != len(self.ckpt_list):
             raise ValueError(
-                f"{path} is of a checkpoint that {saved} model-parallel ranks saved, but {len(self.ckpt_list)} files "
-                "were given: ckpt_list needs one of each"
+                f"{path} belongs to a checkpoint of {saved} model-parallel ranks, but {len(self.ckpt_list)} "
+                "files were given: ckpt_list needs one file per rank"
             )
         return state
 
@@ -137,7 +137,7 @@ class MegatronSDLoader:
         """Return the contents of the files that rank ``mp_rank`` of fewer ranks merges."""
         files = len(self.ckpt_list)
         if files % mp_world_size:
-            raise ValueError(f"{files} files cannot be merged for {mp_world_size} ranks: no multiple")
+            raise ValueError(f"{files} files cannot be merged for {mp_world_size} ranks: not a multiple")
         each = files // mp_world_size
         return [self._read(path) for path in self.ckpt_list[mp_rank * each : (mp_rank + 1) * each]]
 
@@ -146,7 +146,7 @@ class MegatronSDLoader:
         index)."""
         files = len(self.ckpt_list)
         if mp_world_size % files:
-            raise ValueError(f"{files} files cannot be split for {mp_world_size} ranks: no multiple")
+            raise ValueError(f"{files} files cannot be split for {mp_world_size} ranks: not a multiple")
         parts = mp_world_size // files
         return self._read(self.ckpt_list[mp_rank // parts]), parts, mp_rank % parts
 
@@ -168,9 +168,7 @@ class MegatronSDLoader:
             return self.module_key
         found = [key for key in ("module", "model") if key in sd]
         if len(found) != 1:
-            raise ValueError(
-                f"one of the keys 'module' and 'model' was expected among {list(sd)}: give module_key"
-            )
+            raise ValueError(f"expected a key 'module' or 'model' among {list(sd)}: pass module_key")
         return found[0]
 
     def check_ckpt_list(self) -> None:
@@ -248,9 +246,7 @@ class MegatronSDLoader:
         weights = self.get_module(self._read(ckpt_file_name))
         for key in (*self.COLUMNS, self.FUSED, self.ROWS[0]):
             if not any(key in name for name in weights):
-                raise ValueError(
-                    f"{ckpt_file_name} holds no {key}: it is not a Megatron model that can be merged"
-                )
+                raise ValueError(f"{ckpt_file_name} holds no {key}: it is not a Megatron model checkpoint")
 
     def get_checkpoint_version(self, state_dict: State) -> float:
         """Return the version given, else the file's, else 0 with a warning."""
@@ -258,7 +254,7 @@ class MegatronSDLoader:
             return self.version
         if "checkpoint_version" not in state_dict:
             logger.warning(
-                "The checkpoint has no checkpoint_version: its fused weights are taken for version 0."
+                "The checkpoint has no checkpoint_version: assuming version 0 for its fused weights."
             )
         return state_dict.get("checkpoint_version", 0)
 

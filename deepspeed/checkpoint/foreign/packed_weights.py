@@ -86,7 +86,7 @@ def unpacked(
     settings, method = _settings(quantization_config), method_of(quantization_config)
     if method not in _FORMATS:
         raise PackedWeightsError(
-            f"weights of {method or quantization_config!r} are not read, only of {', '.join(_FORMATS)}"
+            f"weights of {method or quantization_config!r} are not supported, only {', '.join(_FORMATS)}"
         )
     pattern, unpack = _FORMATS[method]
     layers: dict[str, _Parts] = defaultdict(_Parts)
@@ -138,7 +138,7 @@ def _gptq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
     version = settings.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise PackedWeightsError(
-            f"GPTQ: checkpoint_format {version!r} is not read, only 'gptq' and 'gptq_v2'"
+            f"GPTQ: checkpoint_format {version!r} is not supported, only 'gptq' and 'gptq_v2'"
         )
     qweight, groups = parts["qweight"], parts.get("g_idx")
     # The width may vary by layer (`dynamic`).
@@ -159,7 +159,7 @@ def _awq(parts: _Parts, settings: dict[str, Any]) -> GroupedIntegers:
     outputs]."""
     if settings.get("version", "gemm") != "gemm" or settings.get("bits", 4) != 4:
         raise PackedWeightsError(
-            f"AWQ: version {settings.get('version')!r} is not read, only 'gemm' of 4 bits"
+            f"AWQ: version {settings.get('version')!r} is not supported, only 'gemm' with 4 bits"
         )
 
     def columns(words: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ def _compressed(parts: _Parts, settings: dict[str, Any]) -> Tensor | GroupedInte
     kinds = {(int(each["num_bits"]), each.get("type", "int"), each.get("group_size")) for each in weights}
     if packed.dtype is not torch.int32 or len(kinds) != 1 or next(iter(kinds))[1] != "int":
         raise PackedWeightsError(
-            f"compressed-tensors: format {settings.get('format')!r} of {sorted(map(str, kinds))} is not read, only "
-            "packed integers of one width, and int8 and fp8 weights that are not packed"
+            f"compressed-tensors: format {settings.get('format')!r} of {sorted(map(str, kinds))} is not "
+            "supported, only packed integers of one width, and unpacked int8 and fp8 weights"
         )
     ((bits, _, size),) = kinds
     rows, columns = parts["weight_shape"].tolist()

@@ -146,7 +146,9 @@ def _files(path: Path) -> list[Path]:
         ) from error
     for part in parts:
         if part.is_absolute() or ".." in part.parts:
-            raise CheckpointError(f"{path} names {str(part)[:100]!r}, which is not in its folder: not loaded")
+            raise CheckpointError(
+                f"{path} names {str(part)[:100]!r}, which lies outside its folder: not loaded"
+            )
     files = [path.parent / part for part in parts]
     missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:

@@ -95,9 +95,9 @@ def split_placements(
             # A buffer; parameters are listed above.
             return [Placement(global_shape=shapes[0]) for _ in shapes]
         raise CheckpointError(
-            f"the checkpoint has {len(shapes)} parts of {name} and does not say how they belong together. Load it into "
-            "an engine whose model marks its parameters (tensor_model_parallel, partition_dim, partition_stride), and "
-            "save it again"
+            f"the checkpoint has {len(shapes)} parts of {name}, but not how to join them. Load it into an "
+            "engine whose model marks its parameters (tensor_model_parallel, partition_dim, "
+            "partition_stride), and save it again"
         )
     return _like(name, shapes, known, wanted)
 
@@ -131,8 +131,8 @@ def _like(
     ]
     if len(dims) != 1:
         raise CheckpointError(
-            f"the checkpoint's parts of {name}, {', '.join(map(str, shapes))}, do not form the model's {whole} along "
-            "any one dim"
+            f"the checkpoint's parts of {name}, {', '.join(map(str, shapes))}, do not form the model's "
+            f"{whole} along any single dim"
         )
     return _strided(name, shapes, dims[0], wanted.strides.get(name, 1))
 

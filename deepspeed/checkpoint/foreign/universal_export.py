@@ -100,7 +100,7 @@ class _Conversion:
 
     def __init__(self, source: Path, zero_stage: int | None, inject: bool) -> None:
         if is_universal(source):
-            raise CheckpointError(f"{source} is a universal checkpoint already")
+            raise CheckpointError(f"{source} is already a universal checkpoint")
         self.source = source
         self.catalog: Catalog = open_checkpoint(source)
         self.reader = Reader(self.catalog)
@@ -109,7 +109,7 @@ class _Conversion:
         self.own = names.INDEX in self.catalog.model_states
         stage = max(self.catalog.zero_stage if zero_stage is None else zero_stage, 1)
         if stage not in (1, 2, 3):
-            raise ValueError(f"zero_stage={stage}: 1, 2 or 3")
+            raise ValueError(f"zero_stage={stage}: must be 1, 2 or 3")
         self.stage = stage
         self.flat = stage == 3 and not self._split  # format of that release's stage 3
         self.files = UpstreamFiles(self.catalog, stage, int(self.catalog.model_states["dp_world_size"]))

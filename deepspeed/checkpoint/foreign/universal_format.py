@@ -79,8 +79,8 @@ class UniversalFiles:
         lacking = [name for name in self.shapes if MASTER not in self.kinds.get(name, ())]
         if lacking:
             raise CheckpointNotFoundError(
-                f"{self.folder / lacking[0] / (MASTER + SUFFIX)} is missing ({len(lacking)} of {len(self.shapes)} "
-                "parameters are): the conversion was not finished, repeat it"
+                f"{self.folder / lacking[0] / (MASTER + SUFFIX)} is missing ({len(lacking)} of "
+                f"{len(self.shapes)} parameters are): the conversion is incomplete, rerun it"
             )
 
     def rank_state(self, number: int) -> dict[str, Any] | None:
@@ -195,7 +195,7 @@ def _shape(
             return shape
     if recorded is not None or (wanted is not None and prod(wanted) != value.numel()):
         raise CheckpointError(
-            f"{archive.path} holds {value.numel()} elements, not those of a tensor of shape {recorded or wanted}"
+            f"{archive.path} holds {value.numel()} elements, expected a tensor of shape {recorded or wanted}"
         )
     return tuple(value.shape)
 

@@ -48,12 +48,12 @@ class SavedExperts:
             return cls()
         if first.get("ds_autoep_layers"):
             raise CheckpointError(
-                f"{folder} was written with experts that release 0.19 spread by its section expert_parallel; such "
-                "checkpoints cannot be read: export the weights with that release, and load those"
+                f"{folder} was written by release 0.19 with expert_parallel; such checkpoints cannot be "
+                "read: export the weights with that release, and load the export"
             )
         if any(int(match[1]) for match in found.values()):
             raise CheckpointError(
-                f"{folder} was written with experts and model parallelism; such checkpoints cannot be read"
+                f"{folder} was written with both experts and model parallelism; such checkpoints cannot be read"
             )
         files = {path: read(path) for path in found}
         numbers: dict[str, set[int]] = {}

@@ -69,7 +69,9 @@ def export_checkpoint(
     stage = catalog.zero_stage if zero_stage is None else zero_stage
     ranks = int(catalog.model_states["dp_world_size"]) if world_size is None else world_size
     if stage not in range(4) or ranks < 1:
-        raise ValueError(f"zero_stage={stage}, world_size={ranks}: a stage from 0 to 3 and at least one rank")
+        raise ValueError(
+            f"zero_stage={stage}, world_size={ranks}: expected a stage from 0 to 3 and at least one rank"
+        )
     staged = StagedFolder(Path(output_dir), tag.lstrip("."), exclusive=False)
     if staged.final.resolve() == folder.resolve():
         raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
@@ -107,12 +109,12 @@ class UpstreamFiles:
             return
         if self.catalog.zero_stage == 0 and self.catalog.model_states.get("optimizer") is not None:
             raise CheckpointError(
-                f"{self.catalog.folder} holds optimizer state by number, not by name: load it into an engine, save it, "
-                "and export that"
+                f"{self.catalog.folder} holds optimizer state by index, not by name: load it into an "
+                "engine, save, and export that checkpoint"
             )
         if self.stage:
             raise CheckpointError(
-                f"{self.catalog.folder} holds no optimizer state: export it with zero_stage=0, which needs none"
+                f"{self.catalog.folder} holds no optimizer state: export with zero_stage=0, which needs none"
             )
 
     def write(self, folder: Path) -> None:
@@ -233,8 +235,8 @@ class UpstreamFiles:
             for kind, value in self.catalog.values.get(name, {}).items():
                 if isinstance(value, Tensor) and value.numel() != 1:
                     raise CheckpointError(
-                        f"{kind} of {name} is neither one value nor one per element: the layout of {LAYOUT} has no "
-                        "place for it"
+                        f"{kind} of {name} is neither a scalar nor one value per element: the layout of "
+                        f"{LAYOUT} cannot store it"
                     )
                 value = value.clone().view(()) if isinstance(value, Tensor) else value
                 found[kind] = value if kind not in found else max(found[kind], value)
@@ -462,7 +464,7 @@ def main() -> None:
     options = {
         "checkpoint_dir": "folder of checkpoints",
         "output_dir": "folder for the exported checkpoint",
-        "-t --tag": takes("checkpoint to export (default: the one that 'latest' names)"),
+        "-t --tag": takes("checkpoint to export (default: the one named in 'latest')"),
         "--zero_stage": takes("0 to 3 (default: the checkpoint's stage)", type=int),
         "--world_size": takes("number of data-parallel ranks (default: the checkpoint's)", type=int),
     }

@@ -150,7 +150,8 @@ def _add_pipeline(
         lost = [name for group in shapes for name in group if name not in known]
         if lost and wanted is None and content.get("param_shapes") is None:
             raise CheckpointError(
-                f"no file in {catalog.folder} holds the shape of {lost[0]}: load it into an engine, and save it again"
+                f"no file in {catalog.folder} holds the shape of {lost[0]}: load the checkpoint into an "
+                "engine, and save it again"
             )
         part = UpstreamPart(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
         _add_partitions(catalog, part, own, read, SavedExperts())
@@ -455,7 +456,7 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
         names = [name for name in names if catalog.module[name][0].index.numel]
     if len(names) != len(numbers):
         raise CheckpointError(
-            f"{path} has a parameter group of {len(numbers)}, but the optimizer's has {len(group)}"
+            f"{path} has a group of {len(numbers)} parameters, but the optimizer's has {len(group)}"
         )
     return names
 

@@ -58,8 +58,8 @@ def stage_shapes(
         return [{name: tuple(shape) for name, shape in group.items()} for group in content["param_shapes"]]
     if not states or any(SLICES not in state for state in states):
         raise CheckpointError(
-            f"{path} holds the optimizer state of a pipeline stage by number alone (ZeRO stage 0): load the weights "
-            "with load_module_only=True, or save it again with ZeRO stage 1"
+            f"{path} holds the optimizer state of a pipeline stage by index only (ZeRO stage 0): load the "
+            "weights with load_module_only=True, or save it again with ZeRO stage 1"
         )
     found: list[dict[str, Shape]] = []
     for number in range(len(states[0][SLICES])):

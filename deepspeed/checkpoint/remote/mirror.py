@@ -153,7 +153,7 @@ class Mirror:
                     continue
                 self._error = CheckpointError(
                     f"the checkpoint {upload.tag!r} is not in {self.store.url} yet: {error}. It is in "
-                    f"{self.local / upload.tag}, and is uploaded by the next save or run with this URL"
+                    f"{self.local / upload.tag}; the next save or run with this URL uploads it"
                 )
                 logger.error(str(self._error))
 
@@ -279,7 +279,7 @@ class Mirror:
         try:
             return _Receipt(**json.loads(content)) if content is not None else None
         except (ValueError, TypeError, AttributeError):
-            logger.warning(f"{self.store.url}/{name} is no receipt of a checkpoint: it is not counted")
+            logger.warning(f"{self.store.url}/{name} is not a checkpoint receipt: ignored")
             return None
 
     def has_any(self) -> bool:
@@ -300,14 +300,14 @@ class Mirror:
         folder = self.local / tag
         if any(each.tag == tag for each in self._pending()):
             raise CheckpointError(
-                f"{folder} is a newer save of {tag!r} than {self.store.url} has, and could not be uploaded: load it "
-                "from that folder, or remove it"
+                f"{folder} is a newer save of {tag!r} than {self.store.url} has, but could not be uploaded: "
+                "load it from that folder, or remove it"
             )
         save = self._complete_save(tag, sizes) or self._copied_by_hand(tag, sizes)
         for name in save.files:
             if name.startswith("/") or ".." in name.split("/") or "\\" in name:
                 raise CheckpointError(
-                    f"{self.store.url}/{tag}: {shown(name)} is no file in a checkpoint's folder"
+                    f"{self.store.url}/{tag}: {shown(name)} is not a file in a checkpoint folder"
                 )
         if save.number is None or _saved_as(folder) != save.number:
             shutil.rmtree(folder, ignore_errors=True)
@@ -330,7 +330,7 @@ class Mirror:
             return tag
         complete = self._complete(sizes)
         newest = max(complete, key=lambda each: complete[each], default=tag)
-        logger.warning(f"{self.store.url}: the upload of {tag!r} has not ended; {newest!r} is loaded instead")
+        logger.warning(f"{self.store.url}: the upload of {tag!r} is incomplete; loading {newest!r} instead")
         return newest
 
     def _copied_by_hand(self, tag: str, sizes: Mapping[str, int]) -> _CompleteSave:
@@ -344,8 +344,8 @@ class Mirror:
                 f"{self.store.url} has no checkpoint {tag!r}; complete there: {known}"
             )
         raise CheckpointError(
-            f"{self.store.url}/{tag}: its upload has not ended; complete there: {known}. The machine that saved it "
-            "still has it, and resumes the upload when a run uses this URL"
+            f"{self.store.url}/{tag}: its upload is incomplete; complete checkpoints there: {known}. The "
+            "machine that saved it still has a copy, and resumes the upload when a run uses this URL"
         )
 
 
@@ -363,7 +363,7 @@ class _Receipt:
         """Check the types of the fields. TypeError: not written by an upload."""
         numbers = (self.save, self.time, *self.parts, *self.files.values())
         if not all(isinstance(number, (int, float)) for number in numbers):
-            raise TypeError("numbers are expected")
+            raise TypeError("expected numbers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Store:
         except (ImportError, ValueError) as error:
             scheme = url.partition("://")[0]
             package = _EXTRA.get(scheme)
-            remedy = f"pip install {package}" if package else "use file, memory, s3, gs or what fsspec has"
+            remedy = f"pip install {package}" if package else "use file, memory, s3, gs or any fsspec scheme"
             raise CheckpointError(f"{url}: no file system for {scheme!r} ({error}); {remedy}") from error
         self._root = str(root).rstrip("/")
 
@@ -107,8 +107,6 @@ class Store:
             except Exception as error:  # exceptions vary by service
                 if attempt == self.attempts:
                     raise CheckpointError(f"{self.url}: {what} failed {attempt} times: {error}") from error
-                logger.warning(
-                    f"{self.url}: {what} failed ({type(error).__name__}: {error}); it is tried again"
-                )
+                logger.warning(f"{self.url}: {what} failed ({type(error).__name__}: {error}); retrying")
                 time.sleep(self.first_wait_s * 2 ** (attempt - 1))
-        raise AssertionError("attempts is below 1")
+        raise AssertionError("attempts must be at least 1")

@@ -146,7 +146,7 @@ class _Comparer:
         if names:
             yield Difference(a.number, BATCH, ", ".join(names), "", math.nan, _which_batches(a, b))
         elif left != right and not self.tolerance:
-            yield Difference(a.number, BATCH, "", "", math.nan, "the same samples, put together otherwise")
+            yield Difference(a.number, BATCH, "", "", math.nan, "the same samples, batched differently")
 
     def _losses(self, a: AuditedStep, b: AuditedStep) -> tuple[Any, Any]:
         left, right = a.losses(), b.losses()
@@ -192,7 +192,7 @@ class _Comparer:
         for run, whole in (("A", x), ("B", y)):
             if whole.copies:
                 ranks = ", ".join(map(str, whole.copies))
-                text = f"in {run}, rank {ranks} does not have what the ranks before it have"
+                text = f"in {run}, rank {ranks} differs from the ranks before it"
                 yield Difference(step, PHASES[kind], name, _module(self.a, name), math.nan, text)
 
     def _text(self, kind: str, name: str, x: FullTensor, y: FullTensor, everything: float) -> str:
@@ -232,9 +232,9 @@ def how_far(x: FullTensor, y: FullTensor) -> str:
     steps = [abs(q - p) for p, q in zip(x.sketch, y.sketch, strict=True)]
     noise = 1e-15 * x.norm * math.sqrt(x.numel) + 1e-6 * max(steps)
     if max(steps) <= 2 * noise:
-        return f"{text}: in the last bits, or the order of elements"
+        return f"{text}: in the last bits or in the order of elements"
     if max(steps) - min(steps) <= noise:
-        return f"{text}: as if one element were different, by {far:.3g}"
+        return f"{text}: like a single element that differs by {far:.3g}"
     factor = sum(p * q for p, q in zip(x.sketch, y.sketch, strict=True)) / sum(p * p for p in x.sketch)
     rest = math.sqrt(
         sum((q - factor * p) ** 2 for p, q in zip(x.sketch, y.sketch, strict=True)) / len(x.sketch)
@@ -265,7 +265,7 @@ def _which_batches(a: AuditedStep, b: AuditedStep) -> str:
         for micro, (x, y) in enumerate(zip(one, other, strict=True))
         if x != y
     ]
-    return f"other samples on {', '.join(places[:4])}" + (", ..." if len(places) > 4 else "")
+    return f"different samples on {', '.join(places[:4])}" + (", ..." if len(places) > 4 else "")
 
 
 def _other_causes(a: Run, b: Run, steps: list[int]) -> Iterator[str]:
@@ -279,7 +279,7 @@ def _other_causes(a: Run, b: Run, steps: list[int]) -> Iterator[str]:
             return
         if len(left.ranks) == len(right.ranks):
             if any(x["random"] != y["random"] for x, y in pairs):
-                yield f"step {number}: random numbers begin at another state, though the seeds are equal"
+                yield (f"step {number}: random numbers start from different states despite equal seeds")
                 return
             if left.batch() == right.batch() and left.arrangement() != right.arrangement():
                 yield f"step {number}: the samples are the same, but on other ranks or in other micro-batches"
@@ -290,8 +290,8 @@ def _remarks(name: str, run: Run, steps: list[int]) -> Iterator[str]:
     for number in filter(None, steps):
         for rank, found in run.steps[number].disproved():
             yield (
-                f"{name}, step {number}, rank {rank}: the sum of gradient bucket {found['bucket']} is not that of the "
-                f"ranks' gradients ({', '.join(found['parameters'][:4])})"
+                f"{name}, step {number}, rank {rank}: the sum of gradient bucket {found['bucket']} does not "
+                f"match the gradients of the ranks ({', '.join(found['parameters'][:4])})"
             )
         if not run.steps[number].scalar("applied"):
             yield f"{name}, step {number}: the update was skipped (a gradient was not finite)"

@@ -114,14 +114,14 @@ def read_run(folder: Path) -> Run:
     first = file_of(folder, 0)
     if not first.is_file():
         raise UnreadableRecord(
-            f"{folder} has no {first.name}: name the folder of the config key audit.record of a run that took a step"
+            f"{folder} has no {first.name}: pass the audit.record folder of a run with at least one step"
         )
     facts = _lines(first)[0]["facts"]
     missing = [file_of(folder, r).name for r in range(facts["ranks"]) if not file_of(folder, r).is_file()]
     if missing:
         raise UnreadableRecord(
-            f"{folder} is the record of {facts['ranks']} ranks, but {', '.join(missing[:4])} is not there: copy the "
-            "files of all hosts into one folder"
+            f"{folder} is the record of {facts['ranks']} ranks, but {', '.join(missing[:4])} is missing: "
+            "copy the files of all hosts into one folder"
         )
     files = [_lines(file_of(folder, rank)) for rank in range(facts["ranks"])]
     for lines in files:
@@ -143,10 +143,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(text))
         except json.JSONDecodeError:
             if number == 0:
-                raise UnreadableRecord(f"{path} is not a file of an audit") from None
+                raise UnreadableRecord(f"{path} is not an audit file") from None
             break  # the rank died while writing this line
     if not found or not isinstance(found[0], dict) or "facts" not in found[0]:
-        raise UnreadableRecord(f"{path} is not a file of an audit")
+        raise UnreadableRecord(f"{path} is not an audit file")
     return found
 
 

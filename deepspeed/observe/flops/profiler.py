@@ -256,7 +256,7 @@ def get_model_profile(
     """
     given = _inputs(model, input_shape, args, kwargs)
     if mode not in MODES:
-        raise ValueError(f"mode={mode!r}: it is one of {', '.join(map(repr, MODES))}")
+        raise ValueError(f"mode={mode!r}: must be one of {', '.join(map(repr, MODES))}")
     run: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009
     profiler = FlopsProfiler(model)
     training = [module for module in model.modules() if module.training]
@@ -287,7 +287,7 @@ def _inputs(model: nn.Module, shape: tuple[int, ...] | None, args: Any, kwargs: 
             raise ValueError("get_model_profile needs input_shape, args or kwargs to call the model with")
         return tuple(args or ())
     if not isinstance(shape, (tuple, list)) or not shape:
-        raise ValueError(f"input_shape={shape!r}: it is a tuple of sizes, the first of them the batch")
+        raise ValueError(f"input_shape={shape!r}: expected a tuple of sizes, starting with the batch size")
     like = next((param for param in model.parameters() if param.is_floating_point()), None)
     alike = {} if like is None else {"device": like.device, "dtype": like.dtype}
     return (torch.randn(tuple(shape), **alike), *(args or ()))

@@ -35,7 +35,7 @@ def number_to_string(num: float, units: str | None = None, precision: int = DEFA
     (``""``)."""
     prefix = _prefix_for(num) if units is None else units
     if prefix not in _PREFIXES:
-        raise ValueError(f"units={units!r}: the prefixes are {', '.join(map(repr, _PREFIXES))}")
+        raise ValueError(f"units={units!r}: must be one of {', '.join(map(repr, _PREFIXES))}")
     scaled = num if _PREFIXES[prefix] == 1.0 else num / _PREFIXES[prefix]
     rounded = round(scaled, precision)
     return f"{int(rounded) if float(rounded).is_integer() else rounded} {prefix}"

@@ -32,5 +32,5 @@ def check_token(token: str, origin: str) -> None:
     if not re.fullmatch(r"[!-~]+", token):
         what = "is empty" if not token else "contains a space or a character that is not ASCII"
         raise ValueError(
-            f"{origin}: the token {what}; clients send it in a header: use letters, digits and signs"
+            f"{origin}: the token {what}; clients send it in a header: use letters, digits and punctuation only"
         )

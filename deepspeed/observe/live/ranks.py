@@ -65,7 +65,7 @@ class RankStates:
                 self.exchange()
                 failures = 0
             except Exception as error:  # the store may be gone with its process
-                logger.debug(f"the states of the ranks: {error!r}")
+                logger.debug(f"rank states: {error!r}")
                 failures += 1
 
     def exchange(self) -> None:

@@ -189,7 +189,7 @@ def _entries(lines: Iterable[bytes], path: Path, *, at_start: bool) -> Iterator[
         if at_start and number == 0:
             version = entry.get("live") if isinstance(entry, dict) else None
             if not isinstance(version, int) or version > VERSION:
-                raise ValueError(f"{path} is not a record of a run that this release reads")
+                raise ValueError(f"{path} is not a run record that this release can read")
         elif isinstance(entry, dict) or (isinstance(entry, list) and len(entry) == len(COLUMNS)):
             yield entry
 
@@ -212,7 +212,7 @@ class RecordFile:
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - as long as the run
         if not _lock(file):
             file.close()
-            raise InUse(f"{self.path} is written by another run")
+            raise InUse(f"{self.path} is in use by another run")
         self._file = file
         if file.tell() == 0:
             return []

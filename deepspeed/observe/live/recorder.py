@@ -144,7 +144,7 @@ class LiveRecorder:
                 self._entry.write(self._summary())
                 self._entry_due_s = now + ENTRY_S - PAUSE_S / 2
         except Exception as error:  # no failure here may affect training
-            self._notify(f"the live page and its record have a problem ({type(error).__name__}: {error})")
+            self._notify(f"live page and record failed ({type(error).__name__}: {error})")
         if last:
             self._file.close()
             if self._entry is not None:
@@ -161,12 +161,12 @@ class LiveRecorder:
                 return False
             self._in_memory_only = True
             self._notify(
-                f"{error}: give each job its own monitor.live.folder. The page keeps this run in memory"
+                f"{error}: give each job its own monitor.live.folder. The page keeps this run in memory only"
             )
         except OSError as error:
             self._in_memory_only = True
             self._notify(
-                f"monitor.live.folder: the record cannot be kept ({error}). The page keeps it in memory"
+                f"monitor.live.folder: cannot write the record ({error}). The page keeps this run in memory only"
             )
         self._window.active_s = self.history.seconds()
         return True
@@ -213,7 +213,7 @@ class LiveRecorder:
         if before is not None:
             self._add({"resume": step.number - 1, "t": time_})
         else:
-            self._add({"event": "start", "t": time_, "step": step.number - 1, "text": "the run starts"})
+            self._add({"event": "start", "t": time_, "step": step.number - 1, "text": "run started"})
 
     def _take_window(self) -> None:
         if self._window.first is not None:
@@ -231,7 +231,7 @@ class LiveRecorder:
             event = (
                 {"event": "hang", "text": text[:2000]}
                 if text
-                else {"event": "on", "text": "the ranks continue"}
+                else {"event": "on", "text": "training continues"}
             )
             self._add({**event, "t": round(now, 1), "step": self._step})
         self._hang = text
@@ -260,7 +260,7 @@ class LiveRecorder:
             self._file.write(new)
         except OSError as error:
             self._resting_until_s = now + REST_S
-            self._notify(f"monitor.live.folder: the record is not written ({error}). It is tried again")
+            self._notify(f"monitor.live.folder: cannot write the record ({error}); retrying")
 
     def _notify(self, text: str) -> None:
         if not self._was_told:

@@ -125,7 +125,7 @@ class PageServer:
                 return Server((self.host, each), Handler)
             except OSError as error:
                 problem = error
-        raise ValueError(f"monitor.live.host={self.host!r}: nothing can listen there ({problem})")
+        raise ValueError(f"monitor.live.host={self.host!r}: cannot listen there ({problem})")
 
     # ---- answers
 
@@ -134,14 +134,15 @@ class PageServer:
         url = urlsplit(target)
         if not (self.token is not None or names_this_machine(headers.get("Host", ""))):
             return _text(
-                403, f"This page is for this machine only. With {TOKEN_VARIABLE} it asks for a token."
+                403,
+                f"This page is only available on this machine. Set {TOKEN_VARIABLE} to allow others, with a token.",
             )
         if url.path == "/":
             return 200, "text/html; charset=utf-8", self._page
         if url.path != "/data":
-            return _text(404, "There is / and /data.")
+            return _text(404, "Not found: only / and /data exist.")
         if not self._is_allowed(headers.get("Authorization", "")):
-            return _text(401, "A token is wanted.")
+            return _text(401, "Token required.")
         asked = parse_qs(url.query)
         epoch, since = (_number(asked.get(name)) for name in ("epoch", "since"))
         body = json.dumps(self._history.answer(epoch, since), separators=(",", ":"), default=str)
@@ -162,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         owner = self.page_server
         if not owner._visitors.acquire(blocking=False):
-            return self._send(*_text(503, "Too many visitors at once."))
+            return self._send(*_text(503, "Too many concurrent visitors."))
         try:
             self._send(*owner.answer(self.path, self.headers))
         finally:

@@ -104,7 +104,7 @@ class _Sender:
         if failure is not None:
             raise failure
         if self._waiting.qsize() + len(points) > MAX_WAITING:
-            raise TimeoutError(f"{self._waiting.qsize()} points wait for an answer of the server")
+            raise TimeoutError(f"{self._waiting.qsize()} points are waiting for the server")
         for point in points:
             self._waiting.put(point)
 
@@ -115,7 +115,7 @@ class _Sender:
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"the server gave no answer for {CLOSE_S:.0f} s, and the last points are lost")
+            raise TimeoutError(f"no answer from the server for {CLOSE_S:.0f} s; the last points are lost")
         self.put([])
 
     def end(self) -> None:

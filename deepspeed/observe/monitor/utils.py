@@ -43,7 +43,7 @@ def _require(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{error}; to write these curves: pip install {package}") from error
+        raise ImportError(f"{error}; to enable it: pip install {package}") from error
 
 
 def run_folder(output_path: str | None, job_name: str, base: str) -> str:

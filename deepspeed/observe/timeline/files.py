@@ -39,17 +39,15 @@ def read_traces(path: Path) -> list[RankTrace]:
     """Read the timelines of a folder, of one rank's file, or of a joined file, sorted by rank. Raises
     UnreadableTrace."""
     if not path.exists():
-        raise UnreadableTrace(f"{path} does not exist: name the folder of the config key trace.path")
+        raise UnreadableTrace(f"{path} does not exist: pass the trace.path folder of a run")
     files = sorted(path.glob("rank*.trace.json")) if path.is_dir() else [path]
     if not files:
-        raise UnreadableTrace(
-            f"{path} holds no rank*.trace.json: name the folder of the config key trace.path"
-        )
+        raise UnreadableTrace(f"{path} holds no rank*.trace.json: pass the trace.path folder of a run")
     found = [trace for file in files for trace in _of_file(file)]
     ranks = found[0].facts["ranks"]
     if path.is_dir() and len(found) < ranks:
         missing = sorted(set(range(ranks)) - {trace.rank for trace in found})
-        raise UnreadableTrace(f"{path} holds no timeline of rank {', '.join(map(str, missing))} of {ranks}")
+        raise UnreadableTrace(f"{path} lacks the timeline of rank {', '.join(map(str, missing))} of {ranks}")
     return sorted((trace for trace in found if trace.rank < ranks), key=lambda trace: trace.rank)
 
 
@@ -60,7 +58,7 @@ def _of_file(path: Path) -> Iterator[RankTrace]:
         joined: list[dict[str, Any]] | None = facts.get("joined")
         alone = None if joined is not None else (facts["rank"], facts["ranks"])
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise UnreadableTrace(f"{path} is not a timeline that the config key trace wrote") from None
+        raise UnreadableTrace(f"{path} is not a timeline written by the config key trace") from None
     if alone is not None:
         yield RankTrace(alone[0], facts, base, events)
     for rank, own in enumerate(joined or ()):

@@ -193,7 +193,7 @@ def test_a_swapped_batch(healthy: Healthy, tmp_path: Path) -> None:
         "batch",
         "inputs[0]",
     )
-    assert first.text == "other samples on rank 1"
+    assert first.text == "different samples on rank 1"
     assert tensor is not None and (tensor.step, tensor.phase) == (FAULTY_STEP, GRADIENT_PHASE)
 
 
@@ -208,7 +208,7 @@ def test_a_stale_parameter(healthy: Healthy, tmp_path: Path) -> None:
     first = compared(healthy(stage=1), tmp_path).first
     assert first is not None
     assert (first.step, first.phase, first.tensor) == (FAULTY_STEP, WEIGHT_PHASE, "embed.weight")
-    assert first.text == "in B, rank 1 does not have what the ranks before it have"
+    assert first.text == "in B, rank 1 differs from the ranks before it"
 
 
 def test_another_seed(healthy: Healthy, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_exit_codes(healthy: Healthy, tmp_path: Path, capsys: Any) -> None:
     assert "audit.first_step" in capsys.readouterr().err
     (tmp_path / "rank00001.jsonl").unlink()
     assert main([a, str(tmp_path)]) == 2
-    assert "2 ranks, but rank00001.jsonl is not there" in capsys.readouterr().err
+    assert "2 ranks, but rank00001.jsonl is missing" in capsys.readouterr().err
 
 
 def test_a_table_without_rich(healthy: Healthy, capsys: Any) -> None:
@@ -344,5 +344,5 @@ def test_a_table_without_rich(healthy: Healthy, capsys: Any) -> None:
 @distributed(world_size=1)
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"audit\.record.*cannot be a folder"):
+    with pytest.raises(ValueError, match=r"audit\.record.*cannot be used as a folder"):
         record(tmp_path / "file" / "folder")

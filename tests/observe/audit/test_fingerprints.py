@@ -80,7 +80,7 @@ def test_differences_are_described(take: Fingerprints) -> None:
     assert "B is 0.5 times A" in how_far(x, whole(take, tensor * 0.5))
     other = tensor.clone()
     other[7] += 0.25
-    assert "one element were different, by 0.25" in how_far(x, whole(take, other))
+    assert "a single element that differs by 0.25" in how_far(x, whole(take, other))
     other[7] = torch.nan
     assert how_far(x, whole(take, other)) == "not finite in B"
 

@@ -280,7 +280,7 @@ def test_what_is_no_record_is_kept_and_not_continued(tmp_path: Path, clock: Cloc
     record(recording, clock, [1])
     recording.look(last=True)
     assert (tmp_path / "history-1.jsonl").read_text() == "my notes\n"
-    with pytest.raises(ValueError, match="not a record"):
+    with pytest.raises(ValueError, match="not a run record"):
         list(read_record(tmp_path / "history-1.jsonl"))
 
 
@@ -305,7 +305,7 @@ def test_a_full_disk_is_said_once_and_tried_again(
 
     recording._file._file = Full()
     record(recording, clock, range(3, 40))
-    assert len(warnings_of) == 1 and "record is not written" in warnings_of[0]
+    assert len(warnings_of) == 1 and "cannot write the record" in warnings_of[0]
     assert len(rows_of(recording.history)) == 39  # the page continues
     recording._file._file = real
     record(recording, clock, range(40, 80))
@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, clock: Clock, warnings_of:
     (tmp_path / "file").write_text("")
     recording = LiveRecorder(tmp_path / "file", {}, now=clock)
     record(recording, clock, range(1, 5))
-    assert len(warnings_of) == 1 and "cannot be kept" in warnings_of[0]
+    assert len(warnings_of) == 1 and "cannot write the record" in warnings_of[0]
     assert len(rows_of(recording.history)) == 4
 
 

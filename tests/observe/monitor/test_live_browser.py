@@ -74,7 +74,7 @@ def test_the_page_is_drawn(served: Any, tmp_path: Path) -> None:
         assert points[chart] >= 59, (chart, points)
     assert 'data-ready="' in text and "running" in text
     assert "<b>60</b><small>of 100" in text and "train_&lt;i&gt;.py" in text
-    assert "saved: out/global_step30" in text and "the run starts" in text
+    assert "saved: out/global_step30" in text and "run started" in text
     assert "silent" in text and "2 GiB planned" in text and "skipped updates" in text
     assert "<img" not in text and "&lt;img src=x" in text  # names are text
     assert "tokens/s" in text and "512" in text  # 8 samples of 128 tokens in 2 s

@@ -211,7 +211,7 @@ def test_unreadable_folders(tmp_path: Path, capsys: Any) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not a timeline" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
-    assert "nowhere does not exist: name the folder of the config key trace.path" in capsys.readouterr().err
+    assert "nowhere does not exist: pass the trace.path folder" in capsys.readouterr().err
     facts = {"deepspeed": {"rank": 0, "ranks": 2}, "traceEvents": [], "baseTimeNanoseconds": 0}
     (tmp_path / "rank00000.trace.json").write_text(json.dumps(facts))
     with pytest.raises(UnreadableTrace, match="rank 1 of 2"):
