@@ -97,8 +97,8 @@ def take_distributed(model: nn.Module) -> int | None:
 def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if any(kind.__qualname__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         raise NotImplementedError(
-            f"{listing(list(params))} are DTensors of FSDP2 (fully_shard), which shards what ZeRO shards: pass the "
-            "plain module"
+            f"{listing(list(params))} are DTensors of FSDP2 (fully_shard), which already shards them: pass "
+            "the plain module"
         )
     ranks = {name: param.device_mesh.mesh.flatten().tolist() for name, param in params.items()}  # type: ignore[attr-defined]
     first = next(iter(ranks.values()))
@@ -146,7 +146,7 @@ def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:
     if theirs != ours:
         raise DeepSpeedConfigError(
             f"the model's parameters are split over ranks {list(theirs)}, but the tensor-parallel ranks of this job "
-            f"are {list(ours)}: split the model over neighbouring ranks, or pass mpu= with the groups that it uses"
+            f"are {list(ours)}: split the model over neighbouring ranks, or pass mpu= with its groups"
         )
 
 

@@ -34,9 +34,9 @@ class Float8Linears:
         has_products = is_meta or has_float8_products(device)
         if not has_products and not self.section.emulate:
             raise DeepSpeedConfigError(
-                f"fp8.enabled: {_named(device)} has no products of 8-bit floating-point numbers (NVIDIA GPUs have them "
-                "from compute capability 8.9 on). Remove the section, or set fp8.emulate: true for the same numbers at "
-                "no gain in speed"
+                f"fp8.enabled: {_named(device)} does not support 8-bit floating-point matrix products "
+                "(NVIDIA GPUs do from compute capability 8.9). Remove the section, or set fp8.emulate: true "
+                "for the same numerics without the speed-up"
             )
         linears = {path: each for path, each in module.named_modules() if _is_plain(each)}
         chosen = {path: each for path, each in linears.items() if self._takes(path, each)}
@@ -47,8 +47,8 @@ class Float8Linears:
             ).wait()  # a pipeline's stage may have none of them
         if not found:
             raise DeepSpeedConfigError(
-                f"fp8.enabled: none of the model's {len(linears)} linear layers can use it: their sizes have to be "
-                f"multiples of {ALIGNMENT}, and their names not among fp8.exclude={self.section.exclude}"
+                f"fp8.enabled: none of the model's {len(linears)} linear layers can use it: their sizes "
+                f"must be multiples of {ALIGNMENT} and their names not in fp8.exclude={self.section.exclude}"
             )
         rounded = Rounded()
         for layer in chosen.values():

@@ -50,6 +50,6 @@ class InputChain:
                 args, kwargs = each.transform(args, kwargs, facts)
             except Exception as error:
                 raise TransformError(
-                    f"transform {each.name!r} of the inputs failed: {type(error).__name__}: {error}"
+                    f"input transform {each.name!r} failed: {type(error).__name__}: {error}"
                 ) from error
         return args, kwargs

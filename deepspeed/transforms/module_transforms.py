@@ -99,8 +99,8 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
     """
     if _has_engine(module):
         raise TransformError(
-            f"transform {transform.name!r} comes too late: an engine holds the module's weights already. Request it "
-            "before deepspeed.initialize, or call engine.destroy() first"
+            f"transform {transform.name!r} comes too late: an engine already holds the module's weights. "
+            "Request it before deepspeed.initialize, or call engine.destroy() first"
         )
     vars(module).setdefault(RECORD, Transforms()).requested.append(transform)
 
@@ -137,7 +137,7 @@ def transform_module(
         return record.record_no_op()
     if _has_engine(module):
         raise TransformError(
-            f"transform {pending[0].name!r} comes too late: another engine holds the module's weights"
+            f"transform {pending[0].name!r} comes too late: another engine already holds the module's weights"
         )
     run = _TransformRun(module, record)
     for transform in pending:
@@ -168,9 +168,9 @@ class _TransformRun:
             lost = self.start.restore()
             if not isinstance(error, Exception):
                 raise
-            state = "the module is as it was before"
+            state = "the module is unchanged"
             if lost:
-                state = f"the module is as it was before, except for {', '.join(lost[:3])}, changed in place"
+                state = f"the module is unchanged, except for {', '.join(lost[:3])}, changed in place"
             kind = TransformRefusedError if isinstance(error, ValueError) else TransformError
             raise kind(
                 f"transform {transform.name!r} failed: {type(error).__name__}: {error} ({state})"
@@ -202,8 +202,8 @@ class _TransformRun:
             owner = self.result.claims.get(path)
             if owner is not None and owner not in transform.after:
                 raise ValueError(
-                    f"it changes {path or 'the whole module'}, which transform {owner!r} has changed; if it is meant "
-                    f"to, it says so with after=({owner!r},)"
+                    f"it changes {path or 'the whole module'}, which transform {owner!r} has already "
+                    f"changed; if intended, declare it with after=({owner!r},)"
                 )
 
     def _check_originals(self, context: TransformContext, after: Structure) -> None:

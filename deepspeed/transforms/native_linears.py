@@ -21,9 +21,9 @@ class NativeLinears:
 
     def apply(self, module: nn.Module, context: TransformContext) -> None:
         if not is_faster():
-            context.report("this processor's products are torch's")
+            context.report("no native kernels for this processor; using torch")
             return
         plain = [each for each in module.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
         for layer in plain:
             layer.__class__ = NativeLinear
-        context.report(f"{len(plain)} linear layers take native products in fp32")
+        context.report(f"{len(plain)} linear layers use native fp32 kernels")

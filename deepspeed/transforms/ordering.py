@@ -43,7 +43,7 @@ def in_order(transforms: Sequence[T], standard: Sequence[str], others: Iterable[
     names = [transform.name for transform in transforms]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two transforms have the name {twice!r}")
+        raise ValueError(f"two transforms are named {twice!r}")
     known = {*standard, *names, *others}
     earlier: dict[str, set[str]] = {name: set() for name in names}
     for transform in transforms:
@@ -60,7 +60,7 @@ def in_order(transforms: Sequence[T], standard: Sequence[str], others: Iterable[
         done = {transform.name for transform in result}
         chosen = next((t for t in left if earlier[t.name] <= done), None)
         if chosen is None:
-            raise ValueError(f"no order fits the transforms {', '.join(t.name for t in left)}: {_why(left)}")
+            raise ValueError(f"no order is possible for {', '.join(t.name for t in left)}: {_why(left)}")
         left.remove(chosen)
         result.append(chosen)
     return result

@@ -122,21 +122,21 @@ class LayerDrop:
         """Install layer dropping. DeepSpeedConfigError: the model neither takes theta nor has a stack of pre-norm
         blocks."""
         if takes_theta(module):
-            context.report("the model is told theta")
+            context.report("theta is passed to the model")
             context.transform_inputs(LayerDropInputs(self.schedule))
             return
         blocks = list(find_blocks(module) or ())
         if not blocks:
             raise DeepSpeedConfigError(
-                f"{type(module).__name__} does not take {THETA}, and has no stack of pre-norm blocks (a list of blocks "
-                f"of one class, with a norm behind it) to skip: let its forward take {NAME} and {THETA}"
+                f"{type(module).__name__} does not accept {THETA}, and has no stack of pre-norm blocks (a list of "
+                f"blocks of one class, followed by a norm) to skip: let its forward accept {NAME} and {THETA}"
             )
         made = []
         for block in blocks:
             dropped = DroppedBlock(block.forward)
             block.forward = dropped  # type: ignore[method-assign]
             made.append(dropped)
-        context.report(f"{len(made)} blocks ({type(blocks[0]).__name__}) are skipped at random")
+        context.report(f"{len(made)} blocks ({type(blocks[0]).__name__}) are randomly skipped")
         context.transform_inputs(LayerDropInputs(self.schedule, made))
 
 

@@ -48,7 +48,7 @@ class Successors:
                 if id(param) in gone and id(param) not in replaced:
                     raise ValueError(
                         f"the optimizer holds {gone[id(param)]}, which transform {transform!r} took out of the module "
-                        "without saying what it became (context.replace_param)"
+                        "without declaring its replacement (context.replace_param)"
                     )
                 following.extend(replaced.get(id(param), (param,)))
             current = list({id(param): param for param in following}.values())
@@ -82,8 +82,8 @@ class Successors:
         staying = {id(param) for params in followed for param in params}
         if any(id(param) not in staying for param in getattr(optimizer, "state", ())):
             raise ValueError(
-                "the optimizer has state for parameters that transforms of the module replaced: pass a new optimizer, "
-                "or a function that makes one"
+                "the optimizer has state for parameters that transforms of the module replaced: pass a new "
+                "optimizer, or a function that creates one"
             )
         for group, params in zip(groups, followed, strict=True):
             group[PARAMS][:] = params

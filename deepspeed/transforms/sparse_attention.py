@@ -49,14 +49,14 @@ class SparseAttention:
             context.report("the model has its own")
             return
         if not takes_attention(module):
-            context.report("for the model to read: its attention stays as it is")
+            context.report("for the model to read: its attention is unchanged")
             return
         if (ranks := context.mesh.size("sp")) > 1:
-            raise ValueError(f"sparse_attention with sequence_parallel_size={ranks}: use one of them")
+            raise ValueError(f"sparse_attention with sequence_parallel_size={ranks}: remove one of them")
         if (ranks := context.mesh.size("tp")) > 1 and self.section.get("different_layout_per_head"):
             raise ValueError(
-                f"sparse_attention.different_layout_per_head with tensor_parallel.autotp_size={ranks}: ranks share the "
-                "heads, which need one layout for all: set different_layout_per_head to false"
+                f"sparse_attention.different_layout_per_head with tensor_parallel.autotp_size={ranks}: the "
+                "heads are split over ranks and need the same layout: set different_layout_per_head to false"
             )
         wanted = self.sparsity(int(text_config(module.config).num_attention_heads))
         use_sparse_attention(module, wanted)

@@ -132,7 +132,7 @@ class TiledLinear(nn.Module):
             )
         if (bias is not None) != self.use_bias:
             has = "a bias" if bias is not None else "no bias"
-            raise ValueError(f"bias={self.use_bias}, but the layer to copy from has {has}")
+            raise ValueError(f"bias={self.use_bias}, but the source layer has {has}")
         with GatheredParameters([p for p in (weight, bias) if p is not None]), torch.no_grad():
             rows = weight.data.split(self.out_sizes)  # type: ignore[operator,union-attr]
             for row, values in zip(self.linears, rows, strict=True):

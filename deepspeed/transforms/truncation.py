@@ -66,9 +66,9 @@ def cut(batch: Any, length: int) -> Any:
     tokens = _tokens(batch)
     if tokens is None:
         raise ValueError(
-            "the curriculum finds no sequence to cut: none of the inputs is called input_ids, inputs_embeds or tokens, "
-            "or is a tensor of integers [batch, tokens] or of floats [batch, tokens, width]. Give the model's forward "
-            f"an argument {ARGUMENT} and cut the sequence there"
+            "the curriculum found no sequence to truncate: no input is named input_ids, inputs_embeds or "
+            "tokens, or is an integer tensor [batch, tokens] or a float tensor [batch, tokens, width]. Add "
+            f"an argument {ARGUMENT} to the model's forward and truncate the sequence there"
         )
     samples, whole = int(tokens.shape[0]), int(tokens.shape[1])
     if length >= whole:

@@ -90,7 +90,7 @@ class ParamBucket:
             if param.numel() != slot.numel:
                 raise RuntimeError(
                     f"a parameter of {slot.numel} elements was replaced by one of shape {tuple(param.shape)} after "
-                    "deepspeed.initialize; change shapes (resize_token_embeddings, adapters) before initialize."
+                    "deepspeed.initialize; change shapes (resize_token_embeddings, adapters) before it."
                 )
             if self.full is not None:
                 self._link(slot.offset, slot.numel, param)

@@ -80,7 +80,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Run ``engine.backward(loss)`` without dividing by the accumulation steps, which the caller has done."""
         backward = self.differentiate()
         if backward is None:
-            raise RuntimeError("optimizer.backward(loss) needs the engine of this optimizer, which is gone")
+            raise RuntimeError("optimizer.backward(loss) needs the engine of this optimizer, now gone")
         backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, closure: None = None) -> None:
@@ -228,7 +228,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     def scaled_global_norm(self, norm_type: float = 2) -> float:
         """Return the norm of the averaged gradients at the last step, before clipping."""
         if norm_type != 2:
-            raise ValueError(f"norm_type={norm_type}: only the 2-norm is kept")
+            raise ValueError(f"norm_type={norm_type}: only the 2-norm is available")
         return self.last.norm if self.last is not None else 0.0
 
     def get_lr(self) -> float:

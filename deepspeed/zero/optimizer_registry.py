@@ -128,8 +128,8 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     if per_head and not found:
         raise DeepSpeedConfigError(
             "optimizer.params.per_head_muon: no projection of attention was found by its name "
-            f"({', '.join((*_OF_QUERIES, *_OF_KEYS, *_OF_BOTH))}) whose outputs are the heads that "
-            f"{type(model).__name__}.config tells; leave it out, or name the layers like that"
+            f"({', '.join((*_OF_QUERIES, *_OF_KEYS, *_OF_BOTH))}) whose outputs are the heads in "
+            f"{type(model).__name__}.config; leave it out, or rename the layers"
         )
 
 

@@ -248,4 +248,4 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         raise RuntimeError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
     registered = module.__dict__.get(EXTERNAL, {})
     if registered.pop(getattr(parameter, "ds_id", id(parameter)), None) is None:
-        raise RuntimeError("the parameter was not registered for this module")
+        raise RuntimeError("the parameter is not registered for this module")

@@ -211,7 +211,8 @@ def make_whole(module: nn.Module) -> None:
         param.data = whole
     if held:
         log_dist(
-            f"{len(held)} parameters, which zero.Init had partitioned, are whole: only stage 3 gathers",
+            f"{len(held)} parameters partitioned by zero.Init were gathered permanently: only stage 3 "
+            "keeps them partitioned",
             ranks=[0],
         )
 
@@ -243,8 +244,8 @@ def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -
     shard_like_this = getattr(param.ds_owner, "shard_like_this", None)
     if shard_like_this is None:
         raise ZeRORuntimeException(
-            "convert_to_zero_parameters: this parameter already belongs to an engine; add parameters to the model "
-            "before deepspeed.initialize(), which partitions those that are not"
+            "convert_to_zero_parameters: this parameter already belongs to an engine; add parameters to the "
+            "model before deepspeed.initialize(), which partitions them"
         )
     for each in param_list:
         if not is_zero_param(each):

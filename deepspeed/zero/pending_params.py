@@ -98,8 +98,8 @@ class PendingParams:
             self._frozen = [(name, p) for name, p in self._frozen if name not in known]
             self._orphans = [(name, p) for name, p in self._orphans if name not in known]
             logger.warning(
-                f"{_listed(names)} {_verb(names)} unfrozen and got a gradient, but the optimizer does not hold "
-                "what was frozen when it was made, so it does not train. Give it to the optimizer: "
+                f"{_listed(names)} {_verb(names)} unfrozen and received a gradient, but the optimizer was "
+                "created without frozen parameters, so they are not trained. Add them to the optimizer: "
                 "engine.optimizer.add_param_group({'params': [...]})."
             )
 
@@ -131,7 +131,7 @@ class PendingParams:
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
         self.find_pending()
         log_dist(
-            f"{_listed(added.names)} {_verb(added.names)} unfrozen: trained from this step on", ranks=[0]
+            f"{_listed(added.names)} {_verb(added.names)} unfrozen: training starts with this step", ranks=[0]
         )
         return grads
 
@@ -140,7 +140,7 @@ class PendingParams:
         if new:
             raise RuntimeError(
                 f"{_listed(new)}: in the optimizer and with a gradient, but not part of the model when "
-                "deepspeed.initialize was called. Add it to the model, frozen if need be, before initialize."
+                "deepspeed.initialize was called. Add it to the model before initialize, frozen if necessary."
             )
 
     def _add_to_group(self, params: Sequence[nn.Parameter]) -> None:

@@ -305,7 +305,7 @@ class StepExecutor:
         if self.scaler.exhausted and self.bad_steps >= self.plan.max_bad_steps:
             raise LossScaleError(
                 f"{self.bad_steps} steps in a row had a non-finite gradient, first in parameter {name}; training "
-                "cannot recover. Look at the data and the learning rate, or resume from an earlier checkpoint."
+                "cannot recover. Check the data and the learning rate, or resume from an earlier checkpoint."
             )
 
     def _first_bad_parameter(self) -> str:

@@ -52,8 +52,8 @@ def _required(param: Tensor) -> ParamAccess:
     access = _access(param)
     if access is None:
         raise ValueError(
-            f"No engine keeps state for the parameter of shape {tuple(param.shape)}: it is frozen, or it is "
-            f"trained without ZeRO and master weights; then write to the parameter itself."
+            f"No engine keeps state for the parameter of shape {tuple(param.shape)}: it is frozen, or "
+            "trained without ZeRO and master weights: write to the parameter itself."
         )
     return access
 
@@ -61,7 +61,7 @@ def _required(param: Tensor) -> ParamAccess:
 def _check_shape(param: Tensor, value: Tensor) -> None:
     expected = tuple(getattr(param, "ds_shape", param.shape))
     if tuple(value.shape) != expected:
-        raise ValueError(f"The parameter has shape {expected}, the given value {tuple(value.shape)}.")
+        raise ValueError(f"The parameter has shape {expected}, but the given value has {tuple(value.shape)}.")
 
 
 # --- The whole tensor -----------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     if access is None:
         if param.grad is None:
             raise ValueError(
-                "The parameter has no gradient to write; gradients exist from backward() to step()."
+                "The parameter has no gradient to write; gradients exist only between backward() and step()."
             )
         with torch.no_grad():
             param.grad.copy_(value)

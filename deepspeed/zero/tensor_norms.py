@@ -110,7 +110,7 @@ def get_global_norm_of_tensors(
         moe_ep_group: Ranks over which experts are distributed; their norms are included.
     """
     if not input_tensors:
-        raise ValueError("input_tensors is empty: there is nothing to take a norm of.")
+        raise ValueError("input_tensors is empty: there is nothing to compute a norm of.")
     tensors, device = list(input_tensors), input_tensors[0].device
     norm = _norm(tensors, float(norm_type), _model_parallel(mpu)[0], device)
     return norm if moe_ep_group is None else _norm([norm], float(norm_type), moe_ep_group, device)

@@ -91,9 +91,9 @@ class SegmentSums:
         if twice.any():
             shape = placement_of(params[int(twice.nonzero()[0])]).global_shape
             raise DeepSpeedConfigError(
-                f"LAMB sums over whole weights, but tensor-parallel ranks hold some rows of a weight {shape} twice "
-                "(heads of keys and values that several ranks need): use no more tensor-parallel ranks than such "
-                "heads, or another optimizer"
+                "LAMB sums over whole weights, but tensor-parallel ranks hold some rows of a weight "
+                f"{shape} twice (key-value heads that several ranks need): use at most as many "
+                "tensor-parallel ranks as key-value heads, or another optimizer"
             )
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:

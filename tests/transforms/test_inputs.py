@@ -102,7 +102,7 @@ def test_cut_short_first_then_into_shards() -> None:
         rank = dist.get_rank()
         own = make_model()(ids[:, rank : rank + 1], positions=torch.full((2, 1), rank))
     assert loss.item() == pytest.approx(own.item(), rel=1e-6)
-    with pytest.raises(ValueError, match="two transforms have the name 'curriculum'"):
+    with pytest.raises(ValueError, match="two transforms are named 'curriculum'"):
         engine.add_input_transform(Truncation())
     engine.add_input_transform(SequenceShards(engine.mesh, name="again", after=("curriculum",)))
     with pytest.raises(ValueError, match="runs before 'sequence_parralel'.*did you mean 'sequence_parallel'"):

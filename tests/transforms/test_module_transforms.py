@@ -57,13 +57,16 @@ def test_order() -> None:
 @pytest.mark.parametrize(
     "transforms, message",
     [
-        ((Named("a"), Named("a")), "two transforms have the name 'a'"),
+        ((Named("a"), Named("a")), "two transforms are named 'a'"),
         ((Named("a", after=("lorra",)),), "'a' runs after 'lorra', which .* did you mean 'lora'"),
         (
             (Named("a", before=("q",)),),
             "'a' runs before 'q', which is not .*: a, compression, expert_parallel",
         ),
-        ((Named("a", after=("b",)), Named("b", after=("a",))), "no order fits .* a, b: a after b, b after a"),
+        (
+            (Named("a", after=("b",)), Named("b", after=("a",))),
+            "no order is possible for a, b: a after b, b after a",
+        ),
         (
             (Named("lora", before=("tensor_parallel",)), Named("tensor_parallel")),
             "lora before tensor_parallel",
@@ -102,7 +105,9 @@ def test_a_second_engine_finds_the_module_as_it_is() -> None:
     engine = start(2, Adapters())
     model = engine.module
     names = list(model.state_dict())
-    with pytest.raises(TransformError, match="'fusion' comes too late: an engine holds the module's weights"):
+    with pytest.raises(
+        TransformError, match="'fusion' comes too late: an engine already holds the module's weights"
+    ):
         request(model, Fusion())
     engine.destroy()
     request(model, Adapters())
@@ -147,15 +152,15 @@ def on_query(make_path: str, made_of: Any) -> Any:
 WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     "it fails": (
         (Fusion(), Named("bad", change=break_off)),
-        r"'bad' failed: KeyError: 'no such layer' \(the module is as it was before\)",
+        r"'bad' failed: KeyError: 'no such layer' \(the module is unchanged\)",
     ),
     "it fails late": (
         (Named("bad", change=shrink_and_break_off),),
-        r"as it was before, except for embed\.weight, changed in place",
+        r"is unchanged, except for embed\.weight, changed in place",
     ),
     "claimed twice": (
         (Fusion(), Adapters("both")),
-        r"'lora' failed: .* it changes blocks\.0\.both, which transform 'fusion' has changed; .*after=\('fusion',\)",
+        r"'lora' failed: .* it changes blocks\.0\.both, which .* 'fusion' already changed; .*after=\('fusion',\)",
     ),
     "thrown away": (
         (Fusion(), Named("other", change=lambda module, _: setattr(module, "blocks", nn.ModuleList()))),
@@ -187,7 +192,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "a part beyond the end": (
         (Named("bad", change=on_query("norm.weight", Part(Weight("norm.weight"), 0, 0, 9))),),
-        r"0 to 9 is not a part of dimension 0 of \(8,\)",
+        r"0 to 9 is not within dimension 0 of \(8,\)",
     ),
     "dropped, but not there": (
         (Named("bad", change=lambda _, context: context.drop("mask")),),

@@ -226,7 +226,7 @@ def test_a_failed_gather_leaves_holders_that_can_be_dropped() -> None:
 
 def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
     transitions, _ = make()
-    with pytest.raises(TransitionError, match="bucket 2 is SHARDED: nothing was to arrive"):
+    with pytest.raises(TransitionError, match="bucket 2 is SHARDED: no gather is in flight"):
         transitions.arrived(2)
     transitions.begin(2)
     with pytest.raises(TransitionError, match="bucket 2 is GATHERING: only a SHARDED one can be gathered"):
@@ -234,15 +234,15 @@ def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
     transitions.arrived(2)
     with pytest.raises(TransitionError, match="bucket 2 is GATHERED: only"):
         transitions.begin(2)
-    with pytest.raises(TransitionError, match="bucket 2 is GATHERED: nothing"):
+    with pytest.raises(TransitionError, match="bucket 2 is GATHERED: no gather"):
         transitions.arrived(2)
-    with pytest.raises(TransitionError, match="bucket 1 is released more often than it was taken"):
+    with pytest.raises(TransitionError, match="bucket 1 was released more often than taken"):
         transitions.release([1])
-    with pytest.raises(TransitionError, match="bucket 0 is released more often than it was taken"):
+    with pytest.raises(TransitionError, match="bucket 0 was released more often than taken"):
         transitions.release_hold(0)
-    with pytest.raises(TransitionError, match="FORWARD ends, but no pass is open"):
+    with pytest.raises(TransitionError, match="FORWARD ended, but no pass is open"):
         transitions.end_pass(Phase.FORWARD)
-    with pytest.raises(TransitionError, match="a backward ends, but none is running"):
+    with pytest.raises(TransitionError, match="a backward ended, but none is running"):
         transitions.end_backward()
 
 

@@ -68,11 +68,9 @@ def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContr
     None). ``create_inputs_fn()`` returns inputs of the graph: ones, of the right shapes.
     """
     if not callable(opt_pass_fn):
-        raise ValueError(f"register_compile_pass({name!r}): {opt_pass_fn!r} cannot be called")
+        raise ValueError(f"register_compile_pass({name!r}): {opt_pass_fn!r} is not callable")
     if contract is not None and contract.name not in ("", name):
-        raise ValueError(
-            f"register_compile_pass({name!r}): the contract is of {contract.name!r}, which does not match"
-        )
+        raise ValueError(f"register_compile_pass({name!r}): the contract belongs to {contract.name!r}")
     opt_passes[name] = opt_pass_fn
     register_pass_contract(name, contract)
 

@@ -49,12 +49,12 @@ def read_schedule(schedule: Sequence[Any], stage: int) -> list[Period]:
         raise ValueError(f"schedule must be a list of (step, passes), not {schedule!r}")
     for entry in schedule:
         if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[1], list)):
-            raise ValueError(f"schedule: each entry is (step, [passes]), not {entry!r}")
+            raise ValueError(f"schedule: each entry must be (step, [passes]), not {entry!r}")
         if isinstance(entry[0], bool) or not isinstance(entry[0], int) or entry[0] < 0:
-            raise ValueError(f"schedule: a step is a number of updates, 0 or more, not {entry[0]!r}")
+            raise ValueError(f"schedule: a step must be a number of updates >= 0, not {entry[0]!r}")
     steps = [step for step, _ in schedule]
     if steps != sorted(set(steps)):
-        raise ValueError(f"schedule: its steps must increase, and are {steps}")
+        raise ValueError(f"schedule: steps must increase, got {steps}")
     periods = [_period(step, passes, stage) for step, passes in schedule]
     validate_schedule(schedule, [(function, name) for name, function in opt_passes.items()])
     return periods
@@ -74,7 +74,7 @@ def _period(step: int, passes: Sequence[str | GraphPass], stage: int) -> Period:
         elif callable(entry):
             function = entry
         else:
-            raise ValueError(f"schedule, step {step}: a pass is a name or a function, not {entry!r}")
+            raise ValueError(f"schedule, step {step}: a pass must be a name or a function, not {entry!r}")
         name = next((name for known, name in ours.items() if known is function), None)
         if name is None:
             others.append(function)

@@ -51,7 +51,7 @@ class OptimizedLinear(nn.Module):
             ("quantization_config", quantization_config, QuantizationConfig),
         ):
             if given is not None and not isinstance(given, kind):
-                raise TypeError(f"{name} is a {kind.__name__}, got {type(given).__name__}")
+                raise TypeError(f"{name} must be a {kind.__name__}, got {type(given).__name__}")
         if lora_config is not None:
             return LoRAOptimizedLinear(
                 input_dim, output_dim, bias, lora_config, quantization_config, device, dtype, linear_cls
@@ -93,7 +93,7 @@ class LoRAOptimizedLinear(nn.Module):
         super().__init__()
         if lora_config is None:
             raise ValueError(
-                "LoRAOptimizedLinear needs a lora_config; OptimizedLinear makes layers without one"
+                "LoRAOptimizedLinear needs a lora_config; use OptimizedLinear for layers without one"
             )
         _check(lora_config)
         self.input_dim, self.output_dim = input_dim, output_dim
@@ -180,16 +180,16 @@ class LoRAOptimizedLinear(nn.Module):
 def _check(config: LoRAConfig) -> None:
     if config.base_weight_sharding != 1:
         text = (
-            f"base_weight_sharding={config.base_weight_sharding}: frozen weights are not sharded by the layer itself; "
-            "use ZeRO stage 3, which shards them over all ranks, quantized as they are"
+            f"base_weight_sharding={config.base_weight_sharding}: frozen weights are not sharded by the "
+            "layer itself; use ZeRO stage 3, which shards them over all ranks, still quantized"
         )
         if config.base_weight_sharding != (dist.get_world_size() if dist.is_initialized() else 1):
-            raise ValueError(f"{text}. It is 1, or the number of ranks")
-        warning_once(f"{text}; at stages 0 to 2 each rank keeps them whole")
+            raise ValueError(f"{text}. It must be 1 or the number of ranks")
+        warning_once(f"{text}; at stages 0 to 2 every rank keeps full copies")
     if config.lora_r < 1:
-        raise ValueError(f"lora_r={config.lora_r} has to be at least 1")
+        raise ValueError(f"lora_r={config.lora_r} must be at least 1")
     if not 0.0 <= config.offload_ratio <= 1.0:
-        raise ValueError(f"offload_ratio={config.offload_ratio}: the share of frozen weights is from 0 to 1")
+        raise ValueError(f"offload_ratio={config.offload_ratio}: must be in [0, 1]")
 
 
 # Export of a model with adapters as the equivalent plain model.

@@ -49,7 +49,7 @@ class QuantizedParameter(nn.Parameter):
         full_dtype: torch.dtype | None = None,
     ) -> QuantizedParameter:
         if requires_grad:
-            raise ValueError("a quantized parameter is frozen: requires_grad=True is not possible")
+            raise ValueError("a quantized parameter is frozen: it cannot have requires_grad=True")
         values = torch.empty(0) if data is None else data
         made = super().__new__(cls, values, False)
         made.quantization_config = quantization_config or QuantizationConfig()

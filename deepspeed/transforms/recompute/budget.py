@@ -72,10 +72,10 @@ class Budget:
                 choice = choose(counted, budget)
         except BudgetTooSmall as problem:
             raise DeepSpeedConfigError(
-                f"{KEY}={self.limit:g}: {_size(budget)} cannot be held: {_size(counted.everything)} are kept without "
-                f"recomputation, {_size(counted.outside)} of them outside the model's blocks, and recomputing all "
-                f"blocks leaves {_size(problem.least)}. Give {_at_least(self.limit, problem.least, counted)} or more, "
-                "or use a smaller micro-batch"
+                f"{KEY}={self.limit:g}: {_size(budget)} cannot be met: {_size(counted.everything)} are kept "
+                f"without recomputation, {_size(counted.outside)} of them outside the model's blocks, and "
+                f"recomputing all blocks still keeps {_size(problem.least)}. Set "
+                f"{_at_least(self.limit, problem.least, counted)} or more, or use a smaller micro-batch"
             ) from None
         self.choice = choice
         self.chosen = {block: way.chosen for block, way in zip(count.blocks, choice.ways, strict=True)}
@@ -194,8 +194,8 @@ def _no_cache(value: Any) -> Any:
         return value
     if value.get_seq_length():
         raise ValueError(
-            f"{KEY}: the model's layers are given a {type(value).__name__} with {value.get_seq_length()} tokens in "
-            "training, which layers that are recomputed cannot add to; leave the key out"
+            f"{KEY}: the model's layers get a {type(value).__name__} with {value.get_seq_length()} tokens "
+            "in training, which recomputed layers cannot extend; leave the key out"
         )
     return None
 
@@ -218,8 +218,8 @@ class MemoryBudget:
         """Install the budget. DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
         if any(kind.__name__ == "PipelineModule" for kind in type(module).__mro__):
             raise DeepSpeedConfigError(
-                f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
-                "give PipelineModule activation_checkpoint_interval, and leave the key out"
+                f"{KEY}={self.limit:g}: pipelines do not support a budget yet, as several micro-batches are "
+                "in flight; give PipelineModule activation_checkpoint_interval, and leave the key out"
             )
         budget = budget_blocks(module, self.limit, LayerRanks(context.mesh, module))
         context.report(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
@@ -230,8 +230,8 @@ def budget_blocks(module: nn.Module, limit: float, ranks: LayerRanks | None) -> 
     blocks = blocks_of(module)
     if not blocks:
         raise DeepSpeedConfigError(
-            f"{KEY}={limit:g}: the model has no repeated blocks (elements of one class in a ModuleList or Sequential) "
-            "that could be recomputed; call deepspeed.checkpointing.checkpoint in the model instead"
+            f"{KEY}={limit:g}: the model has no repeated blocks (elements of one class in a ModuleList or "
+            "Sequential) to recompute; call deepspeed.checkpointing.checkpoint in the model instead"
         )
     budget = Budget(limit, ranks)
     budget.chosen = dict.fromkeys(blocks, NOTHING)
@@ -289,9 +289,9 @@ def report(choice: RecomputeChoice) -> str:
     """Format a report of what is kept and what is recomputed, a few lines."""
     counted = choice.counted
     lines = [
-        f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} that everything takes; "
-        f"{_size(choice.peak)} are used ({_size(counted.outside)} outside the blocks), for {choice.extra_share:.1%} "
-        "more FLOPs in the blocks"
+        f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} to keep everything; "
+        f"{_size(choice.peak)} are used ({_size(counted.outside)} outside the blocks), for "
+        f"{choice.extra_share:.1%} more FLOPs in the blocks"
     ]
     for first, last, way, block in _runs(choice):
         which = f"block {first}" if first == last else f"blocks {first} to {last}"
@@ -318,8 +318,8 @@ def _rerun_text(record: BlockRecord, chosen: Collection[Key] | None) -> str:
     products = Counter(op.label for op in needed if op.key not in chosen and op.flops)
     rest = sum(op.key not in chosen and not op.flops for op in needed)
     return (
-        f"keeps {_listed(kept) or 'its inputs'}; recomputes {_listed(products) or 'no product'} and {rest} smaller "
-        "operations"
+        f"keeps {_listed(kept) or 'its inputs'}; recomputes {_listed(products) or 'no matrix product'} and "
+        f"{rest} smaller operations"
     )
 
 
@@ -380,8 +380,8 @@ def max_over_ranks(counted: Footprint, ranks: LayerRanks) -> Footprint:
         return counted
     if not ranks.is_same(_digest(counted.blocks)):
         raise RuntimeError(
-            "activation_checkpointing.memory_budget: the ranks run the blocks of the model in different orders, or of "
-            "different kinds, in the first forward; it needs the same ones on every rank"
+            "activation_checkpointing.memory_budget: the ranks run the blocks of the model in different "
+            "orders, or of different kinds, in the first forward; they must match on all ranks"
         )
     kinds = list(counted.kinds)
     if not ranks.is_same(_digest([[str(op.key) for op in record.ops] for record in kinds])):
@@ -482,7 +482,7 @@ def _unchanged(func: Any, kept: Any) -> Any:
         if tensor._version != version:
             raise RuntimeError(
                 f"the result of {func} was changed in place after it was kept for recomputation: the block computes "
-                "something else than when it was counted; leave activation_checkpointing.memory_budget out"
+                "something different from when it was measured; leave activation_checkpointing.memory_budget out"
             )
         return tensor.detach()
     if isinstance(kept, (tuple, list)):

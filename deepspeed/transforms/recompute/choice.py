@@ -89,7 +89,7 @@ class BudgetTooSmall(ValueError):
     """The budget is exceeded even with everything recomputed; ``least``: the minimum feasible bytes."""
 
     def __init__(self, least: int) -> None:
-        super().__init__(f"the least that blocks can keep is {least} bytes")
+        super().__init__(f"the blocks keep at least {least} bytes")
         self.least = least
 
 

@@ -120,7 +120,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     def __enter__(self) -> CheckpointHiddenStatesOffload:
         if self._active:
             raise RuntimeError(
-                "CheckpointHiddenStatesOffload is not re-entrant: make another one for an inner context"
+                "CheckpointHiddenStatesOffload is not re-entrant: create another one for an inner context"
             )
         _contexts.enter(self)
         try:

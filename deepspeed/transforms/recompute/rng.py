@@ -56,7 +56,7 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise ValueError(f"The random state {name!r} exists already; reset() the tracker to start over.")
         if seed in self.seeds_:
-            raise ValueError(f"Seed {seed} is in use already: two random states would draw the same numbers.")
+            raise ValueError(f"Seed {seed} is already in use: two random states would draw the same numbers.")
         accelerator = get_accelerator()
         outside = accelerator.get_rng_state()
         accelerator.manual_seed(seed)
@@ -68,7 +68,7 @@ class CudaRNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Draw random numbers from the named state inside the block, advancing it; the outer state is restored."""
         if name not in self.states_:
-            raise ValueError(f"There is no random state {name!r}; add({name!r}, seed) comes first.")
+            raise ValueError(f"There is no random state {name!r}; add({name!r}, seed) must come first.")
         accelerator = get_accelerator()
         outside = accelerator.get_rng_state()
         accelerator.set_rng_state(self.states_[name])

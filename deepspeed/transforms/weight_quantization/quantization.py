@@ -153,9 +153,9 @@ class WeightQuantization:
         """Quantize ``module``. DeepSpeedConfigError: settings are invalid, or match no layer of the model."""
         summary = quantize_layers(module, self.config, context)
         if summary is None and any(isinstance(each, _KINDS) for each in module.modules()):
-            summary = "the model's weights are quantized already"
+            summary = "the model's weights are already quantized"
         if summary is None:
-            raise DeepSpeedConfigError(f"{SECTION}: no layer of {type(module).__name__} has a name that fits")
+            raise DeepSpeedConfigError(f"{SECTION}: no layer of {type(module).__name__} has a matching name")
         dtype = context.plan.precision.param
         for layer in module.modules():
             if isinstance(layer, _KINDS) and dtype is not None:
@@ -193,8 +193,10 @@ def quantize_layers(
         count += 1
     if not count:
         return None
-    others = f"; {len(left)} whose size is no multiple of the group stay, such as {left[0]}" if left else ""
-    return f"{count} layers store their weights in few bits: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB{others}"
+    others = (
+        f"; {len(left)} unquantized (size not a multiple of the group), such as {left[0]}" if left else ""
+    )
+    return f"{count} layers quantized: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB{others}"
 
 
 def _chosen(path: str, layer: nn.Module, config: WeightQuantConfig) -> dict[str, Any] | None:

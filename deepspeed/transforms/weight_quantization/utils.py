@@ -40,10 +40,10 @@ class Grouping:
             bool(config.get("symmetric", False)),
         )
         if made.num_bits not in (4, 8):
-            raise ValueError(f"quantization: num_bits={made.num_bits}: weights have 8 or 4 bits")
+            raise ValueError(f"quantization: num_bits={made.num_bits}: must be 8 or 4")
         if made.group_size < 2 or made.group_size % 2:
             raise ValueError(
-                f"quantization: group_size={made.group_size}: an even number of at least 2 is needed"
+                f"quantization: group_size={made.group_size}: expected an even number of at least 2"
             )
         return made
 

@@ -88,8 +88,8 @@ class GatheredParameters:
         if written and error is None:
             raise RuntimeError(
                 f"in-place modification of {len(written)} parameters inside GatheredParameters(modifier_rank=None), "
-                f"which drops it, such as of one of shape {tuple(written[0].ds_shape)}: pass the rank whose values are "
-                "kept as modifier_rank. (Found by zero_optimization.enable_sanity_checks.)"
+                f"which discards it, such as one of shape {tuple(written[0].ds_shape)}: set modifier_rank to the rank "
+                "whose values to keep. (Found by zero_optimization.enable_sanity_checks.)"
             )
 
     def _partition(self, kept: bool) -> None:
@@ -124,8 +124,8 @@ class GatheredParameters:
             raise misshapen
         if error is None:
             raise RuntimeError(
-                f"GatheredParameters: rank {failure.rank} left the block with an error, so no change was kept: "
-                f"{failure.text}"
+                f"GatheredParameters: rank {failure.rank} left the block with an error, so all changes were "
+                f"discarded: {failure.text}"
             )
         return False
 
@@ -174,7 +174,7 @@ def _agree_on_failure(
     text = "" if error is None else f"{type(error).__name__}: {error}"
     # Log first: this rank hangs below if the others never arrive.
     if error is not None and communicator.size > 1:
-        logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
+        logger.error(f"{text} (inside GatheredParameters; notifying the other ranks)")
     # The lowest rank that failed wins the maximum.
     mine = 0 if error is None else communicator.size - communicator.rank
     first = torch.tensor([mine], dtype=torch.int64, device=device)

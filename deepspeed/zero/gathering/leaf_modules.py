@@ -84,7 +84,7 @@ def set_z3_leaf_modules_by_suffix(
             found.append(module)
             matched |= hits
     missing = [suffix for suffix in module_name_suffixes if suffix not in matched]
-    what = f"whose name ends with one of {list(module_name_suffixes)}"
+    what = f"with a name ending in one of {list(module_name_suffixes)}"
     return _mark(model, found, flag, what, raise_if_not_found), missing
 
 
@@ -114,7 +114,7 @@ def _class_test(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
     names = {item for item in classes if isinstance(item, str)}
     for item in classes:
         if not isinstance(item, (type, str)):
-            raise ValueError(f"leaf_module_classes holds {item!r}: give classes, or names of classes.")
+            raise ValueError(f"leaf_module_classes holds {item!r}: expected classes or class names.")
 
     def test(module: nn.Module) -> bool:
         cls = type(module)
@@ -129,9 +129,7 @@ def _mark(
     model: nn.Module, found: list[nn.Module], flag: bool, what: str, raise_if_not_found: bool
 ) -> list[nn.Module]:
     if not found and raise_if_not_found:
-        raise ValueError(
-            f"{type(model).__name__} has no module {what}; model.named_modules() lists what it has."
-        )
+        raise ValueError(f"{type(model).__name__} has no module {what}; see model.named_modules().")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found

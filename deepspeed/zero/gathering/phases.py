@@ -31,12 +31,12 @@ class Phase(enum.Enum):
 
     trains: bool
 
-    FORWARD = "a forward of training", True
+    FORWARD = "a training forward", True
     BACKWARD = "autograd runs backward through the model", True
     RECOMPUTATION = "a forward inside backward (activation checkpointing)", True
     EVALUATION = "a forward without a backward: evaluation, generation", False
     MANUAL = "GatheredParameters", False
-    OTHER_THREAD = "a forward on another thread than the one that trains", False
+    OTHER_THREAD = "a forward on a thread other than the training thread", False
 
     def __init__(self, meaning: str, trains: bool) -> None:
         self.meaning = meaning

@@ -216,7 +216,7 @@ class ShardServer:
             count = answer_length(head)
             return None if count < 0 else unpack_order(_read(connection, count * ANSWER_HEAD))
         except OSError as error:
-            raise self._lost_error(0, error, "say which gathers come next") from error
+            raise self._lost_error(0, error, "announce the next gathers") from error
 
     def _lost_error(
         self, rank: int, error: OSError, what: str = "deliver its shard of the parameters"
@@ -225,12 +225,12 @@ class ShardServer:
         name = f"rank {self.communicator.ranks[rank]}"
         if isinstance(error, TimeoutError):
             return CommunicationError(
-                f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (then its own message is in its "
-                "log) or it hangs; if it is only slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
+                f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (its own log has the "
+                "error) or it hangs; if it is just slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
                 "init_distributed(timeout=...)."
             )
         return CommunicationError(
-            f"{name} was gone before it could {what} ({error}). {RANK_ENDED} (then its own message is in its log) or "
+            f"{name} exited before it could {what} ({error}). {RANK_ENDED} (its own log has the error) or "
             "it closed its engine long before this one."
         )
 

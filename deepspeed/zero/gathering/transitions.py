@@ -187,7 +187,7 @@ class Transitions:
 
     def end_pass(self, phase: Phase) -> None:
         if not self._passes:
-            raise TransitionError(f"{phase.name} ends, but no pass is open")
+            raise TransitionError(f"{phase.name} ended, but no pass is open")
         self._passes -= 1
         if phase is Phase.OTHER_THREAD:
             self._other_threads.discard(threading.get_ident())
@@ -210,7 +210,7 @@ class Transitions:
 
     def end_backward(self, *, failed: bool = False) -> None:
         if not self._backwards:
-            raise TransitionError("a backward ends, but none is running")
+            raise TransitionError("a backward ended, but none is running")
         self._backwards -= 1
         if not (failed or self._backwards or self._passes):
             self._reshard_idle()
@@ -258,7 +258,7 @@ class Transitions:
         holders = self.holders
         for b in held:
             if not holders[b]:
-                raise TransitionError(f"bucket {b} is released more often than it was taken")
+                raise TransitionError(f"bucket {b} was released more often than taken")
             holders[b] -= 1
 
     def discard_lossy_copy(self, b: int) -> None:
@@ -303,7 +303,7 @@ class Transitions:
         """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is being raised."""
         bucket = self.buckets[b]
         if bucket.status is not Status.GATHERING:
-            raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
+            raise TransitionError(f"bucket {b} is {bucket.status.name}: no gather is in flight")
         bucket.arrived()
 
     # Resharding ---------------------------------------------------------------------------------------------

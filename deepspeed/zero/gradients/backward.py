@@ -49,8 +49,8 @@ def check_scalar(loss: Any) -> None:
     check_graph(loss)
     if loss.numel() != 1:
         raise ValueError(
-            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), or call "
-            "engine.scale(output).backward(gradient) if you have the gradient of an output"
+            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), "
+            "or call engine.scale(output).backward(gradient) with the gradient of an output"
         )
 
 
@@ -114,9 +114,8 @@ def loss_scale_correction(scale: float, *, active: bool) -> float:
         )
     if found_scale is not None and math.isnan(found_scale):
         raise RuntimeError(
-            "The losses of this backward were multiplied by different loss scales, so that no engine whose gradients "
-            "come through the others can divide by them: set one fp16.loss_scale in their configs, or call backward "
-            "on one loss at a time."
+            "The losses of this backward have different loss scales, so an engine whose gradients pass through others "
+            "cannot unscale them: set the same fp16.loss_scale in all configs, or call backward on one loss at a time."
         )
     return scale / (found_scale or 1.0)
 

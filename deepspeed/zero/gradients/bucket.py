@@ -130,9 +130,7 @@ class GradBucket:
     def check_unsharded(self) -> None:
         """Raise ValueError if this rank keeps only a shard of the sum, and so needs the sum over ranks."""
         if self._formats[False] is None:
-            raise ValueError(
-                "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
-            )
+            raise ValueError("partitioned gradients (ZeRO stage 1 to 3) must be summed over ranks")
 
     @property
     def summed_over_ranks(self) -> GradientSum:

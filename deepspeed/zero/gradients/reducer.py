@@ -275,7 +275,7 @@ class GradReducer:
         if bucket.views and grad.data_ptr() == bucket.views[position].data_ptr():
             raise RuntimeError(
                 "a second backward added to gradients that were already summed over ranks. Run the forward through "
-                "the engine (engine(...)), or call engine.abandon_update() before this backward, which drops them."
+                "the engine (engine(...)), or call engine.abandon_update() before this backward to drop them."
             )
         return False
 
@@ -343,7 +343,7 @@ class GradReducer:
             for bucket in self.buckets:
                 bucket.check_unsharded()
         if self.turns is not None and cadence is not self.cadence:
-            raise ValueError("where sums take turns with the gathers of stage 3, their cadence is fixed")
+            raise ValueError("the cadence of sums is fixed while they alternate with the gathers of stage 3")
 
     def change_cadence(self, cadence: Cadence) -> None:
         """Sum at this cadence from the next backward on. Every rank calls this between the same two steps, or none
@@ -352,7 +352,7 @@ class GradReducer:
             return
         self.check_cadence(cadence)
         if self._progress is not Progress.IDLE or any(bucket.local is not None for bucket in self.buckets):
-            raise RuntimeError("the cadence of sums changes between two steps, not between micro-batches")
+            raise RuntimeError("the cadence of sums can change between steps only, not between micro-batches")
         self.cadence = cadence
         self._set_formats()
 
@@ -498,6 +498,6 @@ class GradReducer:
 
     def _retired(self) -> RuntimeError:
         return RuntimeError(
-            f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
-            f"{self._retired_by} since. Use that one, or give each engine a model of its own."
+            "this engine no longer trains its model: a later deepspeed.initialize took over parameter "
+            f"{self._retired_by}. Use the newer engine, or give each engine its own model."
         )

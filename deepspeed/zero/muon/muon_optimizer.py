@@ -223,7 +223,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
     def add_param_group(self, param_group: Group) -> None:
         if not isinstance(param_group, dict) or "use_muon" not in param_group:
             raise ValueError(
-                "MuonWithAuxAdam takes parameter groups with a key use_muon (True: Muon, False: Adam)"
+                "MuonWithAuxAdam needs parameter groups with a key use_muon (True: Muon, False: Adam)"
             )
         defaults = GROUP_DEFAULTS[True] if param_group["use_muon"] else _ADAM_DEFAULTS
         for key, value in defaults.items():

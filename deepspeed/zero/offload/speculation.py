@@ -244,9 +244,9 @@ def make_speculation(
     if runs_ahead(optimizer):
         return Speculation(cast(MultiTensorOptimizer, optimizer), at_boundary, cores)
     log_dist(
-        f"super_offload has no effect with {class_name(optimizer)}: only elementwise optimizers of this package, as "
-        "the config's 'optimizer' section makes them (Adam, AdamW, Adagrad, Lion, SGD), can be updated ahead of the "
-        "step",
+        f"super_offload has no effect with {class_name(optimizer)}: only elementwise optimizers of this "
+        "package, created from the config's 'optimizer' section (Adam, AdamW, Adagrad, Lion, SGD), can be "
+        "updated ahead of the step",
         ranks=[0],
     )
     return None

@@ -45,7 +45,7 @@ class StateMover:
         self, include: Container[Any] | None, device: OffloadDeviceEnum, pin: bool, non_blocking: bool
     ) -> None:
         if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
-            raise ValueError(f"offload_states(device={device!r}): states can be moved to 'cpu' only")
+            raise ValueError(f"offload_states(device={device!r}): states can only be moved to 'cpu'")
         if self.weights and self.device is None:
             self.device = self.weights[0].params[0].device
         for kind in Kind:

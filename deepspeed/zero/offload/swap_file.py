@@ -87,15 +87,15 @@ class SwapFile:
         if not root.parent.exists():
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"{key}={str(root)!r}: there is no such folder, and none to make it in; mount the storage there, or "
-                "make the folder (it is not made here: where nothing is mounted it would be on the system's own disk)",
+                f"{key}={str(root)!r}: the folder and its parent do not exist; mount the storage there, or create the "
+                "folder (it is not created automatically: without the mount it would be on the system disk)",
                 str(root),
             )
         if not root.exists():
             free = shutil.disk_usage(root.parent).free / 2**30
             log_dist(
-                f"{key}={str(root)!r}: there was no such folder; it is made, with {free:.0f} GiB free. If a disk was "
-                "to be mounted there, stop now",
+                f"{key}={str(root)!r}: created the folder, with {free:.0f} GiB free. If a disk should have "
+                "been mounted there, stop now",
                 ranks=[0],
             )
         try:
@@ -125,9 +125,9 @@ class SwapFile:
         if size < self._grown:
             raise OSError(
                 errno.EIO,
-                f"{self.key}: the swap file in {self.folder} was truncated from outside, to {size} of {self._grown} "
-                "bytes: what it held is lost. Load the last checkpoint in a new process, and see that nothing else "
-                "touches that folder and its disk",
+                f"{self.key}: the swap file in {self.folder} was truncated from outside, to {size} of "
+                f"{self._grown} bytes: its contents are lost. Load the last checkpoint in a new process, "
+                "and make sure that nothing else touches that folder and its disk",
                 str(self.folder),
             )
 

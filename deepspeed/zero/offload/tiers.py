@@ -309,7 +309,7 @@ class OffloadedTier(ResidentTier):
         """Return one line for the log at start-up."""
         where = self.swap.folder if self.swap is not None else "host memory"
         return (
-            f"optimizer state is kept in {where} and is updated on the host in {len(self.sub_groups)} "
+            f"optimizer state is kept in {where} and updated on the host in {len(self.sub_groups)} "
             f"sub-groups through {len(self.slots)} buffers"
         )
 

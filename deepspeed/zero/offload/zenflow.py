@@ -296,8 +296,8 @@ class ZenFlow:
             return every or ROUNDS_PER_CHOICE * self.interval
         if self.steps_per_epoch is None:
             warning_once(
-                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, which says how "
-                "long an epoch is; columns are chosen as by 'auto'"
+                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, "
+                "which defines the length of an epoch; selecting columns as with 'auto'"
             )
             return ROUNDS_PER_CHOICE * self.interval
         return (every or 1) * self.steps_per_epoch
@@ -432,7 +432,7 @@ class ZenFlow:
         return (
             []
             if known
-            else ["ZenFlow begins anew: nothing that it deferred and chose was saved for these ranks"]
+            else ["ZenFlow restarts: no deferred updates and column selection were saved for these ranks"]
         )
 
     def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> ZenFlowPiece:
@@ -496,10 +496,10 @@ class ZenFlowStepExecutor(StepExecutor):
         assert self.plan.zenflow is not None
         if not runs_ahead(self.store.optimizer) or self.store.traits.grain > 1:
             raise DeepSpeedConfigError(
-                f"zero_optimization.zenflow cannot be combined with {class_name(self.store.optimizer)}: it updates "
-                "columns, which elementwise optimizers of this package can. Leave optimizer= out and let the config's "
-                "'optimizer' section name one (Adam, AdamW, Adagrad, Lion, SGD; without state_bits and "
-                "stochastic_rounding)"
+                f"zero_optimization.zenflow cannot be combined with {class_name(self.store.optimizer)}: it "
+                "updates columns, which needs an elementwise optimizer of this package. Leave optimizer= "
+                "out and let the config's 'optimizer' section name one (Adam, AdamW, Adagrad, Lion, SGD; "
+                "without state_bits and stochastic_rounding)"
             )
         optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
         self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.replica_groups)

@@ -178,7 +178,7 @@ class StateAccess:
                 if key not in saved:
                     if key != MASTER and len(saved.keys() - {MASTER}):
                         raise ValueError(
-                            f"the state of {name} has no {key!r}: it belongs to another optimizer"
+                            f"the state of {name} has no {key!r}: it belongs to a different optimizer"
                         )
                 elif tensor.shape == (owned.fragment.numel,):
                     tensor.copy_(saved[key].reshape(-1)[part][: tensor.numel()])
@@ -359,8 +359,7 @@ class StateAccess:
             self.replica_groups.of(param).shard.all_reduce_max(missing).wait()
         if missing.item():
             raise KeyError(
-                f"{type(self.store.optimizer).__name__} keeps no state {key!r} for each element of "
-                f"{self.name_of(param)}"
+                f"{type(self.store.optimizer).__name__} has no per-element state {key!r} for {self.name_of(param)}"
             )
         return self._assemble(param, found)
 

@@ -105,7 +105,7 @@ class ClientState:
             elif value.dim() == 1 and value.numel() != stop - start:
                 raise ValueError(
                     f"the state {key!r} of {name} has {value.numel()} elements; this rank holds {stop - start} of "
-                    f"{full_numel(param)}. State of another number of ranks: use engine.load_checkpoint"
+                    f"{full_numel(param)}. For state of a different number of ranks, use engine.load_checkpoint"
                 )
             found[key] = value
         return found

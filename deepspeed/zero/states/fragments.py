@@ -100,12 +100,10 @@ def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> N
     """Write ``value`` over the pieces that make up this rank's part. ValueError: ``pieces`` is None (they do not
     exist now), or the sizes differ."""
     if pieces is None:
-        raise ValueError(
-            f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
-        )
+        raise ValueError(f"This rank has no {what} to write; gradients exist from backward() to step().")
     numels = [piece.numel() for piece in pieces]
     if value.numel() != sum(numels):
-        raise ValueError(f"This rank's {what} has {sum(numels)} elements, the given value {value.numel()}.")
+        raise ValueError(f"This rank's {what} has {sum(numels)} elements, but the value has {value.numel()}.")
     with torch.no_grad():
         for piece, part in zip(pieces, value.detach().reshape(-1).split(numels), strict=True):
             piece.copy_(part.view(piece.shape))

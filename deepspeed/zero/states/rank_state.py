@@ -113,7 +113,7 @@ class OwnState:
         )
         if not fits or not wire:
             return [
-                "errors of compressed gradients start anew: other ranks, buckets or formats, or none were saved"
+                "compression errors of gradients reset to zero: ranks, buckets or formats differ, or none were saved"
             ]
         for index, kept in wire.items():
             feedbacks[index].restore(kept, devices[index][0])

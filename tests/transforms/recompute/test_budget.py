@@ -202,10 +202,10 @@ def test_what_cannot_be_held_names_what_can() -> None:
     model, batch = gpt(), tokens()
     budget_blocks(model, 0.01, None)
     with pytest.raises(
-        ValueError, match=r"memory_budget=0.01.*outside the model's blocks.*Give 0\.(\d+)"
+        ValueError, match=r"memory_budget=0.01.*outside the model's blocks.*Set 0\.(\d+)"
     ) as found:
         model(batch)
-    least = float(str(found.value).partition("Give ")[2].split()[0])
+    least = float(str(found.value).partition("Set ")[2].split()[0])
     again = gpt()
     budget_blocks(again, least, None)
     again(batch)

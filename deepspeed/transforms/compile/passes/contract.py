@@ -74,8 +74,8 @@ def validate_schedule(
                 continue
             if missing := contract.requires - provided:
                 raise PassContractError(
-                    f"step {step}: pass {name!r} requires {sorted(missing)}, which no pass before it "
-                    f"in this step provides ({before or 'there is none'})"
+                    f"step {step}: pass {name!r} requires {sorted(missing)}, which no earlier pass in this "
+                    f"step provides ({before or 'there is none'})"
                 )
             if clash := [other for other in before if _conflict(name, contract, other)]:
                 raise PassContractError(
@@ -100,6 +100,6 @@ def _name_of(entry: str | Callable[..., Any], registry: Names | None) -> str | N
             names += [named] if isinstance(named, str) else list(named)
     if len(names) > 1:
         raise PassContractError(
-            f"{entry!r} is registered under multiple names, {sorted(names)}: write the name"
+            f"{entry!r} is registered under multiple names, {sorted(names)}: pass the name"
         )
     return names[0] if names else None

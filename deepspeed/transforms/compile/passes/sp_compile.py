@@ -36,14 +36,14 @@ def prepare_autosp_inputs(
     ValueError: ``input_id`` is None, or a tensor has no dim ``seq_dim``.
     """
     if input_id is None:
-        raise ValueError("prepare_autosp_inputs: input_id is None, but there is no batch without tokens")
+        raise ValueError("prepare_autosp_inputs: input_id is None, but a batch needs tokens")
     inputs = AutoSPInputs(input_id, label_id, position_id, attention_mask)
     for name, tensor in inputs._asdict().items():
         if tensor is None:
             continue
         if not 0 <= seq_dim < tensor.dim():
             raise ValueError(
-                f"prepare_autosp_inputs: seq_dim={seq_dim} is no dimension of {name} of shape {list(tensor.shape)}"
+                f"prepare_autosp_inputs: seq_dim={seq_dim} is not a dimension of {name} of shape {list(tensor.shape)}"
             )
         torch._dynamo.mark_dynamic(tensor, seq_dim)
         tensor.tag = name  # type: ignore[attr-defined]
