@@ -82,17 +82,19 @@ def _take(group: str, names: Sequence[str], taken: MutableSet[str]) -> None:
     for name in names:
         if name in taken:
             raise ValueError(
-                f"{name} is in the group {group!r} and in an earlier one of the same technique: let the patterns of "
-                "only one of them find it"
+                f"{name} matches group {group!r} and an earlier group of the same technique: make only one "
+                "of their patterns match it"
             )
         taken.add(name)
 
 
 def _log_matches(group: str, pattern: str, names: Sequence[str]) -> None:
     if names:
-        logger.info(f"compression group {group}: {pattern!r} finds {len(names)} modules, such as {names[0]}")
+        logger.info(
+            f"compression group {group}: {pattern!r} matches {len(names)} modules, such as {names[0]}"
+        )
     else:
-        logger.warning(f"compression group {group}: {pattern!r} finds no module that can be compressed")
+        logger.warning(f"compression group {group}: {pattern!r} matches no compressible module")
 
 
 def get_compress_methods(
@@ -176,8 +178,8 @@ def _related(
         return []
     if len(wanted) != len(names):
         raise ValueError(
-            f"group {group!r} has {len(names)} patterns in modules and {len(wanted)} lists in related_modules: each "
-            "pattern has a list of its own"
+            f"group {group!r} has {len(names)} patterns in modules and {len(wanted)} lists in "
+            "related_modules: each pattern needs its own list"
         )
     result = []
     for main, patterns in zip(names, wanted, strict=True):
@@ -185,8 +187,8 @@ def _related(
         for pattern, others in zip(patterns, found, strict=True):
             if len(others) != len(main):
                 raise ValueError(
-                    f"group {group!r}: {len(main)} modules have {len(others)} related ones that {pattern!r} finds "
-                    f"({', '.join(others[:4]) or 'none'}): each module needs exactly one"
+                    f"group {group!r}: {len(main)} modules have {len(others)} related modules matching "
+                    f"{pattern!r} ({', '.join(others[:4]) or 'none'}): each module needs exactly one"
                 )
         result.append(found)
     return result
@@ -213,7 +215,7 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
     _check_no_engine(inner)
     if section[keys.LAYER_REDUCTION][keys.LAYER_REDUCTION_ENABLED]:
         if teacher_model is None:
-            raise ValueError("layer_reduction starts the student from a teacher: pass teacher_model=")
+            raise ValueError("layer_reduction initializes the student from a teacher: pass teacher_model=")
         student_initialization(inner, teacher_model, deepspeed_config)
     methods, cross_stage = _methods(inner, section, mpu)
     channels = [each for each in cross_stage if each[0] == keys.CHANNEL_PRUNING]
@@ -232,7 +234,7 @@ def _section(config: Config) -> dict[str, Any]:
 def _check_no_engine(module: nn.Module) -> None:
     if any(map(is_kept_by_engine, module.parameters())):
         raise ValueError(
-            "init_compression comes too late: an engine trains this module already. Call it before "
+            "init_compression comes too late: an engine already trains this module. Call it before "
             "deepspeed.initialize"
         )
 
@@ -244,12 +246,12 @@ def _check_not_split(module: nn.Module) -> None:
     if name is not None:
         raise ValueError(
             f"redundancy_clean needs whole layers, but {name} is split over tensor-parallel ranks: save a checkpoint, "
-            "load it into a model that init_compression has prepared, without tensor_parallel, and clean that"
+            "load it without tensor_parallel into a model prepared by init_compression, and clean that"
         )
 
 
 _WHOLE = "save a checkpoint, load it into the whole model, prepared by init_compression"
-_TOGETHER = "choose a partition_method that keeps them together"
+_TOGETHER = "choose a partition_method that keeps them on one stage"
 
 
 def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Methods, CrossStage]:
@@ -337,8 +339,8 @@ def student_initialization(student_model: M, teacher_model: nn.Module, deepspeed
     teacher: Any = getattr(teacher_model, "module", teacher_model)
     if isinstance(student, Staged):
         raise ValueError(
-            "layer_reduction copies layers between whole models: start the student before it is cut into stages of a "
-            "pipeline"
+            "layer_reduction copies layers between whole models: initialize the student before splitting it "
+            "into pipeline stages"
         )
     chosen = section[keys.TEACHER_LAYER] or []
     prefix = section[keys.MODULE_NAME_PREFIX]

@@ -42,8 +42,8 @@ class Eigenvalue:
     def __post_init__(self) -> None:
         if not self.layer_name or self.layer_num < 1:
             raise ValueError(
-                f"eigenvalues are measured block by block: layer_name={self.layer_name!r} must name the list of "
-                f"blocks, and layer_num={self.layer_num} say how many it has"
+                f"eigenvalues are measured block by block: layer_name={self.layer_name!r} must name the "
+                f"list of blocks, and layer_num={self.layer_num} their number"
             )
 
     def nan_to_num(self, x: Tensor) -> Tensor:

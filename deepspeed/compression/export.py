@@ -64,7 +64,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 def _check(model: Any) -> None:
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise ValueError(
-            f"{type(model).__name__} is no model of Transformers: save its state_dict() with torch.save instead"
+            f"{type(model).__name__} is not a Transformers model: save its state_dict() with torch.save instead"
         )
     for name, module in model.named_modules():
         if isinstance(module, Compressible):
@@ -102,17 +102,17 @@ def _fit_config(model: Any, state: Mapping[str, Tensor]) -> Any:
         try:
             left = _differences(model, changed, state)
         except Exception as error:  # configs and constructors raise anything for sizes they do not accept
-            logger.debug(f"compression: {type(config).__name__} refuses a size: {error}")
+            logger.debug(f"compression: {type(config).__name__} rejects a size: {error}")
             continue
         if _distance(left) < _distance(differing):
             config, differing = changed, left
     if differing:
         name, (ours, theirs) = next(iter(differing.items()))
         raise ValueError(
-            f"{name} has the shape {ours}, and {type(config).__name__} can only say {theirs} ({len(differing)} such "
-            "tensors): from_pretrained could not load this model. Heads can be removed where the config has head_dim, "
-            "other layers if all are left with the same size; else save state_dict() and load it into a model that "
-            "was prepared and cleaned in the same way"
+            f"{name} has shape {ours}, but {type(config).__name__} can only express {theirs} "
+            f"({len(differing)} such tensors): from_pretrained could not load this model. Heads can be "
+            "removed where the config has head_dim, other layers if all are left with the same size; else "
+            "save state_dict() and load it into a model that was prepared and cleaned in the same way"
         )
     return config
 

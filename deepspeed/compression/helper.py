@@ -163,7 +163,7 @@ def _prepare(module: Any, technique: str, params: Params) -> None:
     elif technique in (keys.SPARSE_PRUNING, keys.ROW_PRUNING, keys.CHANNEL_PRUNING):
         getattr(module, f"enable_{technique}")(params["dense_ratio"], params["method"])
     else:
-        raise ValueError(f"unknown technique; known are {', '.join(keys.TECHNIQUES)}")
+        raise ValueError(f"unknown technique; expected one of {', '.join(keys.TECHNIQUES)}")
 
 
 def compression_preparation(
@@ -255,8 +255,8 @@ def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
         with GatheredParameters([module.weight]):
             if not pruner.fits(module.weight):
                 logger.warning(
-                    f"sparse_pruning leaves {name} dense: its shape {tuple(module.weight.shape)} does not consist of "
-                    f"blocks {shared.get('block_pattern', '4x1')}"
+                    f"sparse_pruning leaves {name} dense: its shape {tuple(module.weight.shape)} is not a "
+                    f"multiple of the blocks {shared.get('block_pattern', '4x1')}"
                 )
                 del pruner.modules[name]
     return pruner

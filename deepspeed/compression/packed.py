@@ -302,7 +302,7 @@ def pack_weights(model: nn.Module) -> str:
             continue
         settled = grid.compacted()
         if type(plain) not in PACKED or shared or settled is None:
-            why = "its weight is another's too" if shared else type(plain).__name__
+            why = "its weight is shared" if shared else type(plain).__name__
             left.append(f"{name} ({why if settled is not None else 'its groups lost elements'})")
             continue
         packed = PACKED[type(plain)].take(plain, *settled, inputs)
@@ -311,7 +311,7 @@ def pack_weights(model: nn.Module) -> str:
         count, before = count + 1, before + size
         after += sum(buffer.nbytes for key, buffer in packed.named_buffers(recurse=False))
     line = f"{count} weights are packed: {before / 1e6:.3f} MB became {after / 1e6:.3f} MB"
-    return line + (f"; in floating point stay {', '.join(left)}" if left else "")
+    return line + (f"; kept in floating point: {', '.join(left)}" if left else "")
 
 
 def _inputs_of(module: Compressible) -> Inputs | None:

@@ -70,7 +70,7 @@ class Grid:
         size."""
         quantizer_for(bits, kind)
         if weight.numel() % groups:
-            raise ValueError(f"{weight.numel()} values do not consist of {groups} groups of equal size")
+            raise ValueError(f"{weight.numel()} values cannot be divided into {groups} equal groups")
         grouped = weight.detach().reshape(groups, -1).float()
         zeros = None
         if bits == 1:

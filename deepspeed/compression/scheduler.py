@@ -58,7 +58,7 @@ class compression_scheduler:
             return None
         if technique not in self._logged:
             self._logged.add(technique)
-            log_dist(f"compression: {technique} is on from step {self.training_steps}", ranks=[0])
+            log_dist(f"compression: {technique} enabled at step {self.training_steps}", ranks=[0])
         return shared
 
     def check_weight_quantization(self) -> None:

@@ -88,7 +88,7 @@ def vocabulary_part(
     ValueError, on every rank: the parts do not partition a vocabulary in rank order.
     """
     if (start is None) != (end is None):
-        raise ValueError("vocab_start_index and vocab_end_index belong together: give both, or neither")
+        raise ValueError("pass both vocab_start_index and vocab_end_index, or neither")
     comm = communicator_of(group)
     if size is not None:
         if start is None:
@@ -98,13 +98,11 @@ def vocabulary_part(
     first = 0
     for rank, (words, its_start, its_end) in enumerate(everyone):
         if not words:
-            raise ValueError(
-                f"rank {rank} of the group has no word: use at most as many ranks as there are words"
-            )
+            raise ValueError(f"rank {rank} of the group has no vocabulary entry: use fewer ranks")
         if its_start >= 0 and (its_start, its_end) != (first, first + words):
             raise ValueError(
-                f"rank {rank} of the group says that its {words} words are [{its_start}, {its_end}), but parts in rank "
-                f"order without gaps give it [{first}, {first + words}): correct vocab_start_index and vocab_end_index"
+                f"rank {rank} of the group claims entries [{its_start}, {its_end}), but contiguous parts in rank "
+                f"order give it [{first}, {first + words}): correct vocab_start_index and vocab_end_index"
             )
         first += words
     return VocabularyPart(comm, sum(words for words, _, _ in everyone[: comm.rank]), own, first)
@@ -149,9 +147,9 @@ def cross_entropy(
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
     if logits.shape[:-1] != target.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)} do not fit")
+        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)} do not match")
     if logits.shape[-1] != part.own:
-        raise ValueError(f"this rank has {part.own} words, and got logits of {logits.shape[-1]}")
+        raise ValueError(f"this rank has {part.own} entries, but got logits of width {logits.shape[-1]}")
     flat, labels = logits.reshape(target.numel(), part.own), target.reshape(-1).long()
     chosen = labels != ignore_index
     if labels.device.type == "cpu":

@@ -48,9 +48,7 @@ def check_fits(run: RunSpec) -> None:
     try:
         message = shortage(run, have, near, SKIP)
     except Exception:
-        logger.exception(
-            f"the memory of this run could not be planned, so it starts unchecked ({SKIP}=1 skips the check)"
-        )
+        logger.exception(f"cannot plan the memory of this run; starting unchecked ({SKIP}=1 skips the check)")
         return
     if message is not None:
         raise MemoryPlanError(message)

@@ -50,8 +50,8 @@ class LinkTimes:
     def lines(self) -> list[str]:
         now, best = self.seconds(self.options[0]), self.recommended
         result = [
-            f"a step over {self.bandwidth * 8 / 1e6:g} Mbit/s between nodes, with {self.compute:g} s to compute, "
-            "nothing hidden behind it (estimated):"
+            f"a step over {self.bandwidth * 8 / 1e6:g} Mbit/s between nodes, with {self.compute:g} s of "
+            "compute, without overlap (estimated):"
         ]
         width = max(len(option.name) for option in self.options)
         for option in self.options:

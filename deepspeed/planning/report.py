@@ -93,7 +93,7 @@ def verdict(answer: PlanAnswer) -> Iterator[str]:
         name = _place_name(answer, place)
         when = f"most while {_PHASES[phase][1]}"
         if have is None:
-            yield f"{name}: {size(need)}{whose}, {when}; how much is available is not known"
+            yield f"{name}: {size(need)}{whose}, {when}; available amount unknown"
         elif need > have:
             yield f"{name}: DOES NOT FIT: {size(need)}{whose} needed, {when}; {size(have)} available"
         else:
@@ -114,14 +114,14 @@ def advice_lines(advice: Advice) -> Iterator[str]:
         with_changes = f" with {'; '.join(advice.changes)}" if advice.changes else ""
         yield f"no change of the config is enough; {advice.ranks} ranks on as many more nodes are{with_changes}"
     else:
-        yield "no change known here makes it fit: use a smaller model, or machines with more memory"
+        yield "no known change makes it fit: use a smaller model, or machines with more memory"
 
 
 def waiting_lines(answer: PlanAnswer) -> Iterator[str]:
     """Yield the changes that would overlap the host's update with the device, and their additional memory."""
     changes = hidden_updates(answer)
     if changes:
-        yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"
+        yield f"the {answer.request.device_type} idles while the host updates; to overlap the two:"
     for text, planned in changes:
         more = {place: planned.need(place)[0] - answer.need(place)[0] for place in MemoryPlace}
         costs = ", ".join(f"{_place_name(planned, p)} {size(n)} more" for p, n in more.items() if n > 0)

@@ -145,7 +145,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
     auto = [key for key in _auto_keys(request.config) if not key.startswith((*BATCH, *_NO_MEMORY))]
     if auto:
         ledger.notes.append(
-            f'"auto" stands for the default of {", ".join(auto)}; --set key=value fills it in'
+            f'"auto" is counted as the default of {", ".join(auto)}; --set key=value fills it in'
         )
     _activations(ledger, request, setting, config)
     compiled = config.compile_config
@@ -167,7 +167,7 @@ def _states_between_updates(ledger: Ledger) -> None:
 def _experts(facts: PlannedModel, ranks: int) -> list[str]:
     sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in facts.specs} - {1}
     over = ", ".join(str(size) for size in sorted(sizes))
-    return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
+    return [f"counting the experts of one rank, of {over} that share them"] if sizes else []
 
 
 def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -206,9 +206,9 @@ def _optimizer(
         on_host = plan.state_offload is not None
         made = build_optimizer(config.optimizer_name, config.optimizer_params, trainable, on_host=on_host)
     if made is None and request.trained is not None and not trainable:
-        return ADAM, [], ["no optimizer is known: only weights are counted"]
+        return ADAM, [], ["no optimizer given: counting weights only"]
     if made is None:
-        return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
+        return ADAM, None, ["the config names no optimizer: assuming Adam with two fp32 moments"]
     check_partitioning(made, plan)
     notes = []
     if traits_of(made).whole_matrices:
@@ -251,8 +251,8 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
     if limit is not None:
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
         ledger.notes.append(
-            f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of activations "
-            "(estimated); what is recomputed for it is chosen, and said, in the first forward"
+            f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of "
+            "activations (estimated); the first forward chooses and logs what to recompute"
         )
     ledger.add(STEADY[:2], setting.near, MemoryKind.ACTIVATIONS, nbytes)
 
@@ -270,7 +270,7 @@ def _counted(
             choice = choice_within(module, limit, batch, tokens, setting.plan.precision)
     except CannotCount as problem:
         ledger.notes.append(
-            f"the memory budget was not counted, as the forward does not run on fake tensors: {problem}"
+            f"the memory budget is not counted, as the forward does not run on fake tensors: {problem}"
         )
         return False
     ledger.add(STEADY[:2], setting.near, MemoryKind.COUNTED_ACTIVATIONS, choice.peak)

@@ -76,7 +76,7 @@ def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: 
             type(optimizer).step(substitute)
     except Exception as error:  # a foreign optimizer may raise anything: its state size is unknown
         logger.debug(
-            f"{type(optimizer).__name__} cannot be tried: {error}; two fp32 values per element assumed"
+            f"{type(optimizer).__name__} cannot be run: {error}; assuming two fp32 values per element"
         )
         return StateSize()
     state = substitute.state[param]

@@ -42,7 +42,7 @@ def planned_variant(request: PlanRequest, changes: Mapping[str, Any]) -> dict[st
     config = changed(request.config, {key: value for key, value in changes.items() if key not in BATCH})
     parts = int(changes.get(TENSOR, 1)) * int(changes.get(STAGES, 1))
     if request.ranks % parts:
-        return {"error": f"{parts} parts of the model do not divide {request.ranks} ranks"}
+        return {"error": f"{parts} model-parallel parts do not divide {request.ranks} ranks"}
     config.get("tensor_parallel", {}).pop("autotp_size", None)
     config.pop("train_batch_size", None)
     config["gradient_accumulation_steps"] = 1
@@ -76,8 +76,8 @@ def refuse_beyond(limit: int | None, planned: Mapping[str, Any], sharing: int) -
     need = planned["need"][near] // (sharing if near == "host" else 1)
     if need > limit:
         raise ValueError(
-            f"autotuning.memory_per_rank is {limit}, but the model states of this config need {need} bytes per rank: "
-            "it is not run"
+            f"autotuning.memory_per_rank is {limit}, but the model states of this config need {need} bytes "
+            "per rank: not run"
         )
 
 

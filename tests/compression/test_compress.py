@@ -294,7 +294,7 @@ def test_layer_reduction() -> None:
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"weight_quantization": OVERLAP}, "earlier one"),
+        ({"weight_quantization": OVERLAP}, "earlier group"),
         (technique("weight_quantization", ["query"], EIGHT, quantize_groups=7), "quantize_groups=7"),
         (technique("weight_quantization", ["query"], {"start_bits": 4, "target_bits": 8}), "target_bits=8"),
         (technique("activation_quantization", ["query"], {"bits": 3}), "bits"),

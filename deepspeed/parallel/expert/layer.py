@@ -22,7 +22,7 @@ def _of_one_layer(num_experts: int | Sequence[int]) -> int:
         return num_experts
     if len(num_experts) != 1:
         raise ValueError(
-            f"num_experts={num_experts}: a layer has one number of experts; for a pyramid make one MoE layer for each"
+            f"num_experts={num_experts}: expected one number; for a pyramid create one MoE layer per number"
         )
     return num_experts[0]
 
@@ -71,7 +71,8 @@ class MoE(nn.Module):
         super().__init__()
         num_experts = _of_one_layer(num_experts)
         assert num_experts % ep_size == 0, (
-            f"num_experts={num_experts} must be a multiple of ep_size={ep_size}, so that every rank holds equally many"
+            f"num_experts={num_experts} must be a multiple of ep_size={ep_size}, so that all ranks hold the "
+            "same number"
         )
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism

@@ -364,8 +364,8 @@ class MOELayer(nn.Module):
     def _run_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
         if self._ranks is None:
             raise RuntimeError(
-                f"the {self.ep_size} ranks that share the layer's experts are not known: call deepspeed.initialize, or "
-                "set_deepspeed_parallelism() of the layer"
+                f"the {self.ep_size} ranks that share the layer's experts are not known yet: call "
+                "deepspeed.initialize, or the layer's set_deepspeed_parallelism()"
             )
         parts = halve(len(tokens), self._ranks, tokens.device)
         orders = [TokenOrder.of(routes, part) for part in parts]

@@ -88,8 +88,8 @@ def _layers_to_spread(
         dist.all_gather_object(stages, bool(layers), group=mesh.group("pp"))
     if not any(stages):
         raise DeepSpeedConfigError(
-            f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as Transformers "
-            "5 has them; remove the section, or build its layers with deepspeed.parallel.expert.layer.MoE"
+            f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as in Transformers "
+            "5; remove the section, or build its layers with deepspeed.parallel.expert.layer.MoE"
         )
     for path, experts in layers:
         total = int(experts.num_experts)  # type: ignore[arg-type]

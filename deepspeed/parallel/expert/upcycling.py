@@ -46,7 +46,7 @@ def upcycle(
     mixtures = {path: each for path, each in model.named_modules() if isinstance(each, MoE)}
     unknown = sorted((layers or {}).keys() - mixtures.keys())
     if unknown:
-        raise KeyError(f"{unknown[0]!r} is no MoE layer of the model; it has {', '.join(mixtures) or 'none'}")
+        raise KeyError(f"{unknown[0]!r} is not an MoE layer of the model: {', '.join(mixtures) or 'none'}")
     with torch.no_grad():
         for path, mixture in mixtures.items():
             source = (layers or {}).get(path, path)
@@ -61,8 +61,8 @@ def upcycle(
         for name, tensor in rest.items():
             _copy(tensor, weights, name, name)
     log_dist(
-        f"upcycling: {len(mixtures)} mixtures of experts begin as copies of dense layers, "
-        f"{len(rest)} other tensors as they were; gates begin as they are",
+        f"upcycling: {len(mixtures)} MoE layers initialized from dense layers, {len(rest)} other tensors "
+        "copied; gates keep their initialization",
         ranks=[0],
     )
     return list(mixtures)
@@ -80,11 +80,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _copy(into: Tensor, weights: Mapping[str, Any], name: str, what: str) -> None:
     if name not in weights:
         raise KeyError(
-            f"the dense model has no {name!r}, from which {what} would begin; `layers` names its layers"
+            f"the dense model has no {name!r}, from which to initialize {what}; set `layers` to its layers"
         )
     if weights[name].shape != into.shape:
         raise ValueError(
-            f"{name} has shape {tuple(weights[name].shape)} in the dense model, but {what} {tuple(into.shape)}"
+            f"{name} has shape {tuple(weights[name].shape)} in the dense model, but {what} has {tuple(into.shape)}"
         )
     into.copy_(weights[name])
 

@@ -47,9 +47,7 @@ def examine(model: nn.Module) -> Anatomy:
     """Find the parts of ``model``, called with input_ids. PipelineError: it cannot be split between its blocks."""
     lists = {name: sum(p.numel() for p in m.parameters()) for name, m in model.named_modules() if _is_list(m)}
     if not lists:
-        raise PipelineError(
-            f"{type(model).__name__} has no list of blocks (nn.ModuleList) between which to cut it"
-        )
+        raise PipelineError(f"{type(model).__name__} has no list of blocks (nn.ModuleList) to cut between")
     anatomy = Anatomy(model, max(lists, key=lambda name: lists[name]))
     with _watched(anatomy) as watch, torch.no_grad():
         tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=next(model.parameters()).device)
@@ -77,8 +75,8 @@ class _Watch:
 
     def error(self, why: str) -> PipelineError:
         return PipelineError(
-            f"{type(self.anatomy.model).__name__} cannot be cut between its blocks ({self.anatomy.blocks}): {why}. "
-            "Write it as the layers of a PipelineModule"
+            f"{type(self.anatomy.model).__name__} cannot be cut between its blocks ({self.anatomy.blocks}): "
+            f"{why}. Rewrite it as the layers of a PipelineModule"
         )
 
     def before_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -88,16 +86,16 @@ class _Watch:
             raise self.error(f"block {number} gets no hidden_states")
         hidden = hidden_of(args, kwargs)
         if self.hidden is not None and hidden is not self.hidden:
-            raise self.error(f"block {number} does not get what the block before returned")
+            raise self.error(f"block {number} does not get the output of the previous block")
         others = tensors_in([args[1:], {key: v for key, v in kwargs.items() if key != "hidden_states"}])
         if any(id(tensor) in self.others for tensor in others):
-            raise self.error(f"block {number} also gets something else from the blocks before")
+            raise self.error(f"block {number} also gets other values from earlier blocks")
 
     def after_block(self, number: int, output: Any) -> None:
         self.anatomy.in_tuples = isinstance(output, tuple)
         first, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(first, Tensor):
-            raise self.error(f"block {number} returns {type(first).__name__} where its hidden states belong")
+            raise self.error(f"block {number} returns {type(first).__name__} instead of hidden states")
         self.hidden, self.passed = first, number + 1
         self.kept += [first, *tensors_in(rest)]
         self.others |= {id(tensor) for tensor in tensors_in(rest)} | {id(first)}

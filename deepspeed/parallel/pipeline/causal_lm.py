@@ -48,7 +48,7 @@ def cut_causal_lm(
         raise PipelineError(f"{type(model).__name__} has an encoder: only decoders can be cut into stages")
     if getattr(config, "output_router_logits", False):
         raise PipelineError(
-            "output_router_logits=true adds a loss of all blocks, which no stage has: set it to false"
+            "output_router_logits=true adds a loss over all blocks, but no stage has all of them: set it to false"
         )
     for name, param in model.named_parameters():
         if param.is_meta or is_zero_param(param):
@@ -286,8 +286,8 @@ class CutModel(PipelineModule):
         own = self.loss_fn
         if not isinstance(own, _OwnLoss):
             raise DeepSpeedConfigError(
-                "sequence_parallel_size with cut_causal_lm(loss_fn=...): the loss of a sequence on several ranks is "
-                "known for the model's own loss only; leave out loss_fn"
+                "sequence_parallel_size with cut_causal_lm(loss_fn=...): only the model's own loss supports "
+                "sharded sequences; leave out loss_fn"
             )
         # imported lazily: sixty modules
         from deepspeed.parallel.sequence.hf.attention import shard_attention
@@ -376,7 +376,7 @@ class CutModel(PipelineModule):
         """Do nothing: there are no layer files; an engine checkpoint has the weights under the model's names."""
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
-        raise PipelineError("a cut model has no files of layers: use engine.load_checkpoint()")
+        raise PipelineError("a split model has no per-layer files: use engine.load_checkpoint()")
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

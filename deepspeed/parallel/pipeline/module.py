@@ -272,7 +272,7 @@ class PipelineModule(Partitioned, nn.Module):
 
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
-            raise ValueError(f"activation_checkpoint_interval={interval}: at least 0, which is off")
+            raise ValueError(f"activation_checkpoint_interval={interval}: must be at least 0 (off)")
         self.activation_checkpoint_interval = interval
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -305,9 +305,9 @@ class PipelineModule(Partitioned, nn.Module):
             return
         if self._topology_given or given > 1:
             raise DeepSpeedConfigError(
-                f"tensor_parallel.autotp_size={parts}, but the topology of the PipelineModule has {given} ranks along "
-                f"its axis 'model': give PipeModelDataParallelTopology(num_pp, num_mp={parts}, num_dp), or num_stages "
-                "alone"
+                f"tensor_parallel.autotp_size={parts}, but the topology of the PipelineModule has {given} "
+                f"ranks along its axis 'model': pass PipeModelDataParallelTopology(num_pp, num_mp={parts}, "
+                "num_dp), or only num_stages"
             )
         if replicas % parts:
             raise DeepSpeedConfigError(
@@ -464,15 +464,15 @@ def _named_weight(name: str, key: str, module: nn.Module) -> nn.Parameter:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, nn.Parameter):
-        raise ValueError(f"the tie {key!r} names {name!r}, which is no parameter of its layer")
+        raise ValueError(f"the tie {key!r} names {name!r}, which is not a parameter of its layer")
     return found
 
 
 def _check_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:
     if not getattr(param, "allreduce", True) and getattr(param, "group_name", "") != "ep_size_1":
         raise PipelineError(
-            f"the tie {key!r} has experts ({name}) that ranks share, on the stages {list(stages)}: a weight cannot "
-            "be shared by stages and by ranks; give its layers ep_size=1, or do not tie them"
+            f"the tie {key!r} has experts ({name}) that ranks share, on the stages {list(stages)}: a tied "
+            "weight cannot be expert-parallel too; set ep_size=1 for its layers, or do not tie them"
         )
 
 
@@ -483,10 +483,10 @@ def _is_shared(name: str, layer: nn.Module) -> bool:
 
 def _check_arguments(chunks: int, zigzag: bool, checkpointable_layers: Any) -> None:
     if chunks < (2 if zigzag else 1):
-        raise ValueError(f"chunks={chunks}, zigzag={zigzag}: at least 1, and 2 with zigzag")
+        raise ValueError(f"chunks={chunks}, zigzag={zigzag}: chunks must be at least 1, and 2 with zigzag")
     if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
         raise TypeError(
-            f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
+            f"checkpointable_layers must be a list of class names, not {type(checkpointable_layers).__name__}"
         )
 
 

@@ -46,8 +46,8 @@ class Partitioned(Staged):
         expected = self.parts[self.stage_id : self.stage_id + 2]
         if [start, stop] != list(expected):
             raise PipelineError(
-                f"_set_bounds({start}, {stop}) of stage {self.stage_id}, whose bounds in self.parts are {expected}: "
-                "set self.parts for all stages first"
+                f"_set_bounds({start}, {stop}) contradicts the bounds {expected} of stage {self.stage_id} "
+                "in self.parts: set self.parts for all stages first"
             )
         self._local_start, self._local_stop = start, stop
 
@@ -145,8 +145,8 @@ def partition(
     if kind == "profile":
         if durations is None:
             raise ValueError(
-                "partition_method='profile' measures the layers: give PipelineModule(profile_input=...) what the first "
-                "layer gets for a micro-batch"
+                "partition_method='profile' measures the layers: pass the first layer's input for a "
+                "micro-batch as PipelineModule(profile_input=...)"
             )
         return partition_balanced(durations, stages)
     raise ValueError(f"partition_method={method!r}: must be {METHODS}")

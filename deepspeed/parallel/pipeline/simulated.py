@@ -79,8 +79,8 @@ class MetaModel(nn.ModuleList):
             else:
                 return guess
         raise PipelineError(
-            "what the first layer of the pipeline takes is not known, but tensor_parallel.autotp_size needs it: "
-            f"give an example as PipelineModule(profile_input=...). Tried: {'; '.join(failures) or 'nothing'}"
+            "the input of the first pipeline layer is unknown, but tensor_parallel.autotp_size needs it: pass an "
+            f"example as PipelineModule(profile_input=...). Tried: {'; '.join(failures) or 'nothing'}"
         )
 
     def _guesses(self) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise RuntimeError(f"LayerSpec takes a subclass of torch.nn.Module, not {typename!r}")
+            raise RuntimeError(f"LayerSpec needs a subclass of torch.nn.Module, not {typename!r}")
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs

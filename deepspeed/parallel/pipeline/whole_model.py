@@ -78,7 +78,7 @@ class WholeModel:
         return {**self._lazy, **others}
 
     def _received(self, name: str) -> Iterator[Tensor]:
-        assert self._to_receive[0][1][0] == name, "tensors are asked for in order"
+        assert self._to_receive[0][1][0] == name, "tensors must be requested in order"
         yield self._receive()
 
     def _receive(self) -> Tensor:

@@ -20,8 +20,7 @@ class HeadAssignment:
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.ranks) < 1 or self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values: the second number has to "
-                "divide the first"
+                f"{self.heads} query heads are not a multiple of {self.kv_heads} key-value heads"
             )
 
     @cached_property

@@ -38,8 +38,8 @@ def auto_wrap_model_for_sp(model: nn.Module, process_group: Any) -> nn.Module:
     info = detect_model_sp_info(model)
     if not info.vit_attn_modules and not info.llm_attn_modules:
         raise ValueError(
-            f"{type(model).__name__} has no attention modules (classes named so, in a list of blocks) to work on "
-            "shards; use deepspeed.parallel.sequence.layer.DistributedAttention in its code"
+            f"{type(model).__name__} has no attention modules (classes named so, in a list of blocks) to "
+            "shard; use deepspeed.parallel.sequence.layer.DistributedAttention in its code"
         )
     for path, attention in info.vit_attn_modules:
         parent, _, name = path.rpartition(".")

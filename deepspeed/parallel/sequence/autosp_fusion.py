@@ -73,8 +73,8 @@ class ModalityFusionSPAdapter(nn.Module):
             return text.masked_scatter(places.unsqueeze(-1), visual)
         if len(spans) != images:
             raise ValueError(
-                f"{type(self).__name__}: {count} places for {images} x {each} visual tokens; input_ids need one place "
-                "for each visual token, or one for each image"
+                f"{type(self).__name__}: {count} places for {images} x {each} visual tokens; input_ids need "
+                "one placeholder per visual token or one per image"
             )
         rows = [
             _spliced(
@@ -85,8 +85,8 @@ class ModalityFusionSPAdapter(nn.Module):
         ]
         if len({len(row) for row in rows}) > 1:
             raise ValueError(
-                f"{type(self).__name__}: rows of the batch have different numbers of images, so that their sequences "
-                "differ in length; pad with one place for each visual token"
+                f"{type(self).__name__}: rows of the batch have different numbers of images, so their "
+                "sequences differ in length; pad with one placeholder per visual token"
             )
         return torch.stack(rows)
 
@@ -141,7 +141,7 @@ class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
         ends = (input_ids == self.vision_end_token_id).nonzero().tolist()
         if [row for row, _ in begins] != [row for row, _ in ends]:
             raise ValueError(
-                f"{type(self).__name__}: {len(begins)} tokens begin an image and {len(ends)} end one; each row of "
-                "input_ids needs them in pairs"
+                f"{type(self).__name__}: {len(begins)} tokens start an image but {len(ends)} end one; each "
+                "row of input_ids needs matching pairs"
             )
         return [(row, low + 1, high) for (row, low), (_, high) in zip(begins, ends, strict=True)]

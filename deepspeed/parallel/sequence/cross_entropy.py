@@ -63,7 +63,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"backend={backend!r}: must be 'torch' or 'liger'")
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
-            f"logits {tuple(vocab_parallel_logits.shape)} and target {tuple(target.shape)} do not fit"
+            f"logits {tuple(vocab_parallel_logits.shape)} and target {tuple(target.shape)} do not match"
         )
     part = vocabulary_part(
         vocab_parallel_logits.shape[-1],
@@ -168,7 +168,8 @@ class VocabParallelCausalLMLoss:
         part = self._own_part(logits)
         if vocab_size not in (None, part.size):
             warning_once(
-                f"the head has {part.size} words, and the model's config says vocab_size={vocab_size}; the head's count"
+                f"the head has {part.size} rows, but the model's config has vocab_size={vocab_size}; "
+                "using the head's size"
             )
         shift_labels = shift_labels.to(logits.device)
         loss = _losses(logits, shift_labels, part, self.ignore_index)
@@ -191,8 +192,9 @@ class VocabParallelCausalLMLoss:
         part = self._part
         if (logits.shape[-1], self.vocab_start_index) != (part.own, part.first):
             raise RuntimeError(
-                f"the first call was for words [{part.first}, {part.first + part.own}), and this one has "
-                f"{logits.shape[-1]} from {self.vocab_start_index} on: make a VocabParallelCausalLMLoss for each head"
+                f"the first call had vocabulary [{part.first}, {part.first + part.own}), but this one has "
+                f"{logits.shape[-1]} entries from {self.vocab_start_index}: create one "
+                "VocabParallelCausalLMLoss per head"
             )
         return part
 
@@ -226,10 +228,10 @@ def configure_vocab_parallel_loss(
 
 def _replaced(model: Any, loss: VocabParallelCausalLMLoss) -> Any:
     """Set the model's loss function to ``loss`` and return the previous one."""
-    remedy = "leave its head's logits whole (gather_output=True)"
+    remedy = "gather the logits of its head (gather_output=True)"
     if not hasattr(model, "loss_function"):
         raise ValueError(
-            f"{type(model).__name__} has no loss_function that could take logits in parts: {remedy}"
+            f"{type(model).__name__} has no loss_function that could take sharded logits: {remedy}"
         )
     original = model.loss_function
     registered = getattr(model, "_modules", {}).pop("loss_function", None)

@@ -148,13 +148,11 @@ class FPDT_Attention(nn.Module):
         Collective.
         """
         if inference_params is not None:
-            raise ValueError(
-                "FPDT_Attention is for training: it has no cache, and inference_params must be None"
-            )
+            raise ValueError("FPDT_Attention is for training: it has no cache; inference_params must be None")
         if self.training and self.dropout:
             raise ValueError(
-                f"attention_dropout={self.dropout}: chunked attention has no dropout of attention weights; set "
-                "config.attention_dropout to 0 (--attention-dropout 0)"
+                f"attention_dropout={self.dropout}: chunked attention does not support attention dropout; "
+                "set config.attention_dropout to 0 (--attention-dropout 0)"
             )
         call = ChunkedCall(
             comm=communicator_of(self.spg),
@@ -179,8 +177,8 @@ class FPDT_Attention(nn.Module):
         width = HeadAssignment(self.heads, self.kv_heads, ranks).width
         if width < ranks:
             raise ValueError(
-                f"FPDT_Attention: {self.heads} heads for {ranks} ranks that share a sequence; each needs a head of its "
-                f"own: use at most {width} ranks"
+                f"FPDT_Attention: {self.heads} heads for {ranks} ranks that share a sequence; each rank "
+                f"needs at least one head: use at most {width} ranks"
             )
         rows = (self.heads + 2 * self.kv_heads) * self.hidden_size_per_attention_head
         if self.qkv_linear_weight.shape[0] not in (rows, 0):  # 0: sharded by ZeRO
@@ -282,7 +280,7 @@ def _shares(lengths: tuple[int, ...], chunks: int, ranks: int) -> list[tuple[int
     shares = chunks_of(sum(lengths), chunks, ranks)
     if lengths != tuple(map(sum, zip(*shares, strict=True))):
         raise ValueError(
-            f"the ranks hold {lengths} tokens, which are no shares of {chunks} chunks: distribute sequences with "
+            f"the ranks hold {lengths} tokens, which do not form {chunks} chunks: distribute sequences with "
             "FPDT_InputConstruct"
         )
     return shares

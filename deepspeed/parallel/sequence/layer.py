@@ -103,8 +103,8 @@ class DistributedAttention(Module):
     def _check(self, plan: HeadAssignment) -> None:
         if plan.head_groups > 1:
             raise ValueError(
-                f"DistributedAttention: {plan.heads} heads for {plan.ranks} ranks that share a sequence. The local "
-                "attention sees whole sequences, so that each rank needs a head of its own: use at most "
+                f"DistributedAttention: {plan.heads} heads for {plan.ranks} ranks that share a sequence. "
+                "The local attention sees full sequences, so each rank needs at least one head: use at most "
                 f"sequence_parallel_size={plan.width}, or UlyssesSPAttentionHF"
             )
 

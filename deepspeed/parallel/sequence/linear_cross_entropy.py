@@ -55,7 +55,7 @@ def vocab_parallel_linear_cross_entropy(
     """
     check_reduction(reduction)
     if hidden.shape[:-1] != target.shape:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not fit")
+        raise ValueError(f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not match")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight {tuple(weight.shape)} must be [own words, {hidden.shape[-1]}], as hidden is"

@@ -71,9 +71,9 @@ def _check_groups(module: nn.Module, mesh: ProcessMesh) -> None:
             continue
         if sorted(ranks := get_process_group_ranks(each.spg)) != wanted:
             raise TransformRefusedError(
-                f"sequence_parallel_size={len(wanted)}: {name} shares sequences among the ranks {ranks}, but here the "
-                f"ranks {wanted} get shards of one sequence (ranks next to each other share layers first, by "
-                "tensor_parallel.autotp_size); give DistributedAttention a group of these ranks"
+                f"sequence_parallel_size={len(wanted)}: {name} shares sequences among ranks {ranks}, but "
+                f"here ranks {wanted} hold the shards of one sequence (adjacent ranks share layers first, "
+                "by tensor_parallel.autotp_size); pass a group of these ranks to DistributedAttention"
             )
 
 
@@ -133,8 +133,8 @@ class InputSharding:
         if kind in _ALIGNED:
             return batch
         raise ValueError(
-            f"{type(self.module).__name__} has a loss of kind {kind}, which is not a mean over tokens: with "
-            f"sequence_parallel_size, labels are for models of kind {', '.join((*_SHIFTED, *_ALIGNED))}"
+            f"{type(self.module).__name__} has a loss of type {kind}, which is not a mean over tokens: "
+            f"sequence_parallel_size supports labels for types {', '.join((*_SHIFTED, *_ALIGNED))}"
         )
 
 
@@ -177,8 +177,8 @@ def _drop_full_mask(mask: Tensor) -> None:
     """Replace a mask [batch, tokens] of ones by None. ValueError: there is padding."""
     if not bool((mask == 1).all()):
         raise ValueError(
-            "with sequence_parallel_size, a loss that balances experts (output_router_logits) counts all tokens: leave "
-            "padding to labels of -100 and pass no attention_mask, or set output_router_logits to False"
+            "with sequence_parallel_size, the load-balancing loss (output_router_logits) counts all tokens: "
+            "mark padding by labels of -100 without attention_mask, or set output_router_logits to False"
         )
 
 

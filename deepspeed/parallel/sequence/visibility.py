@@ -31,7 +31,7 @@ class Visibility:
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
-            raise ValueError("sequence parallelism has sliding windows for causal attention only")
+            raise ValueError("sequence parallelism supports sliding windows in causal attention only")
 
     def is_plain(self, length: int) -> bool:
         """Return whether all ``length`` tokens are one document, without padding or an effective window."""

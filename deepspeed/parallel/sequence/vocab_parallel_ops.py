@@ -45,8 +45,8 @@ def vocab_parallel_logprobs(
     rows = vocab_parallel_logits.shape[:-1]
     if index.shape != rows and index.shape[:-1] != rows:
         raise ValueError(
-            f"index {tuple(index.shape)} does not fit logits {tuple(vocab_parallel_logits.shape)}: it has their shape "
-            "without the vocabulary, and perhaps one more dimension"
+            f"index {tuple(index.shape)} does not match logits {tuple(vocab_parallel_logits.shape)}: "
+            "expected their shape without the vocabulary, plus at most one more dimension"
         )
     part = vocabulary_part(
         vocab_parallel_logits.shape[-1],

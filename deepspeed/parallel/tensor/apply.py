@@ -102,7 +102,7 @@ def _change_layer(
     if weight.kind == "column":
         bias = own.get("bias")
         if bias is not None and bias.cut.parts != weight.cut.parts:
-            raise PlanError(f"weight and bias of {path} are cut differently")
+            raise PlanError(f"weight and bias of {path} are split differently")
         shared = plan.inputs.get(path)
         given: Any = _same_input if shared is None else inputs[shared]
         made: nn.Module = forms_of(layer).get("column", LinearLayer)(

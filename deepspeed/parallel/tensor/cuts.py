@@ -25,7 +25,7 @@ def even_sizes(size: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
     ValueError: ``grain`` does not divide ``size``.
     """
     if grain < 1 or size % grain:
-        raise ValueError(f"{size} does not consist of units of {grain}")
+        raise ValueError(f"{size} is not a multiple of {grain}")
     each, rest = divmod(size // grain, ranks)
     return tuple((each + (rank < rest)) * grain for rank in range(ranks))
 

@@ -46,7 +46,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     ) -> None:
         if module.max_norm is not None or module.scale_grad_by_freq:
             raise ValueError(
-                "an embedding with max_norm or scale_grad_by_freq cannot be split by its vocabulary"
+                "an embedding with max_norm or scale_grad_by_freq cannot be split along its vocabulary"
             )
         self._adopt(module)
         self.name = name

@@ -43,11 +43,9 @@ def tp_model_init(
         DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``, or another 16-bit dtype.
     """
     if tp_size < 1:
-        raise ValueError(f"tp_size={tp_size}: the number of ranks that share each layer is at least 1")
+        raise ValueError(f"tp_size={tp_size}: must be at least 1")
     if not dtype.is_floating_point:
-        raise ValueError(
-            f"dtype={dtype}: a model is trained in torch.float32, torch.bfloat16 or torch.float16"
-        )
+        raise ValueError(f"dtype={dtype}: must be torch.float32, torch.bfloat16 or torch.float16")
     group = kwargs.get("tp_group")
     _check_group(group, tp_size)
     vars(model)[TENSOR_PARALLEL_SIZE] = tp_size
@@ -68,7 +66,7 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
         return config
     if mpu is not None and vars(model).get(_GROUP):
         raise DeepSpeedConfigError(
-            "tp_model_init provided tp_group, and deepspeed.initialize an mpu: give one of them"
+            "tp_model_init provided tp_group, and deepspeed.initialize an mpu: pass only one of them"
         )
     data = read_config(config).data
     section = data.get(_SECTION)
@@ -76,7 +74,8 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
     stated = section.get(_SIZE) or size
     if stated != size:
         raise DeepSpeedConfigError(
-            f"{_SECTION}.{_SIZE} is {stated}, but tp_model_init was called with tp_size={size}; state it in one place"
+            f"{_SECTION}.{_SIZE} is {stated}, but tp_model_init was called with tp_size={size}; set it "
+            "in one place only"
         )
     _check_dtype(data, vars(model).get(_DTYPE))
     return {**data, _SECTION: {**section, _SIZE: size}}
@@ -90,8 +89,8 @@ def _check_group(group: Any, size: int) -> None:
     expected, given = list(range(first, first + size)), sorted(dist.get_process_group_ranks(group))
     if given != expected:
         raise ValueError(
-            f"tp_group has the ranks {given}, but with tp_size={size} rank {dist.get_rank()} shares layers with "
-            f"{expected}: make groups of {size} neighbouring ranks, or leave tp_group out"
+            f"tp_group has the ranks {given}, but with tp_size={size} rank {dist.get_rank()} shares layers "
+            f"with {expected}: create groups of {size} neighbouring ranks, or leave tp_group out"
         )
 
 
@@ -101,6 +100,6 @@ def _check_dtype(data: Mapping[str, Any], dtype: torch.dtype | None) -> None:
         stated = data.get(section)
         if isinstance(stated, Mapping) and stated.get("enabled") is True and dtype is other:
             raise DeepSpeedConfigError(
-                f"Conflicting dtype: {section}.enabled is true, but tp_model_init was called with dtype={dtype}; "
-                "give both the same"
+                f"Conflicting dtype: {section}.enabled is true, but tp_model_init was called with "
+                f"dtype={dtype}; use the same dtype in both"
             )

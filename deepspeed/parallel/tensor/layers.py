@@ -200,7 +200,7 @@ class LayerFn:
     def __call__(self, params_list: Sequence[nn.Parameter]) -> None:
         layer = self.layer()
         if layer is None:
-            raise ValueError(f"{self.name}: the layer that this parameter belonged to is gone")
+            raise ValueError(f"{self.name}: the layer of this parameter no longer exists")
         getattr(layer, self.name)(params_list)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -440,9 +440,7 @@ class LinearAllreduce(_ParallelLinear):
         self._start(module, mp_group, name)
         self.cut = self._choose_cut(module, cut, 1, skip_partition)
         if self.group.size > 1 and self.cut.shared():
-            raise ValueError(
-                "inputs of a row-parallel layer that two ranks hold would count twice in its sum"
-            )
+            raise ValueError("inputs of a row-parallel layer held by two ranks would be summed twice")
         self.split_input = split_input
         self.sequence = sequence
         self._keep(module, {"weight": self.cut, "bias": None}, own=skip_partition)
@@ -471,8 +469,8 @@ def _is_transposed(module: nn.Module) -> bool:
     if transposed is not None:
         return transposed
     raise ValueError(
-        f"{type(module).__name__} computes something else than nn.Linear or transformers' Conv1D and cannot be split; "
-        "leave it whole"
+        f"{type(module).__name__} does not compute the same as nn.Linear or Transformers' Conv1D and cannot "
+        "be split; keep it whole"
     )
 
 

@@ -122,8 +122,8 @@ class _GlobalView(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.state.part_written or ctx.state.whole_written:
             raise RuntimeError(
-                "logits were written in place and then read by an autograd function, for which their gradient is not "
-                "known; give it a copy: logits.clone()"
+                "logits were written in place and then read by an autograd function, where their gradient "
+                "is not known; pass it a copy: logits.clone()"
             )
         return ctx.cut.take(grad, ctx.rank), None, None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NO_HEAD = (
     "tensor_parallel.vocab_parallel_lm_head: true requires a supported nn.Linear as the output head, with a row for "
-    "every word of the embedding; this model has none. Leave the key out: what can be split is split all the same"
+    "every word of the embedding; this model has none. Leave the key out: heads that can be split are split anyway"
 )
 
 
@@ -65,6 +65,6 @@ def _hint(module: nn.Module) -> str:
     if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):
         return ""
     return (
-        ". It has SparseSelfAttention in its layers, which cannot be split: leave a model of Transformers its own "
-        "attention, and set sparse_attention in the config, which replaces it behind the split"
+        ". It has SparseSelfAttention in its layers, which cannot be split: keep the attention of a "
+        "Transformers model, and set sparse_attention in the config, which replaces it after the split"
     )

@@ -42,7 +42,7 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
     PlanError, on all ranks: the results differ. The text names the first layer where they do.
     """
     if plan.example is None:
-        return "not compared with the whole model, which could not be followed"
+        return "not compared with the whole model, which could not be traced"
     device = torch.device(get_accelerator().current_device_name())
     devices = [] if device.type == "cpu" else [get_accelerator().current_device()]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
@@ -174,8 +174,8 @@ def _outcome(
     place = split.places[min(int(first), len(split.places) - 1)]
     why = "on another rank" if mine > first else failed or f"relative difference {errors[int(first)]:.1e}"
     raise PlanError(
-        f"split over {group.size} ranks, the model would compute something else than it does whole, beginning with "
-        f"{place} ({why}). Keep the layers of that block whole with rules of partition_type 'skip' in "
+        f"split over {group.size} ranks, the model would compute different results than unsplit, starting "
+        f"with {place} ({why}). Keep the layers of that block whole with rules of partition_type 'skip' in "
         "tensor_parallel.partition_config"
     )
 

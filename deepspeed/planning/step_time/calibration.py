@@ -72,7 +72,7 @@ class Calibration:
     def lines_of_text(self) -> list[str]:
         """Return lines that describe the calibration."""
         result = [
-            f"calibrated {self.date} on {self.machine} ({self.device_type}, {self.threads} threads a rank)",
+            f"calibrated {self.date} on {self.machine} ({self.device_type}, {self.threads} threads per rank)",
             f"{self.model}, {self.elements:,} parameters, {self.tokens} tokens, {self.precision}",
         ]
         for key, steps in self.steps.items():
@@ -102,11 +102,11 @@ def load(path: str | Path) -> Calibration:
         raise CalibrationError(f"--calibration {path}: not a calibration; {remedy}")
     if data["version"] != VERSION:
         raise CalibrationError(
-            f"--calibration {path}: version {data['version']}, and this release reads version {VERSION}; {remedy}"
+            f"--calibration {path}: version {data['version']}, but this release reads version {VERSION}; {remedy}"
         )
     if data.keys() != fields:
         wrong = sorted(data.keys() ^ fields)
-        raise CalibrationError(f"--calibration {path}: {', '.join(wrong)} is missing or not known; {remedy}")
+        raise CalibrationError(f"--calibration {path}: {', '.join(wrong)} is missing or unknown; {remedy}")
     try:
         steps = {key: Steps(**row) for key, row in data["steps"].items()}
         lines = {key: CostLine(**row) for key, row in data["lines"].items()}
@@ -117,5 +117,5 @@ def load(path: str | Path) -> Calibration:
     except (TypeError, AttributeError):
         usable = False
     if not usable:
-        raise CalibrationError(f"--calibration {path}: its numbers are damaged; {remedy}")
+        raise CalibrationError(f"--calibration {path}: its numbers are invalid; {remedy}")
     return Calibration(**{**data, "steps": steps, "lines": lines})

@@ -93,15 +93,13 @@ class Choices:
         title = f"a step of {self.samples} sample{'s' * (self.samples != 1)}" + (
             f" ({self.samples * self.tokens:,} tokens)" if self.tokens else ""
         )
-        lines = [f"{title}, the fastest that fits first (predicted):"]
+        lines = [f"{title}, fastest fitting first (predicted):"]
         cells = padded([head, *(self._cells(row) for row in self.rows)], left=(0, 6))
         lines += ["  ".join(["", *row]).rstrip() for row in cells]
         if self.others:
-            lines.append(f"  ({self.others} more ways were ranked by formulas, and left out)")
+            lines.append(f"  ({self.others} more layouts, ranked by formulas, are omitted)")
         best = self.best
-        lines.append(
-            f"fastest that fits: {best.layout}" if best is not None else "nothing that was tried fits"
-        )
+        lines.append(f"fastest that fits: {best.layout}" if best is not None else "no tried layout fits")
         return lines
 
     def _cells(self, row: Planned) -> tuple[str, ...]:

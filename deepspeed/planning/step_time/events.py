@@ -45,7 +45,9 @@ class Link:
 
     def __init__(self, rate: float, burst: float = 0.0, peak: float | None = None) -> None:
         if not rate > 0 or burst < 0:
-            raise ValueError(f"a link of {rate} bytes per second with a burst of {burst}: a rate is above 0")
+            raise ValueError(
+                f"a link of {rate} bytes per second with a burst of {burst}: rate must be above 0"
+            )
         self.rate, self.burst = rate, burst
         self.peak = max(rate, rate if peak is None else peak)
         self._saved, self._at = burst, 0.0

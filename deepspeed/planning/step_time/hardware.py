@@ -91,7 +91,7 @@ def _nvlink(name: str, gbytes: int, device: str) -> NetworkSpec:
         share=0.78,
         latency=1e-5,
         per_device=True,
-        source=f"NVIDIA {device} data sheet: {gbytes} GB/s both ways together; share: assumed",
+        source=f"NVIDIA {device} data sheet: {gbytes} GB/s bidirectional; share: assumed",
     )
 
 
@@ -186,7 +186,7 @@ def _read(path: Path, kind: type[Thing], option: str) -> Thing:
     if not isinstance(data, dict) or not data.keys() <= allowed:
         extra = sorted(data.keys() - allowed) if isinstance(data, dict) else [type(data).__name__]
         raise HardwareError(
-            f"{option} {path}: {', '.join(extra)} is not a field of a {kind.__name__}; these are: "
+            f"{option} {path}: {', '.join(extra)} is not a field of {kind.__name__}; expected "
             f"{', '.join(sorted(allowed))}"
         )
     texts = {"name", "source", "inside", "per_device"}

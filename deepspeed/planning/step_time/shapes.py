@@ -120,8 +120,8 @@ def build_shape(name: str) -> ShapedGPT:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if config.hidden_size % heads or heads % kv_heads:
         raise ValueError(
-            f"{name}: {heads} heads do not divide the width {config.hidden_size}, or {kv_heads} heads of keys and "
-            f"values do not divide {heads}"
+            f"{name}: {heads} heads do not divide the width {config.hidden_size}, or {kv_heads} key-value "
+            f"heads do not divide {heads}"
         )
     return ShapedGPT(config)
 

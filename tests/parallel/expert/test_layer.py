@@ -173,7 +173,7 @@ def test_an_unknown_group_of_ranks_is_an_error() -> None:
 def test_a_list_of_one_number_of_experts() -> None:
     for number in ([4], np.int64(4)):
         assert MoE(HIDDEN, mlp(), num_experts=number).num_experts == 4
-    with pytest.raises(ValueError, match=r"\[2, 4\].*one MoE layer for each"):
+    with pytest.raises(ValueError, match=r"\[2, 4\].*one MoE layer per number"):
         MoE(HIDDEN, mlp(), num_experts=[2, 4])
 
 

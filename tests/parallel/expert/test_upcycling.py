@@ -65,11 +65,13 @@ def test_noise_residuals_and_other_names() -> None:
 
 def test_what_does_not_fit() -> None:
     dense = Net().state_dict()
-    with pytest.raises(KeyError, match="'other' is no MoE layer of the model; it has mlp"):
+    with pytest.raises(KeyError, match="'other' is not an MoE layer of the model: mlp"):
         upcycle(Net(2), dense, {"other": "mlp"})
-    with pytest.raises(KeyError, match=r"no 'ffn\.0\.weight', from which 0\.weight of expert 0 of mlp"):
+    with pytest.raises(
+        KeyError, match=r"no 'ffn\.0\.weight', from which to initialize 0\.weight of expert 0 of mlp"
+    ):
         upcycle(Net(2), dense, {"mlp": "ffn"})
-    with pytest.raises(ValueError, match=r"shape \(3, 6\) in the dense model.*expert 0 of mlp \(8, 6\)"):
+    with pytest.raises(ValueError, match=r"shape \(3, 6\) in the dense model.*expert 0 of mlp has \(8, 6\)"):
         upcycle(Net(2), {**dense, "mlp.0.weight": torch.zeros(3, 6)})
 
 

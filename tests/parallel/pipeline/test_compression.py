@@ -354,7 +354,7 @@ def of_layers() -> list[Any]:
                     "other_module_name": [],
                 }
             },
-            "before it is cut into stages",
+            "before splitting it into pipeline stages",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
     found = simulate(interleaved(stages, micro_batches, chunks))
     idle = (stages - 1) / chunks
     assert found.bubble == pytest.approx(idle / (micro_batches + idle))
-    with pytest.raises(ValueError, match="3 stages divide"):
+    with pytest.raises(ValueError, match="a multiple of 3"):
         interleaved(3, 4, 2)
 
 

@@ -33,7 +33,7 @@ def test_stages_send_to_their_neighbours() -> None:
             found = torch.zeros(2, dtype=torch.int64)
             p2p.recv(found, 0)
             assert found.tolist() == [0, 1]
-        with pytest.raises(PipelineError, match="no neighbour"):
+        with pytest.raises(PipelineError, match="not a neighbour"):
             p2p.send(torch.ones(1), (own + 2) % 4)
         with pytest.raises(PipelineError, match="contiguous"):
             p2p.recv(torch.ones(2, 2).t(), after)

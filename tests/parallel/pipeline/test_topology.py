@@ -59,13 +59,13 @@ def test_names_of_files() -> None:
 
 def test_wrong_coordinates() -> None:
     topology = ProcessTopology(axes=["a", "b"], dims=[2, 2])
-    with pytest.raises(ValueError, match=r"along each of \['a', 'b'\]"):
+    with pytest.raises(ValueError, match=r"for all axes \['a', 'b'\]"):
         topology.get_rank(a=1)
     with pytest.raises(ValueError, match="outside the topology"):
         topology.get_rank(a=1, b=2)
     with pytest.raises(ValueError, match="rank 4 is outside"):
         topology.get_coord(4)
-    with pytest.raises(ValueError, match="2 axes, but 1 sizes"):
+    with pytest.raises(ValueError, match="2 axes but 1 sizes"):
         ProcessTopology(axes=["a", "b"], dims=[2])
 
 

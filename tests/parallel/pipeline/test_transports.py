@@ -111,6 +111,6 @@ except RuntimeError as error:
 def test_a_killed_stage_is_named(tmp_path: Path) -> None:
     codes, output, seconds = run_two_ranks(KILLED, tmp_path)
     assert codes == (3, -signal.SIGKILL), output
-    assert "waiting for rank 1: its process is gone" in output
+    assert "waiting for rank 1: its process has exited" in output
     assert "stage 0 failed at micro-batch" in output
     assert seconds < 50  # far from the timeout of the group

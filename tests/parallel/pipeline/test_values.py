@@ -20,7 +20,7 @@ def test_means_of_nests() -> None:
     found = mean_of([one, two])
     assert torch.equal(found["logits"], torch.tensor([2.0, 3.0]))
     assert torch.equal(found["rest"][0], torch.tensor([1.5, 2.0])) and found["rest"][1:] == ("name", None)
-    with pytest.raises(ValueError, match=r"\(2,\), \(1,\) have no mean: give reduce_output=None"):
+    with pytest.raises(ValueError, match=r"\(2,\), \(1,\) cannot be averaged: set reduce_output=None"):
         mean_of([torch.zeros(2), torch.zeros(1)])
 
 

@@ -43,5 +43,5 @@ def test_shards_differ_by_a_token_at_most() -> None:
     assert shard_lengths(10, 4) == (3, 3, 2, 2)
     with pytest.raises(ValueError, match="3 tokens cannot be sharded over 4 ranks"):
         shard_lengths(3, 4)
-    with pytest.raises(ValueError, match="3 heads cannot share 2"):
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
         HeadAssignment(3, 2, 1)

@@ -304,7 +304,7 @@ def test_kernels_by_device_dtype_and_mask() -> None:
     assert chosen("cuda", torch.float16, None, (60, 60)) is PLAIN
     assert chosen("cuda", torch.float16, None, (64, 32)) is PLAIN
     assert chosen("cpu", torch.float32, some) is CPU_FLASH
-    with pytest.raises(ValueError, match="takes no masks"):
+    with pytest.raises(ValueError, match="does not support masks"):
         CUDA_FLASH.forward(some, some, some, some, 1.0)
 
 
@@ -411,5 +411,5 @@ def test_what_cannot_be_told_from_shards_is_refused() -> None:
         layer(module, q, k, v, torch.ones(1, 1, 4, 4))
     with pytest.raises(ValueError, match="causal attention only"):
         layer(module, q, k, v, None, is_causal=False, sliding_window=2)
-    with pytest.raises(ValueError, match="has no dropout"):
+    with pytest.raises(ValueError, match="does not support dropout"):
         attention(1, 1)(module, q[:, :1], k[:, :1], v[:, :1], None, dropout=0.1)

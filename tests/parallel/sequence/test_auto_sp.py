@@ -207,7 +207,7 @@ def test_tokens_of_an_image_take_the_place_of_what_lies_between_its_two() -> Non
     fused(adapter, images, text, ids, torch.stack(rows))
     ids[1, 7] = 0
     own = images.detach().split(shard_lengths(3, 2), 1)[dist.get_rank()]
-    with pytest.raises(ValueError, match="2 tokens begin an image and 1 end one"):
+    with pytest.raises(ValueError, match="2 tokens start an image but 1 end one"):
         adapter(own, text, ids)
 
 
@@ -228,7 +228,7 @@ def test_inputs_are_marked() -> None:
     assert found[0] is ids and found.attention_mask is None
     assert [each.tag for each in found[:3]] == ["input_id", "label_id", "position_id"]
     assert 1 in ids._dynamo_dynamic_indices  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"seq_dim=2 is no dimension of input_id of shape \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"seq_dim=2 is not a dimension of input_id of shape \[2, 5\]"):
         prepare_autosp_inputs(ids, None, seq_dim=2)
     with pytest.raises(ValueError, match="input_id is None"):
         prepare_autosp_inputs(None, None)  # type: ignore[arg-type]

@@ -109,9 +109,7 @@ def test_a_group_of_other_ranks_is_refused() -> None:
     group, rank = parallel_state_sp.get_sequence_parallel_group(), dist.get_rank()
     model = Language(Cell(), Kit(attend=lambda: DistributedAttention(Attention(), group, 2, 1)))
     neighbours, wanted = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-    with pytest.raises(
-        ValueError, match=re.escape(f"among the ranks {neighbours}, but here the ranks {wanted}")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"among ranks {neighbours}, but here ranks {wanted}")):
         deepspeed.initialize(model=model, config=config)
 
 

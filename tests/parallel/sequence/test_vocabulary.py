@@ -243,7 +243,7 @@ def test_losses_of_causal_models() -> None:
         same(found, part, wanted / 7, whole)
         shifted = functional.pad(labels, (0, 1), value=-100)[..., 1:]
         same(model.loss_function(part, shift_labels=shifted), part, wanted / 10, whole)
-        with pytest.raises(RuntimeError, match="for each head"):
+        with pytest.raises(RuntimeError, match="per head"):
             model.loss_function(part[..., :1], labels)
     for model in (nn.Linear(1, 1), Stubborn()):
         with pytest.raises(ValueError, match="gather_output=True"):
@@ -262,7 +262,7 @@ def test_a_head_in_parts_and_its_loss() -> None:
     torch.testing.assert_close(found, wanted, **CLOSE)
     gradients = (torch.autograd.grad(*each)[0] for each in ((found, mine), (wanted, theirs)))
     torch.testing.assert_close(*gradients, **CLOSE)
-    with pytest.raises(ValueError, match="1 words cannot be shared by 2 ranks"):
+    with pytest.raises(ValueError, match="1 vocabulary entries cannot be split over 2 ranks"):
         VocabParallelLinear(nn.Linear(8, 1), dist.group.WORLD)
 
 
@@ -272,7 +272,7 @@ def test_parts_that_are_none_are_refused_on_every_rank() -> None:
     logits, target = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"rank 1 .* \[5, 9\).* give it \[4, 8\)"):
         vocab_parallel_cross_entropy(logits, target, group, None, 5 * rank, 5 * rank + 4)
-    with pytest.raises(ValueError, match="rank 1 of the group has no word"):
+    with pytest.raises(ValueError, match="rank 1 of the group has no vocabulary entry"):
         vocab_parallel_cross_entropy(logits[:, : 4 * (1 - rank)], target, group)
     with pytest.raises(ValueError, match="target 8 is out of range for vocabulary size 8"):
         vocab_parallel_cross_entropy(logits, target + 8, group)
@@ -283,7 +283,7 @@ def test_parts_that_are_none_are_refused_on_every_rank() -> None:
 def test_mistakes() -> None:
     logits, target = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
     for message, given in (
-        ("belong together", {"vocab_start_index": 0}),
+        ("pass both vocab_start_index", {"vocab_start_index": 0}),
         ("needs vocab_start_index", {"global_vocab_size": 4}),
         ("reduction='max'", {"reduction": "max"}),
         ("needs reduction='none'", {"gather_sequence_loss": True}),
@@ -296,7 +296,7 @@ def test_mistakes() -> None:
         VocabParallelCausalLMLoss()(logits)
     with pytest.raises(ValueError, match="same shape"):
         vocab_parallel_kl_div(logits, logits[1:])
-    with pytest.raises(ValueError, match="does not fit logits"):
+    with pytest.raises(ValueError, match="does not match logits"):
         vocab_parallel_logprobs(logits, target[:2])
     with pytest.raises(ValueError, match="chunk_size=0"):
         vocab_parallel_linear_cross_entropy(logits, torch.randn(9, 4), target, chunk_size=0)

@@ -88,9 +88,9 @@ def test_mistakes_and_one_rank() -> None:
     torch.testing.assert_close(cross_entropy(logits, targets, alone), torchs(logits, targets, 0.0, "mean"))
     with pytest.raises(ValueError, match="reduction='max'"):
         cross_entropy(logits, targets, alone, reduction="max")
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         cross_entropy(logits, targets[0], alone)
-    with pytest.raises(ValueError, match="this rank has 6 words"):
+    with pytest.raises(ValueError, match="this rank has 6 entries"):
         cross_entropy(logits[..., :5], targets, alone)
     with pytest.raises(ValueError, match="one run of the vocabulary"):
         VocabularyPart.of_cut(Cut.even(-1, 6, 2), Communicator(None))

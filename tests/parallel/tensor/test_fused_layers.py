@@ -78,8 +78,8 @@ def test_parameters_are_whole_between_gather_and_partition(kind: type) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     layer = whole(4, 6)
     for shape, dim, words in (
-        (((4, 4), -1), 0, "does not fit"),
-        ((4, -1), 0, "does not fit"),
+        (((4, 4), -1), 0, "does not match"),
+        ((4, -1), 0, "does not match"),
         ((2, -1), 1, "split along dim 0"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -144,7 +144,7 @@ def test_a_rule_may_name_a_linear_layer_of_any_class(transposed: bool) -> None:
         oracle.zero_grad()
     torch.testing.assert_close(engine(x), reference(x), rtol=1e-4, atol=1e-5)
     engine.destroy()
-    with pytest.raises(RuntimeError, match="is no linear layer"):
+    with pytest.raises(RuntimeError, match="is not a linear layer"):
         start(nn.Sequential(Product(transposed, square=True)), (r"0\.weight$", "column"))
 
 

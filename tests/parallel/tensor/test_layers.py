@@ -287,9 +287,9 @@ def test_refusals() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
-    with pytest.raises(ValueError, match="Scaled computes something else"):
+    with pytest.raises(ValueError, match="Scaled does not compute the same"):
         LinearLayer(Scaled(4, 4), group)
-    with pytest.raises(ValueError, match="count twice"):
+    with pytest.raises(ValueError, match="summed twice"):
         LinearAllreduce(nn.Linear(4, 4), group, cut=Cut.whole(0, 4, 2))
     with pytest.raises(ValueError, match="does not fit a layer that is 4 wide"):
         LinearLayer(nn.Linear(4, 4), group, cut=Cut.even(0, 6, 2))
@@ -310,5 +310,5 @@ def test_cuts() -> None:
     for parts in ([((0, 3),), ((4, 8),)], [((0, 8), (7, 8))], [((0, 9),)]):
         with pytest.raises(ValueError):
             Cut(0, 8, tuple(parts))
-    with pytest.raises(ValueError, match="units of 4"):
+    with pytest.raises(ValueError, match="a multiple of 4"):
         even_sizes(6, 2, 4)

@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_followed_is_refused_by_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(PlanError, match="Deciding could not be followed"):
+    with pytest.raises(PlanError, match="Deciding could not be traced"):
         plan(Deciding(), 2)
 
 
@@ -223,9 +223,9 @@ def test_rules_choose_what_is_split() -> None:
     ]
     found = plan(model, 2, **by(*some, use_default_specs=False))
     assert {name.split(".")[0] for name in found.parameters} == {"gate"}
-    assert found.whole["mix.a.weight"] == "no rule names it"
+    assert found.whole["mix.a.weight"] == "no rule matches it"
     every = plan(model, 2, **by(*some, {"patterns": ["mix"], "partition_type": "skip"}))
-    assert every.parameters == found.parameters and every.whole["mix.a.weight"] == "you said so"
+    assert every.parameters == found.parameters and every.whole["mix.a.weight"] == "excluded by your rules"
     assert plan(model, 2, **by(*some)).parameters.keys() > found.parameters.keys()
     assert rules_of(model, TPTrainingConfig(**by(*some))).idle == ("nothing",)
 
@@ -242,14 +242,14 @@ def test_whole_outputs_of_a_layer_that_cannot_be_split_otherwise() -> None:
     [
         (by({"patterns": [r"mix\.b\.weight"]}), r"mix\.b\.weight to be 'column', but .* it is 'row'"),
         (by({"patterns": [r"head\.weight"]}), r"head\.weight to be 'column', but .* stays whole, because"),
-        (by({"patterns": [r"mix\.a\.weight"], "shape": [3, -1]}), r"\(3, -1\) does not fit mix\.a\.weight"),
-        (by({"patterns": [r"mix\.a\.weight"], "shape": [4, -1]}), "consists of parts of .10, 10, 10, 10."),
+        (by({"patterns": [r"mix\.a\.weight"], "shape": [3, -1]}), r"\(3, -1\) does not match mix\.a\.weight"),
+        (by({"patterns": [r"mix\.a\.weight"], "shape": [4, -1]}), "into parts of .10, 10, 10, 10."),
         (
             by({"patterns": [r"first\.weight"], "partition_type": "skip", "grad_allreduce": True}),
-            "every rank has all of it",
+            "every rank already has the full gradient",
         ),
         ({"injection_policy_tuple": ("a",)}, r"mix\.a\.weight to be 'row', but"),
-        ({"injection_policy_tuple": ("z",)}, "no layer of the model is called 'z'"),
+        ({"injection_policy_tuple": ("z",)}, "the model has no layer named 'z'"),
         (
             {"injection_policy_tuple": ("b",), **by({"patterns": [r"mix\.b"]})},
             "is 'row' by .* and 'column' by",
@@ -298,9 +298,9 @@ def test_rules_are_the_plan_of_a_model_that_cannot_be_followed(section: dict[str
     model = Deciding()
     found = plan(model, 2, **section)
     assert found.parameters["layers.0.c.weight"].cut.parts == (((0, 4), (8, 12)), ((4, 8), (12, 16)))
-    assert "could not be followed" in found.source
+    assert "could not be traced" in found.source
     compared(model, found)
-    with pytest.raises(PlanError, match="which 3 ranks do not divide"):
+    with pytest.raises(PlanError, match="not a multiple of 3 ranks"):
         plan(model, 3, **section)
 
 
@@ -308,7 +308,7 @@ def test_the_author_s_plan_serves_a_model_that_cannot_be_followed() -> None:
     class Planned(Deciding):
         tp_plan = {"layers.*.d": "rowwise", "layers.*.c": "packed_colwise"}
 
-    with pytest.raises(PlanError, match="could not be followed"):
+    with pytest.raises(PlanError, match="could not be traced"):
         plan(Deciding(), 2)
     found = plan(Planned(), 2)
     assert {name: each.kind for name, each in found.parameters.items()} == {
@@ -329,7 +329,7 @@ def test_a_plan_in_the_config_serves_a_module_of_no_known_class() -> None:
         "layers.1.d.weight": "row",
     }
     Carrying.config.num_attention_heads = 3
-    with pytest.raises(PlanError, match="could not be followed"):
+    with pytest.raises(PlanError, match="could not be traced"):
         plan(Carrying(), 2)
 
 

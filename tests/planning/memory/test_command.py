@@ -84,7 +84,7 @@ def test_experts_spread_over_ranks(config: str, stage: int, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     experts, gate = 8 * 64 * 2048 // 2, 8 * 64
     assert found["parameters"] == experts + gate
-    assert "of experts spread over 2 ranks, those of one rank are counted" in found["notes"]
+    assert "counting the experts of one rank, of 2 that share them" in found["notes"]
     shared, everyone = (2, 4) if stage else (1, 1)
     state = found["bytes_per_rank"]["host"]["update"]["optimizer state"]
     assert state == pytest.approx(8 * (experts / shared + gate / everyone), abs=1024)
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_called_without_arguments(
     line, explained = ended.stderr.splitlines()
     assert line.startswith(f"ds plan: --model needing:{what}") and said in line
     assert explained.startswith("explained in docs/troubleshooting.md#")
-    assert line.endswith("give a function without arguments that returns the model, as module:function")
+    assert line.endswith("give a function that takes no arguments and returns the model, as module:function")
 
 
 def test_a_class_that_needs_no_arguments(
@@ -180,7 +180,7 @@ def test_batch_sizes_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(path), "--model", MODEL, "--device", "cpu", "--micro-batch", "4"]) == 0
     out = capsys.readouterr().out
     assert "micro-batch 4 x 1" in out
-    assert '"auto" stands for the default of bf16.enabled;' in out
+    assert '"auto" is counted as the default of bf16.enabled;' in out
 
 
 def test_a_file_of_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_a_plan_that_fails_stops_nothing_and_is_reported(room: Any, monkeypatch:
     monkeypatch.setattr(fits.logger, "exception", lambda text: told.append((text, sys.exc_info()[1])))
     check(config_for(1))
     [(text, error)] = told
-    assert "could not be planned" in text and str(error) == "a bug"
+    assert "cannot plan the memory" in text and str(error) == "a bug"
     monkeypatch.setenv(fits.SKIP, "1")
     check(config_for(1))
     assert len(told) == 1  # nothing was planned

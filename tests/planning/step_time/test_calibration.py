@@ -89,12 +89,12 @@ def test_there_and_back(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "not a calibration"),
-        ({"version": 99}, "version 99, and this release reads version 1"),
-        ({"surprise": 1}, "surprise is missing or not known"),
-        ({"elements": -1}, "damaged"),
-        ({"steps": {}}, "damaged"),
-        ({"steps": {"1/0": {"step": 1}}}, "damaged"),
-        ({"lines": {"all_gather": {"start": "fast", "byte": 0}}}, "damaged"),
+        ({"version": 99}, "version 99, but this release reads version 1"),
+        ({"surprise": 1}, "surprise is missing or unknown"),
+        ({"elements": -1}, "invalid"),
+        ({"steps": {}}, "invalid"),
+        ({"steps": {"1/0": {"step": 1}}}, "invalid"),
+        ({"lines": {"all_gather": {"start": "fast", "byte": 0}}}, "invalid"),
     ],
 )
 def test_a_wrong_file_says_what_to_do(change: Any, message: str, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_a_rank_says_is_passed_on() -> None:
     asked = CalibrationRequest(
         model=name + "user_model", batch=name + "broken_batch", config=config(0), steps=1
     )
-    with pytest.raises(CalibrationError, match=r"ended with status 1(.|\n)*unexpected keyword argument 'y'"):
+    with pytest.raises(CalibrationError, match=r"exited with status 1(.|\n)*unexpected keyword argument 'y'"):
         calibrate(asked, tell=lambda text: None)
 
 

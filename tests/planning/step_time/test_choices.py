@@ -80,7 +80,7 @@ def test_seventy_billion(seventy: tuple[Choices, float]) -> None:
 def test_the_table(seventy: tuple[Choices, float]) -> None:
     found, _ = seventy
     lines = found.lines()
-    assert lines[0] == "a step of 64 samples (131,072 tokens), the fastest that fits first (predicted):"
+    assert lines[0] == "a step of 64 samples (131,072 tokens), fastest fitting first (predicted):"
     assert lines[-1] == f"fastest that fits: {found.best.layout}"  # type: ignore[union-attr]
     rows = found.as_json()
     assert [row["way"] for row in rows] == [str(row.layout) for row in found.rows]

@@ -70,7 +70,7 @@ def test_a_token_bucket() -> None:
 
 
 def test_a_link_has_a_rate() -> None:
-    with pytest.raises(ValueError, match="rate is above 0"):
+    with pytest.raises(ValueError, match="rate must be above 0"):
         Link(0)
 
 

@@ -324,7 +324,7 @@ def _describe(value: Any, words: list[int], tensors: list[Tensor]) -> None:
             _describe(item, words, tensors)
     else:
         raise PipelineError(
-            f"a layer returned {type(value).__name__}, which stages cannot send each other: return tensors, None, "
+            f"a layer returned {type(value).__name__}, which stages cannot send: return tensors, None, "
             "bool, int, float or str, alone or in tuples, lists and dicts with str keys"
         )
 

@@ -30,9 +30,7 @@ _state = _P2PState()
 def init_process_groups(grid: PipelineParallelGrid) -> None:
     """Register ``grid``, whose stages later calls refer to. ValueError: it has a single stage."""
     if grid.pipe_parallel_size < 2:
-        raise ValueError(
-            "init_process_groups() needs a grid of at least 2 stages: a single one has no neighbour"
-        )
+        raise ValueError("init_process_groups() needs a grid of at least 2 stages")
     _state.grid = grid
     _state.pending.clear()
 
@@ -45,7 +43,7 @@ def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
     """
     grid, rank = _neighbour(dest_stage)
     if not tensor.is_contiguous():
-        raise PipelineError("send() takes a contiguous tensor: call tensor.contiguous()")
+        raise PipelineError("send() needs a contiguous tensor: call tensor.contiguous()")
     if not async_op:
         return dist.send(tensor, rank, group=grid.get_pipe_parallel_group())
     return _start(dist.isend(tensor, rank, group=grid.get_pipe_parallel_group()), tensor)
@@ -55,7 +53,7 @@ def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
     """Receive into ``tensor``, of the shape and dtype that a neighbouring stage sends. Otherwise like ``send``."""
     grid, rank = _neighbour(src_stage)
     if not tensor.is_contiguous():
-        raise PipelineError("recv() takes a contiguous tensor: make it with torch.empty()")
+        raise PipelineError("recv() needs a contiguous tensor: allocate it with torch.empty()")
     if not async_op:
         return dist.recv(tensor, rank, group=grid.get_pipe_parallel_group())
     return _start(dist.irecv(tensor, rank, group=grid.get_pipe_parallel_group()), tensor)
@@ -74,7 +72,7 @@ def _neighbour(stage: int) -> tuple[PipelineParallelGrid, int]:
         raise PipelineError("no stages are known: call init_process_groups(grid) first")
     own, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
     if not 0 <= stage <= last or (abs(stage - own) != 1 and {stage, own} != {0, last}):
-        raise PipelineError(f"stage {stage} is no neighbour of stage {own} of {last + 1}")
+        raise PipelineError(f"stage {stage} is not a neighbour of stage {own} ({last + 1} stages)")
     return grid, grid.stage_to_global(stage)
 
 

@@ -59,7 +59,7 @@ def mean_of(values: list[Any]) -> Any:
     if isinstance(first, Tensor):
         if any(value.shape != first.shape for value in values):
             shapes = ", ".join(str(tuple(value.shape)) for value in values)
-            raise ValueError(f"outputs of the shapes {shapes} have no mean: give reduce_output=None")
+            raise ValueError(f"outputs of the shapes {shapes} cannot be averaged: set reduce_output=None")
         wide = first if first.is_floating_point() or first.is_complex() else first.float()
         return torch.stack([value.to(wide.dtype) for value in values]).mean(dim=0)
     if isinstance(first, dict):

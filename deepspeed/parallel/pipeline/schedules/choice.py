@@ -97,7 +97,7 @@ class OrderChoice:
             return
         if self.schedule not in known:
             raise DeepSpeedConfigError(
-                f"pipeline.schedule={self.schedule!r} does not fit {self.layout}: it runs {', '.join(known)} or auto. "
+                f"pipeline.schedule={self.schedule!r} does not support {self.layout}: use {', '.join(known)} or auto. "
                 "chunks=2 is for interleaved and zero-bubble, with zigzag=True for zero-bubble-v"
             )
         self.chosen = self.schedule

@@ -64,7 +64,7 @@ def _legend(top: float) -> list[str]:
     names = {
         Kind.FORWARD: "forward",
         Kind.BACKWARD: "backward",
-        Kind.WEIGHTS: "gradients of weights, put off",
+        Kind.WEIGHTS: "deferred weight gradients",
     }
     for kind, name in names.items():
         parts += [_box(x, top, 24, COLOURS[kind]), _text(x + 32, top + ROW / 2, name, anchor="start")]

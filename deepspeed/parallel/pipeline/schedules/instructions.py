@@ -100,9 +100,9 @@ class PipeSchedule(ABC):
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
         if not 0 <= stage_id < stages:
-            raise ValueError(f"stage_id={stage_id} is not one of {stages} stages")
+            raise ValueError(f"stage_id={stage_id} is not in [0, {stages})")
         if micro_batches < 1:
-            raise ValueError(f"micro_batches={micro_batches}: a batch has at least one")
+            raise ValueError(f"micro_batches={micro_batches}: must be at least 1")
         self.micro_batches = micro_batches
         self.stages = stages
         self.stage_id = stage_id

@@ -87,7 +87,7 @@ class Order:
         for stage, actions in enumerate(self.actions):
             place = {action: number for number, action in enumerate(actions)}
             if len(place) != len(actions):
-                raise ValueError(f"{self.name}: stage {stage} does something twice")
+                raise ValueError(f"{self.name}: stage {stage} repeats an action")
             for micro_batch in range(self.micro_batches):
                 for chunk in range(self.chunks):
                     own = [place.get(Action(kind, micro_batch, chunk), -1) for kind in kinds]
@@ -96,7 +96,7 @@ class Order:
                             f"{self.name}: stage {stage} lacks or misplaces a part of micro-batch {micro_batch}"
                         )
             if len(place) != self.micro_batches * self.chunks * len(kinds):
-                raise ValueError(f"{self.name}: stage {stage} does more than there is")
+                raise ValueError(f"{self.name}: stage {stage} has more actions than exist")
         return self
 
     def held(self, stage: int) -> int:
@@ -234,7 +234,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
     ValueError: ``stages`` does not divide ``micro_batches``."""
     if micro_batches % stages:
         raise ValueError(
-            f"interleaved 1F1B needs a number of micro-batches that {stages} stages divide, not {micro_batches}"
+            f"interleaved 1F1B needs a multiple of {stages} (stages) micro-batches, not {micro_batches}"
         )
     total = micro_batches * chunks
 

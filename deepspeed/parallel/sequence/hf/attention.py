@@ -112,7 +112,7 @@ class UlyssesSPAttentionHF(nn.Module):
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and (length is None or length % sequence_parallel_size):
             raise ValueError(
-                f"seq_length={length} with seq_length_is_variable=False has to be a multiple of "
+                f"seq_length={length} with seq_length_is_variable=False must be a multiple of "
                 f"sequence_parallel_size={sequence_parallel_size}"
             )
         parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size)
@@ -221,9 +221,9 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         if isinstance(mask, MaskRequest) and (unknown := mask.unknown_parts()):
             raise ValueError(
-                f"{name} makes its attention mask with {', '.join(unknown)}, which cannot be told from shards of a "
-                "sequence; sequence parallelism knows causal and full attention, sliding windows, packed documents "
-                "and padding"
+                f"{name} makes its attention mask with {', '.join(unknown)}, which cannot be derived from "
+                "shards of a sequence; sequence parallelism supports causal and full attention, sliding "
+                "windows, packed documents and padding"
             )
         if isinstance(mask, Tensor) and mask.dim() != 2:
             raise ValueError(
@@ -282,8 +282,8 @@ def _ring_attention(
     for argument in ("dropout", "softcap"):
         if kwargs.get(argument):
             raise ValueError(
-                f"sequence parallelism with fewer heads than ranks has no {argument}: set it to 0 in the model's "
-                "config, or use a smaller sequence_parallel_size"
+                f"sequence parallelism with fewer heads than ranks does not support {argument}: set it to 0 "
+                "in the model's config, or use a smaller sequence_parallel_size"
             )
     scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
     return ring_attention(query, key, value, seen, scale, ring).transpose(1, 2)

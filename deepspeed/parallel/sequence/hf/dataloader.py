@@ -104,8 +104,8 @@ def _sharded(batch: Any, ranks: int) -> list[dict[str, Any]]:
         )
     if batch.get("position_ids") is None:
         raise ValueError(
-            "UlyssesSPDataLoaderAdapter: the batch has no 'position_ids', and a shard alone does not know where in "
-            f"the sequence it begins; let the collator return them (the batch has {', '.join(batch)})"
+            "UlyssesSPDataLoaderAdapter: the batch has no 'position_ids', but a shard needs them to know "
+            f"its offset in the sequence; let the collator return them (the batch has {', '.join(batch)})"
         )
     return shards_of(with_shifted_labels(dict(batch)), ranks)
 

@@ -42,9 +42,9 @@ class MaskRequest:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise ValueError: a model that computes with its mask computes attention itself."""
         raise ValueError(
-            "this model cannot be trained with sequence parallelism: it computes attention itself (with the mask it "
-            f"calls {getattr(func, '__name__', func)}) and not by the registered attention, and would see only one "
-            "shard of the sequence"
+            "this model cannot be trained with sequence parallelism: it computes attention itself (with the "
+            f"mask it calls {getattr(func, '__name__', func)}) instead of using the registered attention, "
+            "and would only see one shard of the sequence"
         )
 
     def own_mask(self) -> Any:
@@ -159,8 +159,8 @@ def _lengths_of_one_document(
     lengths = gather_lengths(~tokens if packed else tokens, comm, device)
     if min(lengths) < 0:
         raise ValueError(
-            "this model does not pass position_ids to its attention, so that packed documents cannot be told apart in "
-            "a sharded sequence; pad instead of packing"
+            "this model does not pass position_ids to its attention, so packed documents cannot be "
+            "separated in a sharded sequence; pad instead of packing"
         )
     return lengths
 

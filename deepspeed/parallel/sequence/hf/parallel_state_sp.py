@@ -57,7 +57,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 def _mesh() -> ProcessMesh:
     if _state.mesh is None or _state.world is not dist.group.WORLD:
         raise RuntimeError(
-            "sequence parallelism has no groups yet: call initialize_sequence_parallel(size) first"
+            "the sequence-parallel groups do not exist yet: call initialize_sequence_parallel(size) first"
         )
     return _state.mesh
 

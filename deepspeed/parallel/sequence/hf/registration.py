@@ -52,8 +52,8 @@ class Target:
         model = model_name_or_path
         if getattr(model, "config", None) is None:
             raise ValueError(
-                f"{type(model).__name__} has no config: UlyssesSPAttentionHF is for models of Transformers; others "
-                "use deepspeed.parallel.sequence.layer.DistributedAttention"
+                f"{type(model).__name__} has no config: UlyssesSPAttentionHF supports Transformers models "
+                "only; for others use deepspeed.parallel.sequence.layer.DistributedAttention"
             )
         return cls(type(model).__name__, text_config(model.config), model)
 
@@ -88,8 +88,8 @@ class Target:
         other = sorted(set(getattr(self.config, "layer_types", None) or ()) - _SHARDABLE)
         if other:
             raise ValueError(
-                f"{self.name} has layers of type {', '.join(other)}, which carry a state along the sequence, or see "
-                "parts of it that depend on where it was cut: sequence parallelism cannot shard them"
+                f"{self.name} has layers of type {', '.join(other)}, which carry state along the sequence "
+                "or depend on shard boundaries: sequence parallelism cannot shard them"
             )
         return core
 
@@ -191,9 +191,8 @@ def _check_first_forward(target: Target, attention: CountedAttention) -> None:
         calls = attention.calls - before
         if calls < layers:
             raise ValueError(
-                f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers called the "
-                "registered attention. The others compute one of their own, which would see only one shard of the "
-                "sequence"
+                f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers called "
+                "the registered attention; the others compute their own and would only see one shard of the sequence"
             )
 
     handle = target.model.register_forward_hook(check)

@@ -47,16 +47,16 @@ class ChunkedProjections:
         own: Any = module
         for name in (*_IN, _OUT):
             if type(getattr(own, name)) is not nn.Linear or "forward" in vars(getattr(own, name)):
-                raise NotChunkable(f"its {name} is no plain nn.Linear")
+                raise NotChunkable(f"its {name} is not a plain nn.Linear")
         if len({getattr(own, name).bias is None for name in _IN}) > 1:
-            raise NotChunkable("some of its projections have a bias, and some have none")
+            raise NotChunkable("only some of its projections have a bias")
         size = getattr(own, "head_dim", None)
         if not isinstance(size, int):
-            raise NotChunkable("it does not say its head_dim")
+            raise NotChunkable("it has no head_dim")
         config = getattr(own, "config", None)
         window = getattr(own, "sliding_window", getattr(config, "sliding_window", None))
         if window is not None:
-            raise NotChunkable(f"it sees a window of {window} tokens")
+            raise NotChunkable(f"it uses a sliding window of {window} tokens")
         if getattr(own, "attention_dropout", 0.0):
             raise NotChunkable(f"it has attention_dropout={own.attention_dropout}; set it to 0")
         core = getattr(config, "_attn_implementation", None)
@@ -113,14 +113,14 @@ class ChunkedForward:
             return type(module).forward(module, *args, **kwargs)
         if given.get("attention_mask") is not None:
             raise ValueError(
-                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got an attention mask for "
-                f"{x.shape[1]} tokens. Attention in chunks is causal, without padding and packed documents; leave "
-                "attention_mask and position_ids out, or set attention_chunk to null"
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got an attention mask "
+                f"for {x.shape[1]} tokens. Chunked attention is causal, without padding or packed "
+                "documents; leave attention_mask and position_ids out, or set attention_chunk to null"
             )
         if any(given.get(name) is not None for name in _CACHES):
             raise ValueError(
-                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got a cache of keys while it "
-                "trains; set model.config.use_cache to False"
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got a key-value cache "
+                "in training; set model.config.use_cache to False"
             )
         return self.attend(x, given["position_embeddings"], self.chunk), None
 
@@ -144,7 +144,7 @@ def chunked(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
     tables.
     """
     if "forward" in vars(module):
-        raise NotChunkable("its forward has been replaced already")
+        raise NotChunkable("its forward has already been replaced")
     attend = ChunkedProjections.of(module)
     kind = _kind_of(module)
     if kind not in proven:
@@ -184,7 +184,7 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
         raise NotChunkable(f"its forward on hidden states and rotary tables fails: {error}") from error
     expected = expected[0] if isinstance(expected, tuple) else expected
     if not isinstance(expected, Tensor) or expected.shape != found.shape:
-        raise NotChunkable("it returns something else than hidden states")
+        raise NotChunkable("it does not return hidden states")
     error = float((found - expected).abs().max() / expected.abs().max())
     if not error <= _TOLERANCE:
         raise NotChunkable(

@@ -89,7 +89,7 @@ class SequenceTiledCompute(TiledFunction):
     ) -> Tensor:
         if grad_requiring_tensor_key not in keys_to_shard:
             raise ValueError(
-                f"grad_requiring_tensor_key={grad_requiring_tensor_key!r} is none of {', '.join(keys_to_shard)}"
+                f"grad_requiring_tensor_key={grad_requiring_tensor_key!r} is not one of {', '.join(keys_to_shard)}"
             )
         sharded = dict(zip(keys_to_shard, args, strict=False))
         for key, value in sharded.items():
@@ -173,13 +173,13 @@ class TiledFusedLogitsLoss(TiledFunction):
         output_reduction: str = "mean",
     ) -> Tensor:
         if output_reduction is None:
-            raise ValueError('output_reduction=None: a loss is reduced by "mean" or "sum"')
+            raise ValueError('output_reduction=None: a loss must be reduced by "mean" or "sum"')
         dim = 0 if y.dim() == 1 else 1
         for name, each in (("y", y), ("mask", mask)):
             if each is not None and each.shape[: dim + 1] != x.shape[: dim + 1]:
                 raise ValueError(
-                    f"{name} of shape {tuple(each.shape)} does not fit x of shape {tuple(x.shape)}: both begin with "
-                    "[batch, sequence]"
+                    f"{name} of shape {tuple(each.shape)} does not match x of shape {tuple(x.shape)}: both "
+                    "must start with [batch, sequence]"
                 )
         inputs = [x, y] if mask is None else [x, y, mask]
         lengths = tile_lengths(x.shape[dim], shards)
@@ -218,7 +218,7 @@ class TiledLoss(TiledFunction):
 
 def _sequence_dim(x: Tensor) -> int:
     if x.dim() < 2:
-        raise ValueError(f"x of shape {tuple(x.shape)} has no sequence: it is [batch, sequence, hidden]")
+        raise ValueError(f"x of shape {tuple(x.shape)} must be [batch, sequence, hidden]")
     return 0 if x.dim() == 2 else 1
 
 
@@ -231,7 +231,7 @@ def _weights(
 ) -> list[float]:
     """Return the weight of each tile's loss: 1 for sums, its share of the counted tokens for means."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f'output_reduction={reduction!r}: it is "mean", "sum" or None')
+        raise ValueError(f'output_reduction={reduction!r}: must be "mean", "sum" or None')
     if reduction != "mean":
         return [1.0] * len(lengths)
     masks = [each != none for each, none in ((labels, IGNORED), (mask, 0)) if each is not None]

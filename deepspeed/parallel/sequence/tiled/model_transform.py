@@ -70,7 +70,7 @@ class TiledModel:
             kind = type(layer).__name__
             try:
                 if "forward" in vars(layer):
-                    raise NotPerToken("its forward has been replaced already")
+                    raise NotPerToken("its forward has already been replaced")
                 check_per_token(layer, hidden)
             except NotPerToken as reason:
                 refused.setdefault(kind, f"{kind} ({path}): {reason}")
@@ -78,7 +78,7 @@ class TiledModel:
             vars(layer)["forward"] = TiledForward(layer, hidden, self.section.mlp_shards)
             tiled[kind] = tiled.get(kind, 0) + 1
         if not tiled:
-            why = "; ".join(refused.values()) or "there is none"
+            why = "; ".join(refused.values()) or "the model has none"
             raise ValueError(
                 f"tiled_compute.mlp is true, but no feed-forward layer can be tiled: {why}. Set tiled_compute.mlp to "
                 "false, or call TiledMLP in the model"
@@ -95,7 +95,7 @@ class TiledModel:
                 "TiledFusedLogitsLoss in the model"
             )
         vars(head)["forward"] = LazyHead(head, self.section.loss_shards)
-        context.report(f"logits of {path} in tiles of the loss")
+        context.report(f"logits of {path} computed in tiles by the loss")
 
 
 def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> None:
@@ -178,7 +178,7 @@ class _TokenWatch(TorchDispatchMode):
         if torch.Tag.pointwise not in func.tags and name not in PRODUCTS | VIEWS:
             raise NotPerToken(f"it uses {name}")
         if name in PRODUCTS and sum(TOKENS in tensor.shape for tensor in _tensors(args)) > 1:
-            raise NotPerToken("it multiplies tokens with tokens")
+            raise NotPerToken("it multiplies tokens by tokens")
         for tensor in _tensors(result):
             if TOKENS in tensor.shape and tensor.shape[-2:-1] != (TOKENS,):
                 raise NotPerToken(f"{name} moves tokens to another dimension")

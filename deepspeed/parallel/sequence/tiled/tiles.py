@@ -32,7 +32,7 @@ from deepspeed.zero.gathering.retention import KeepGathered
 def tile_lengths(length: int, tiles: int) -> list[int]:
     """Split ``length`` into ``tiles`` lengths that differ by at most one; fewer if ``length`` is smaller."""
     if tiles < 1:
-        raise ValueError(f"shards={tiles}: a sequence is cut into at least one tile")
+        raise ValueError(f"shards={tiles}: must be at least 1")
     tiles = max(1, min(tiles, length))
     return [length // tiles + (i < length % tiles) for i in range(tiles)]
 
@@ -80,7 +80,7 @@ class TiledCall:
         with self.losses or contextlib.nullcontext():
             found = self.compute(inputs)
         if not isinstance(found, Tensor):
-            raise TypeError(f"a tiled function returns one tensor, not {type(found).__name__}")
+            raise TypeError(f"a tiled function must return one tensor, not {type(found).__name__}")
         if self.losses is not None:
             cut, dim = next((i, dim) for i, dim in enumerate(self.split_dims) if dim is not None)
             return self.losses.of_tile(found, inputs[cut].shape[: dim + 1])
@@ -287,9 +287,9 @@ def _leaves(result: Tensor, own: Sequence[Any], begin: int) -> tuple[list[Tensor
                 nodes.append(node)
         elif node._sequence_nr() < begin:
             raise RuntimeError(
-                f"a tiled function uses a tensor that was computed outside of it ({node.name()}) and is not among its "
-                "arguments, so that it would get no gradient: pass it in kwargs_to_pass (kwargs_to_shard if it has a "
-                "sequence dimension), or detach() it"
+                f"a tiled function uses a tensor that was computed outside of it ({node.name()}) and is not "
+                "one of its arguments, so it would get no gradient: pass it in kwargs_to_pass "
+                "(kwargs_to_shard if it has a sequence dimension), or detach() it"
             )
         else:
             waiting.extend(following for following, _ in node.next_functions)

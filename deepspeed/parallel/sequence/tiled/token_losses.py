@@ -41,8 +41,8 @@ class TileLosses(TorchFunctionMode):
         (loss, tokens), self._last = self._last or (None, result), None
         if result.dim():
             raise ValueError(
-                f"results of tiles are reduced to one number, but a tile's result has shape {tuple(result.shape)}: "
-                "reduce it in the function, or join the results with output_reduction=None"
+                f"results of tiles are reduced to a scalar, but a tile returned shape {tuple(result.shape)}: reduce "
+                "it in the function, or concatenate the results with output_reduction=None"
             )
         if result is loss and tokens[0].numel() <= leading.numel():
             self.of_tokens = result.dtype

@@ -79,7 +79,7 @@ class _Halves(torch.autograd.Function):
         runs, ctx.runs = ctx.runs, None
         if runs is None:
             raise RuntimeError(
-                "backward a second time through a Domino transformer: its graph is freed by the first one, also with "
+                "second backward through a Domino transformer: the first one freed its graph, even with "
                 "retain_graph=True; run its forward again"
             )
         for run, grad in zip(runs, grads, strict=True):

@@ -30,8 +30,8 @@ class OwnPart:
         cut = self.change.cut
         if tensor.shape[cut.dim] % cut.size:
             raise ValueError(
-                f"{self.change.module}: the argument {self.change.name} of shape {tuple(tensor.shape)} is no multiple "
-                f"of {cut.size} in dim {cut.dim}"
+                f"{self.change.module}: the argument {self.change.name} of shape {tuple(tensor.shape)} is "
+                f"not a multiple of {cut.size} in dim {cut.dim}"
             )
         several = tensor.unflatten(cut.dim, (-1, cut.size))
         return Cut(cut.dim + 1, cut.size, cut.parts).take(several, self.rank).flatten(cut.dim, cut.dim + 1)

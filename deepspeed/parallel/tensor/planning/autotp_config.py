@@ -140,7 +140,7 @@ def _check_keys(kind: type, given: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in dataclasses.fields(kind)]
     unknown = sorted(given.keys() - set(known))
     if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; expected one of {', '.join(known)}")
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:

@@ -56,10 +56,10 @@ def plan_module(
     try:
         followed, repeated = _follow(module, inputs, kept)
     except TraceError as error:
-        why = f"the forward of {type(module).__name__} could not be followed: {error}"
+        why = f"the forward of {type(module).__name__} could not be traced: {error}"
         others = rules if rules.rules else author_rules(module, ranks)
         if others is None:
-            raise PlanError(f"{why}; tensor_parallel.partition_config can say what to split") from error
+            raise PlanError(f"{why}; set tensor_parallel.partition_config to choose what to split") from error
         plan = plan_by_rules(module, ranks, others, why)
         return plan if rules.rules else replace(plan, example=_unfollowed(module, inputs, plan))
     plan = confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
@@ -128,13 +128,13 @@ def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], rea
     paths = {path for path in paths if kind_of(path) == like}
     changed = {change.module for change in plan.attributes} & paths
     if not paths:
-        raise PlanError(f"a part of the model does not run: {misfit.text}")
+        raise PlanError(f"part of the model does not run: {misfit.text}")
     if changed:
         fixed |= changed
         return
     for name in plan.parameters:
         if name.rsplit(".", 2)[0] in paths:
-            reasons[name] = "a part of it does not run"
+            reasons[name] = "part of it does not run"
 
 
 def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = ()) -> TensorParallelPlan:
@@ -151,7 +151,7 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
         for axis, cut in region.cuts.items():
             kind = "row" if axis in region.rows else "column" if axis[0] in linear else "sliced"
             if axis[0] in parameters:
-                raise PlanError(f"{axis[0]} would be cut twice")
+                raise PlanError(f"{axis[0]} would be split twice")
             parameters[axis[0]] = ParameterPlan(kind, cut, reason)
         for weight, _ in region.columns:
             path = weight.rpartition(".")[0]
@@ -262,7 +262,7 @@ class _Backward:
     def _status(self, node: Node) -> str | None:
         uses = self.uses[node]
         if _PART in uses and _WHOLE in uses:
-            raise PlanError(f"{node.name} is used by split layers and besides them")
+            raise PlanError(f"{node.name} is used both by split layers and elsewhere")
         if _PART in uses:
             self.later |= self.columns[node]
             return _PART

@@ -230,7 +230,7 @@ class _Follower(Moves, Products):
             shape = shape_of(node) or ()
             return Value(shape, PLAIN, torch.ones(shape, dtype=torch.int64))
         if not operands or shape_of(node) is None and not is_several(node):
-            self._give_up([v for _, v in operands], f"{name} computes something else than a tensor")
+            self._give_up([v for _, v in operands], f"{name} does not return a tensor")
             return plain_value(node, any(v.learned for _, v in operands))
         rule = self._rule(node, name)
         return rule(node, name, operands)

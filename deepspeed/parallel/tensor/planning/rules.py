@@ -27,8 +27,8 @@ from deepspeed.parallel.tensor.planning.autotp_config import (
 from deepspeed.parallel.tensor.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
 from deepspeed.parallel.tensor.probing import transposed_by_trial
 
-USER = "you said so"
-_UNNAMED = "no rule names it"
+USER = "excluded by your rules"
+_UNNAMED = "no rule matches it"
 _SPLIT = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
 _AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gather_output": True}
 """Styles of Transformers that mean column- or row-parallel -> whether outputs are gathered."""
@@ -105,8 +105,8 @@ def _preset(section: TPTrainingConfig, names: Sequence[str], module: nn.Module) 
     preset = AutoTPPresets.get_preset(section.preset_model)
     if preset is None or not any(preset.find_matching_spec(name) for name in names):
         raise PlanError(
-            f"tensor_parallel.preset_model={section.preset_model!r} names no parameter of {type(module).__name__}; "
-            "leave it out: the model's graph says what is split"
+            f"tensor_parallel.preset_model={section.preset_model!r} names no parameter of "
+            f"{type(module).__name__}; leave it out: the model's graph decides what to split"
         )
     return preset
 
@@ -118,10 +118,10 @@ def _injected(policy: tuple[Any, ...] | None, names: Sequence[str]) -> dict[str,
     found: dict[str, Rule] = {}
     for entry in policy or ():
         if not isinstance(entry, str):
-            raise PlanError(f"{source}: {entry!r} is no name of a layer, such as 'self_attn.o_proj'")
+            raise PlanError(f"{source}: {entry!r} is not a layer name such as 'self_attn.o_proj'")
         mine = [name for name in names if f".{name}".endswith(f".{entry}.weight")]
         if not mine:
-            raise PlanError(f"{source}: no layer of the model is called {entry!r}")
+            raise PlanError(f"{source}: the model has no layer named {entry!r}")
         spec = TPLayerSpec([re.escape(entry)], PartitionType.ROW)
         found |= dict.fromkeys(mine, Rule(spec, source, True))
     return found
@@ -199,7 +199,7 @@ def _check_kind(name: str, kind: str, rule: Rule, plan: TensorParallelPlan, in_v
     if found is not None:
         why = f"it is {found.kind!r}"
     else:
-        why = "its vocabulary is spread" if in_vocabulary else plan.whole.get(name, "it is no linear layer")
+        why = "its vocabulary is split" if in_vocabulary else plan.whole.get(name, "it is not a linear layer")
         why = f"it stays whole, because {why}" if name in plan.whole else why
     raise PlanError(
         f"{rule.source} wants {name} to be {kind!r}, but by the model's graph {why}; change the rule, or leave it out"
@@ -215,8 +215,8 @@ def _check_shape(name: str, rule: Rule, cut: Cut) -> None:
         own = [sum(max(0, min(b, high) - max(a, low)) for a, b in part) for part in cut.parts]
         if any(part and not mine for part, mine in zip(cut.parts, own, strict=True)):
             raise PlanError(
-                f"{rule.source} says that {name} consists of parts of {list(blocks)}, each of which is split; by the "
-                f"model's graph ranks hold {list(cut.parts)}"
+                f"{rule.source} splits {name} into parts of {list(blocks)}; by the model's graph, ranks "
+                f"hold {list(cut.parts)}"
             )
 
 
@@ -226,7 +226,8 @@ def _check_summed(name: str, rule: Rule, plan: TensorParallelPlan) -> None:
     if name.rpartition(".")[0] in plan.outputs_summed:
         return
     raise PlanError(
-        f"{rule.source} wants the gradient of {name} to be summed, but by the model's graph every rank has all of it"
+        f"{rule.source} wants the gradient of {name} to be summed, but by the model's graph every rank "
+        "already has the full gradient"
     )
 
 
@@ -236,7 +237,7 @@ def _gathering(
     path = name.rpartition(".")[0]
     dims = linear_dims(module.get_submodule(path))
     if dims is None:
-        raise PlanError(f"{rule.source} wants {name} to be 'column', but it is no linear layer")
+        raise PlanError(f"{rule.source} wants {name} to be 'column', but it is not a linear layer")
     size = full_shape(params[name])[dims[0]]
     cut = _even(name, rule, dims[0], size, ranks, exact=False)
     found = {name: ParameterPlan("column", cut, rule.source, gather=True)}
@@ -273,7 +274,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
         dims = linear_dims(module.get_submodule(path), try_it=rule.binding)
         if dims is None:
             if rule.binding:
-                raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is no linear layer")
+                raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is not a linear layer")
             continue
         dim, gather = dims[kind == "row"], _is_gathered(rule.spec)
         cut = _even(name, rule, dim, full_shape(params[name])[dim], ranks, exact=not gather)
@@ -284,7 +285,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
                 found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
     skipped = next((rule.source for rule in named.values() if rule.binding), None)
     if not found and skipped is None:
-        raise PlanError(f"{why}; and no rule says what to split")
+        raise PlanError(f"{why}; and no rule selects anything to split")
     source = f"{next(iter(found.values())).reason} ({why})" if found else f"{skipped} keeps all layers whole"
     return TensorParallelPlan(
         ranks=ranks, source=source, parameters=found, inputs=inputs, summed=tuple(summed), whole=rules.whole
@@ -337,7 +338,7 @@ def _blocks(name: str, rule: Rule, size: int) -> tuple[int, ...]:
         sizes = (size // count,) * count
     if sum(sizes) != size:
         raise PlanError(
-            f"{rule.source}: the shape {rule.spec.shape} does not fit {name}, which is {size} wide"
+            f"{rule.source}: the shape {rule.spec.shape} does not match {name}, which is {size} wide"
         )
     return sizes
 
@@ -346,7 +347,7 @@ def _even(name: str, rule: Rule, dim: int, size: int, ranks: int, *, exact: bool
     """Return an even cut along ``dim``. PlanError: ``exact``, and ``ranks`` does not divide a matrix."""
     blocks = _blocks(name, rule, size)
     if exact and any(each % ranks for each in blocks):
-        raise PlanError(f"{rule.source}: {name} is {size} wide, which {ranks} ranks do not divide")
+        raise PlanError(f"{rule.source}: {name} is {size} wide, not a multiple of {ranks} ranks")
     return Cut.fused(dim, [even_sizes(each, ranks) for each in blocks])
 
 

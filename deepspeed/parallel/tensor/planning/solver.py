@@ -145,11 +145,11 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]
 
 def _problem(region: SplitRegion, ranks: int) -> str | None:
     if region.forbidden:
-        return "its channels meet in one operation"
+        return "its channels are combined in one operation"
     if not region.rows:
-        return "no later layer takes its channels"
+        return "no later layer consumes its channels"
     if region.stray:
-        return "a part of its channels is used elsewhere"
+        return "some of its channels are used elsewhere"
     if region.fewest < 2:
         return "its channels depend on each other"
     if region.fewest < ranks:
@@ -222,7 +222,7 @@ def _assign(
     needs = _needs(region, followed, roots)
     own = _shares(region, needs, ranks, grain, followed, roots)
     if own is None:
-        return "its shared heads cannot be dealt evenly"
+        return "its shared heads cannot be distributed evenly"
     holders = torch.zeros(ranks, len(roots), dtype=torch.bool)
     for rank, groups in enumerate(own):
         holders[rank, torch.tensor(groups)] = True
@@ -244,7 +244,7 @@ def _assign(
             if axis in region.others:
                 continue
             region.cuts.clear()
-            return "a part of its channels is used elsewhere"
+            return "some of its channels are used elsewhere"
         region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
     return None
 

@@ -139,7 +139,7 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
     config = getattr(module, "config", None)
     accepted = inspect.signature(module.forward).parameters
     if config is None or "kwargs" in accepted and len(accepted) == 1:
-        raise TraceError("only models of Transformers can be followed without example inputs")
+        raise TraceError("only Transformers models can be traced without example inputs")
     inputs: dict[str, Tensor] = {}
     with torch.device("meta"):
         tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -151,11 +151,11 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
         elif "input_ids" in accepted or main == "input_ids":
             inputs["input_ids"] = tokens
         elif main in accepted:
-            raise TraceError(f"inputs of the kind {main!r} are not known")
+            raise TraceError(f"inputs of type {main!r} are not supported")
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
             inputs["decoder_input_ids"] = tokens
     if not inputs:
-        raise TraceError("its inputs are not known")
+        raise TraceError("its inputs are unknown")
     return inputs
 
 

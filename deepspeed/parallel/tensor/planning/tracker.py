@@ -48,7 +48,7 @@ class Tracker:
     def _unknown(self, node: Node, name: str, operands: Operands) -> Any:
         for _, value in operands:
             self._use_whole(value, node)
-        self._give_up([v for _, v in operands], f"{name} is not known to work on parts")
+        self._give_up([v for _, v in operands], f"{name} is not known to work on shards")
         return plain_value(node, any(v.learned for _, v in operands))
 
     def _use_whole(self, value: Value, node: Node) -> None:
