@@ -248,8 +248,8 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         over all ranks. RuntimeError: the engine has one, or was made at stage 3."""
         if self.core is not None or self.sharded is not None:
             raise RuntimeError(
-                "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
-                "at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
+                "_configure_optimizer() is for engines created by deepspeed.initialize() without an "
+                "optimizer, at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
             )
         self._build_training(client_optimizer, list_parameters(model_parameters))
         self.lr_scheduler = resolve_scheduler(

@@ -51,6 +51,6 @@ class HalfLoaded:
             from deepspeed.checkpoint.errors import CheckpointError
 
             raise CheckpointError(
-                f"this engine is half loaded: loading {self._failed} failed after some of its weights and states had "
-                f"been replaced. Load a checkpoint{with_optimizer}, or make a new engine"
+                f"this engine is partially loaded: loading {self._failed} failed after replacing some of "
+                f"its weights and states. Load a checkpoint{with_optimizer}, or create a new engine"
             )

@@ -44,7 +44,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             )
         section = self._config.hybrid_engine
         if section.enable_cuda_graph:
-            note("hybrid_engine.enable_cuda_graph has no effect: forwards are not captured as CUDA graphs")
+            note(
+                "hybrid_engine.enable_cuda_graph has no effect: forward passes are not captured as CUDA graphs"
+            )
         self.adapters = FusedAdapters(model)
         self._inference_group = self._ranks_that_share_layers(section.inference_tp_size)
         self._batch_per_rank = self._inference_group is not None and depends_on_length(model)
@@ -66,7 +68,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             )
         if self.world_size % size:
             raise DeepSpeedConfigError(
-                f"hybrid_engine.inference_tp_size={size} with {self.world_size} ranks: it has to divide their number"
+                f"hybrid_engine.inference_tp_size={size} with {self.world_size} ranks: must divide the number of ranks"
             )
         return tensor_parallel_group(size)
 
@@ -156,8 +158,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def _require_whole_weights(self) -> None:
         if not self.adapters.whole():
             raise RuntimeError(
-                "at stage 3 adapters are fused inside of generate(), or of "
-                "deepspeed.zero.GatheredParameters(engine.module.parameters()): here the weights are not whole"
+                "at stage 3 adapters can only be fused inside generate() or "
+                "deepspeed.zero.GatheredParameters(engine.module.parameters()): here the weights are sharded"
             )
 
     def unfuse_lora_weight(self) -> None:
@@ -177,8 +179,8 @@ def _prompts(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, T
     others = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if len(given) != 1 or not isinstance(given[0], Tensor) or others:
         raise ValueError(
-            "hybrid_engine.inference_tp_size above 1 generates from input_ids and attention_mask, but there are "
-            f"{', '.join(others) or f'{len(given)} inputs'}"
+            "hybrid_engine.inference_tp_size above 1 generates from input_ids and attention_mask only, but "
+            f"got {', '.join(others) or f'{len(given)} inputs'}"
         )
     return given[0], mask
 

@@ -135,7 +135,7 @@ def _check_unreplaced_sections(config: DeepSpeedConfig, args: Any, optimizer: An
 def _split_pipeline(model: Staged, given: Any, mpu: Any) -> Any:
     """Split layers and sequences of a pipeline as configured; return its model-parallel unit."""
     if mpu is not None:
-        raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
+        raise AssertionError("a PipelineModule is itself the model-parallel unit: leave out mpu=")
     written = read_config(given).data
     model.share_layers(tensor_parallel_size(written))
     if (ranks := sequence_parallel_size(written)) > 1:
@@ -160,14 +160,14 @@ def _warn_of_unfilled_auto(config: DeepSpeedConfig, section: str, kind: str) -> 
         f"{section}.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
     ]
     if left:
-        note(f"{', '.join(left)}: 'auto', and no client filled it in; the default of {kind} is used")
+        note(f"{', '.join(left)}: 'auto' was not filled in by a client; using the default of {kind}")
 
 
 def _engine_class(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:
     if config.hybrid_engine.enabled:
         if isinstance(model, Staged):
             raise DeepSpeedConfigError(
-                "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
+                "hybrid_engine.enabled=true with a PipelineModule: pipeline stages do not generate"
             )
         if trains or callable(getattr(type(model), "generate", None)):
             from deepspeed.engine.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
@@ -226,7 +226,7 @@ def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
     if memory is None:
         if engine.global_rank == 0:
             logger.warning(
-                "elasticity.replicate_state has no effect: the run was not started by deepspeed --elastic_training"
+                "elasticity.replicate_state has no effect: start the run with deepspeed --elastic_training"
             )
         return None
     from deepspeed.checkpoint.replicas import Replicas
@@ -249,4 +249,4 @@ def _resume(engine: DeepSpeedEngine, folder: str) -> None:
         engine.load_checkpoint(folder)
         reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")
     else:
-        reporter(engine)(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins")
+        reporter(engine)(f"checkpoint.resume: no checkpoint in {folder} yet: starting fresh")

@@ -127,9 +127,9 @@ def _check_common_parameters(restorer: Restorer, ranks: Ranks) -> None:
     catalog = restorer.catalog
     saved = sorted({*catalog.module, *catalog.fragments})
     raise CheckpointError(
-        f"nothing of {catalog.folder} is loaded: 0 of the {len(own)} parameters of the model are in it. The model has "
-        f"{', '.join(own[:3])}...; the checkpoint has {', '.join(saved[:3])}... Load it into the model that was saved, "
-        "or pass custom_load_fn= to say which tensor belongs where"
+        f"nothing was loaded from {catalog.folder}: 0 of the {len(own)} parameters of the model are in it. "
+        f"The model has {', '.join(own[:3])}...; the checkpoint has {', '.join(saved[:3])}... Load it into "
+        "the saved model, or pass custom_load_fn= to map the tensors"
     )
 
 
@@ -296,8 +296,8 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     if not ranks.agree(own):
         tags = ranks.gather(own)
         raise CheckpointError(
-            f"ranks load different checkpoints from {load_dir}: {', '.join(map(repr, tags[:8]))}; give all of them "
-            "one tag and one folder"
+            f"ranks load different checkpoints from {load_dir}: {', '.join(map(repr, tags[:8]))}; use the "
+            "same tag and folder on all ranks"
         )
     if own is None and ranks.rank == 0:
         logger.warning(
@@ -384,7 +384,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
         return
     try:
         if not same:
-            raise ValueError("another number of ranks or of accumulation steps")
+            raise ValueError("a different number of ranks or accumulation steps")
         pending = read_pending(catalog, ranks.rank)
         state.load_pending_gradients(materialize(pending["pending_gradients"]) if pending else None)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
@@ -394,7 +394,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
         steps = engine._config.gradient_accumulation_steps
         dropped = int(index.get("accumulated", int(index["micro_steps"]) % int(index["accumulation_steps"])))
         engine.clock.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
-        report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
+        report.notes.append(f"dropped {dropped} micro-batches since the last update: {error}")
 
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:

@@ -47,9 +47,9 @@ def check_module(module: nn.Module) -> None:
 
 _WHY = {
     "lazy": "have no shape yet: run one forward of the model before initialize",
-    "meta": "are on the meta device and have no data: build the model under deepspeed.zero.Init, or give them data "
-    "with module.to_empty() and load weights",
-    "dtensor": "are DTensors: build the engine with deepspeed.initialize, which takes tensor-parallel ones",
+    "meta": "are on the meta device and have no data: build the model under deepspeed.zero.Init, or allocate "
+    "them with module.to_empty() and load weights",
+    "dtensor": "are DTensors: build the engine with deepspeed.initialize, which supports tensor-parallel ones",
     "complex": "are complex: keep them as real tensors (torch.view_as_real) and make them complex in forward",
     "sparse": "are sparse: call .to_dense() on them (gradients of nn.Embedding(sparse=True) are supported)",
 }

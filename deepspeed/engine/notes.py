@@ -39,15 +39,15 @@ class StepNotes:
 
     def before_direct_step(self) -> None:
         self._say(
-            "step() of the optimizer was called instead of engine.step(). Accumulation, schedule, global_steps and the "
-            "loss scale do not take part in it, and an optimizer whose gradients or master weights the engine keeps "
-            "updates nothing. Call engine.step() after every micro-batch."
+            "step() of the optimizer was called instead of engine.step(). Accumulation, schedule, "
+            "global_steps and the loss scale are bypassed, and nothing is updated if the engine holds the "
+            "gradients or master weights. Call engine.step() after every micro-batch."
         )
 
     def no_gradient(self) -> None:
         self._say(
-            "engine.step() without a gradient: no backward has reached the model's parameters since the last update. "
-            "Nothing is trained, but the step counts and the schedule advances. Call engine.backward(loss) before it."
+            "engine.step() without a gradient: no backward reached the model's parameters since the last update. No "
+            "weight changes, but the step is counted and the schedule advances. Call engine.backward(loss) before it."
         )
 
     def _say(self, text: str) -> None:
@@ -66,7 +66,9 @@ class StepNotes:
 
 
 _EXPERTS = "experts are saved and loaded with all weights; mark yours with allreduce=False and group_name"
-_MADE = "give deepspeed.initialize the finished module, optimizer and scheduler, or functions that make these"
+_MADE = (
+    "pass the finished module, optimizer and scheduler to deepspeed.initialize, or functions that create them"
+)
 _FILES = "wrap engine.save_checkpoint and engine.load_checkpoint"
 _EVENTS = "subscribe to engine.events (docs/architecture.md), or set steps_per_print"
 
@@ -78,7 +80,7 @@ ENGINE: dict[str, str] = {
     "_configure_fp16_optimizer": _MADE,
     "_configure_lr_scheduler": _MADE,
     "_configure_zero_optimizer": _MADE,
-    "_copy_recovery_script": "the scripts are written when the folder gets its name; copy them after save_checkpoint",
+    "_copy_recovery_script": "the scripts are written with the final folder name; copy them after save_checkpoint",
     "_create_zero_checkpoint_files": _FILES,
     "_get_all_zero_checkpoints": _FILES,
     "_get_expert_ckpt_name": _EXPERTS,
@@ -90,7 +92,7 @@ ENGINE: dict[str, str] = {
     "_save_moe_checkpoint": _EXPERTS,
     "_save_zero_checkpoint": _FILES,
     "buffered_allreduce_fallback": "set communication_data_type or prescale_gradients in the config",
-    "clip_fp32_gradients": "gradient_clipping is applied to the sharded gradients by the step itself",
+    "clip_fp32_gradients": "the step itself applies gradient_clipping to the sharded gradients",
     "load_moe_state_dict": _EXPERTS,
     "print_forward_breakdown": _EVENTS,
 }

@@ -91,8 +91,9 @@ def check_made_for_host(client: Any, plan: Plan) -> None:
         return
     if not type(client).__module__.startswith("deepspeed."):
         raise ZeRORuntimeException(
-            f"offload_optimizer updates on the host, {type(client).__name__} is not made for it, and the config has "
-            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
+            f"offload_optimizer updates on the host, which {type(client).__name__} does not support, and "
+            "the config has zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' "
+            "section, or leave the key out."
         )
 
 
@@ -124,8 +125,8 @@ def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
     if model_parameters == [] and any(param.requires_grad for param in module.parameters()):
         raise ValueError(
             "model_parameters is empty, although the model has trainable parameters. A generator such as "
-            "model.parameters() can be read once only: pass a new one or a list, or leave the argument out for all of "
-            "the model's."
+            "model.parameters() can only be consumed once: pass a new one or a list, or leave the argument "
+            "out to use all parameters of the model."
         )
 
 
@@ -140,16 +141,16 @@ def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
     foreign = sum(id(param) not in own for param in held)
     if foreign and (not isinstance(module, Staged) or foreign == len(held)):
         raise ValueError(
-            f"{foreign} of the {len(held)} parameters in the optimizer are not in the model, so it would never train "
-            "them. They belong to another model, such as a copy of this one, or this model was changed after the "
-            "optimizer was made: make it of model.parameters() of the model that deepspeed.initialize gets, and put "
-            "the parameters of a loss into that model."
+            f"{foreign} of the {len(held)} parameters in the optimizer are not in the model, so it would "
+            "never train them. They belong to another model, such as a copy of this one, or the model "
+            "changed after the optimizer was created: create it from model.parameters() of the model passed "
+            "to deepspeed.initialize, and add the parameters of a loss to that model."
         )
     trainable = sum(param.requires_grad for param in module.parameters())
     if trainable and not any(param.requires_grad for param in held) and not is_idle(module):
         raise ValueError(
             f"the {len(held)} parameters in the optimizer are all frozen (requires_grad=False), and the {trainable} "
-            "trainable parameters of the model are not in it: make it of those that are to be trained."
+            "trainable parameters of the model are not in it: create it from the parameters to train."
         )
 
 
@@ -166,8 +167,8 @@ def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> No
     """Raise DeepSpeedConfigError if stages 1 and 2 have no optimizer because all parameters are frozen."""
     if plan.zero.needs_optimizer and optimizer is None:
         raise DeepSpeedConfigError(
-            f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
-            "the model are frozen (requires_grad=False), so there is none: unfreeze some, or use stage 0."
+            f"zero_optimization.stage={plan.zero.stage} partitions optimizer state, but there is none: all "
+            "parameters of the model are frozen (requires_grad=False). Unfreeze some, or use stage 0."
         )
 
 
@@ -215,12 +216,12 @@ def no_training(what: str, *, destroyed: bool, configured: bool) -> RuntimeError
     were frozen although the config has an optimizer (``configured``), or it has no optimizer."""
     if destroyed:
         return RuntimeError(
-            f"engine.{what}() after engine.destroy(): this engine trains no more. Make another one of its module with "
-            "deepspeed.initialize, or call destroy() later."
+            f"engine.{what}() after engine.destroy(): this engine can no longer train. Create another one "
+            "with deepspeed.initialize, or call destroy() later."
         )
     if configured:
         return NoOptimizerError(
-            f"engine.{what}() needs trainable parameters: all of the model were frozen (requires_grad=False) when "
+            f"engine.{what}() needs trainable parameters: all were frozen (requires_grad=False) when "
             "deepspeed.initialize was called, so the engine only runs forward. Unfreeze some before that call."
         )
     return NoOptimizerError(

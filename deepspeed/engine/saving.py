@@ -109,7 +109,7 @@ def save_checkpoint(
     checkpoint is then untouched.
     """
     if not save_dir:
-        raise ValueError("save_checkpoint needs a folder: save_dir is empty")
+        raise ValueError("save_dir is empty: save_checkpoint needs a folder")
     client_state = client_state or {}
     check_client_state(client_state)
     tag = names.default_tag(engine.global_steps) if tag is None else str(tag)

@@ -90,8 +90,8 @@ def save_16bit_model(
     """
     if ShardedWeights(engine.module) and not engine._config.zero_config.gather_16bit_weights_on_model_save:
         logger.warning(
-            f"{save_filename} was not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
-            "Set it, or use zero_to_fp32.py on a checkpoint"
+            f"{save_filename} was not written: zero_optimization.stage3_gather_16bit_weights_on_model_save "
+            "is false. Set it to true, or run zero_to_fp32.py on a checkpoint"
         )
         return False
     ranks, path = Ranks(), Path(save_dir) / save_filename
@@ -191,7 +191,7 @@ class _WholeWeights:
         }
 
     def _take(self, name: str) -> Generator[Tensor, None, None]:
-        assert next(iter(self.left)) == name, "tensors are asked for in order"
+        assert next(iter(self.left)) == name, "tensors must be requested in order"
         self._current = self._whole(self.left.pop(name))
         return self._current
 

@@ -247,9 +247,9 @@ def test_mesh_param_must_fit_the_ranks_and_the_config() -> None:
     config = {**make_config(0), "gradient_clipping": "much"}
     for mesh_param, more, said in (
         ((2, 2), {}, "sequence_parallel_size 2 does not divide the job's 1 rank"),
-        ((2, 1), {}, "data_parallel_size 2 = 2 is not the number of ranks, 1 rank"),
+        ((2, 1), {}, "data_parallel_size 2 = 2 does not match the job's 1 rank"),
         ((1, 1), {"sequence_parallel_size": 2}, "mesh_param: (1, 1) asks for sequence_parallel_size 1, but"),
-        (4, {}, "mesh_param: 4 is not the sizes of the mesh"),
+        (4, {}, "mesh_param: 4: expected the mesh sizes"),
     ):
         with pytest.raises(DeepSpeedConfigError) as caught:
             deepspeed.initialize(model=make_model(), config={**config, **more}, mesh_param=mesh_param)

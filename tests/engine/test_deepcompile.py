@@ -247,8 +247,8 @@ def test_what_is_no_schedule_is_refused() -> None:
         ([(0, ["prefetsch"])], "unknown pass 'prefetsch'; the passes are .*prefetch"),
         ([(0, ["prefetch"])], "'prefetch' needs zero_optimization.stage 3"),
         ([(0, [3])], "a name or a function"),
-        ([(0, "prefetch")], r"each entry is \(step, \[passes\]\)"),
-        ([(-1, [])], "0 or more"),
+        ([(0, "prefetch")], r"each entry must be \(step, \[passes\]\)"),
+        ([(-1, [])], ">= 0"),
         ([(1, []), (1, [])], "must increase"),
         ("prefetch", "must be a list"),
     ):
@@ -273,7 +273,7 @@ def test_what_is_no_schedule_is_refused() -> None:
                 "compile": {"offload_opt_states": True},
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
             },
-            "both move the optimizer's states",
+            "both offload the optimizer state",
         ),
     ],
 )
@@ -315,7 +315,7 @@ def test_contracts_are_about_one_step() -> None:
                 validate_schedule(schedule)
         with pytest.raises(PassContractError, match="multiple names"):
             validate_schedule([(0, [function])], [(function, gives), (function, takes)])
-        with pytest.raises(ValueError, match="does not match"):
+        with pytest.raises(ValueError, match="the contract belongs to"):
             register_compile_pass(hates, function, PassContract("another"))
         register_compile_pass(hates, function)
         assert get_pass_contract(hates) is None and opt_passes[hates] is function

@@ -138,7 +138,7 @@ def test_names_and_weights_stay_and_exports_are_plain(tmp_path: Any) -> None:
 
 @distributed(world_size=1)
 def test_what_cannot_be_is_refused_with_a_remedy() -> None:
-    with pytest.raises(TransformError, match=r"fp8.enabled: a CPU has no products .* fp8.emulate: true"):
+    with pytest.raises(TransformError, match=r"fp8.enabled: a CPU does not support .* fp8.emulate: true"):
         start(1, {"enabled": True})
     with pytest.raises(TransformError, match=r"none of the model's 6 linear layers .* fp8.exclude"):
         start(1, {"enabled": True, "emulate": True, "exclude": ["blocks", "lm_head"]})

@@ -198,7 +198,7 @@ def test_what_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         engine.destroy()
         logger.removeHandler(handler)
     told = [text for text in told if "live" in text]
-    assert len(told) == 2 and "not served" in told[0] and "cannot be kept" in told[1]
+    assert len(told) == 2 and "cannot serve the live page" in told[0] and "cannot write the record" in told[1]
     for other in weights[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True))
 

@@ -131,7 +131,7 @@ def test_an_optimizer_that_comes_later(stage: int) -> None:
         step(engine)
     for own, other in zip(engine.module.parameters(), expected.module.parameters(), strict=True):
         torch.testing.assert_close(own, other)
-    with pytest.raises(RuntimeError, match=r"made without one.*initialize\(optimizer=\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"without an optimizer.*initialize\(optimizer=\.\.\.\)"):
         engine._configure_optimizer(torch.optim.SGD(engine.module.parameters(), 0.1))
     engine.destroy()
     expected.destroy()

@@ -95,9 +95,9 @@ def test_a_learning_rate_that_nobody_fills_in_is_said() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
     }
     _, (_, of_schedule) = warned(model=nn.Linear(2, 2), config=settings)
-    assert of_schedule.startswith("scheduler.params.warmup_num_steps: 'auto', and no client filled it in")
+    assert of_schedule.startswith("scheduler.params.warmup_num_steps: 'auto' was not filled in by a client")
     del settings["scheduler"]
     engine, warnings = warned(model=nn.Linear(2, 2), config=settings)
     assert engine.get_lr() == [torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]]
     (warning,) = warnings
-    assert warning.startswith("optimizer.params.lr: 'auto', and no client filled it in")
+    assert warning.startswith("optimizer.params.lr: 'auto' was not filled in by a client")

@@ -39,7 +39,7 @@ class Audit:
     def __init__(self, engine: Engine, config: AuditConfig) -> None:
         self.engine, self.config = engine, config
         if engine.core is None:
-            logger.warning("audit: this engine has no optimizer, so that there are no steps to record")
+            logger.warning("audit: this engine has no optimizer, so there are no steps to record")
             return
         self.core, self.access = engine.core, engine.core.access
         self.folder = make_folder("audit.record", config.record)
@@ -329,9 +329,9 @@ class ReductionProof:
                 wrong.append(core.access.names[index])
         if wrong:
             logger.error(
-                f"audit: in step {self.step} the sum of gradient bucket {b} is not that of the ranks' gradients: "
-                f"{', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ by up to {worst:.3g} times what "
-                "rounding explains"
+                f"audit: in step {self.step} the sum of gradient bucket {b} does not match the gradients of "
+                f"the ranks: {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differ by up to "
+                f"{worst:.3g} times what rounding explains"
             )
         return {"bucket": b, "equal": not wrong, "parameters": wrong, "error": worst}
 

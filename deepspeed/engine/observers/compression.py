@@ -37,15 +37,15 @@ def attach_compression(engine: Engine) -> None:
         return
     if not prepared:
         log_dist(
-            f"compression_training asks for {', '.join(asked)}, but this module was not prepared by init_compression: "
-            "it is trained as it is",
+            f"compression_training asks for {', '.join(asked)}, but this module was not prepared by "
+            "init_compression: training it uncompressed",
             ranks=[0],
         )
         return
     if not asked:
         raise DeepSpeedConfigError(
-            "the module was prepared by init_compression, but the config of deepspeed.initialize has no technique of "
-            "compression_training enabled: give both the same config"
+            "the module was prepared by init_compression, but the config of deepspeed.initialize enables no "
+            "technique of compression_training: pass the same config to both"
         )
     pruners = _find_pruners(engine, section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS], stages)
     CompressionSchedule(engine, compression_scheduler(engine.module, section), pruners)
@@ -101,9 +101,9 @@ class CompressionSchedule:
         }
         if found and self.engine.plan.precision.master is None:
             raise DeepSpeedConfigError(
-                "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward=false quantizes "
-                "16-bit weights and keeps those in fp32 beside them, which training in fp32 does not have: set it to "
-                "true, or enable fp16 or bf16"
+                "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward=false "
+                "quantizes 16-bit weights next to fp32 masters, but training in fp32 has no 16-bit weights: "
+                "set it to true, or enable fp16 or bf16"
             )
         if self.engine.plan.zero.shard_params:
             for module in found.values():

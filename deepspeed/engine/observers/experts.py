@@ -56,7 +56,7 @@ class ExpertLoads:
         self.step = self.engine.global_steps
         milliseconds = 1e3 * sum(watch.seconds for watch in self.watches.values())
         if self.timed:
-            log_dist(f"time (ms) | exchange of experts: {milliseconds:.2f}", ranks=[0])
+            log_dist(f"time (ms) | expert exchange: {milliseconds:.2f}", ranks=[0])
         if self.monitor is not None:
             values = {"exchange_ms": milliseconds}
             for loads in _of_all_stages(self.engine, self._loads()):

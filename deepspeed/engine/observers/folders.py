@@ -13,6 +13,6 @@ def make_folder(key: str, path: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{key}={path!r} cannot be a folder: {error}. Name one that can be written."
+            f"{key}={path!r} cannot be used as a folder: {error}. Choose a writable one."
         ) from None
     return folder

@@ -103,8 +103,8 @@ class LastSave:
         code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
         why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"
         log_dist(
-            f"{why}: the state after step {self.step} is in {self.folder}; the run exits with code {code}, and "
-            "checkpoint.resume continues it",
+            f"{why}: the state after step {self.step} is in {self.folder}; exiting with code {code}. "
+            "checkpoint.resume continues the run",
             ranks=[0],
         )
         raise SystemExit(code)
@@ -137,8 +137,8 @@ def _deadline(limit: float | str | None) -> float | None:
         end = os.environ.get(END_OF_ALLOCATION)
         if end is None:
             raise ValueError(
-                f"checkpoint.save_before='{OF_SLURM}' needs {END_OF_ALLOCATION} in the environment, which Slurm sets "
-                "from 22.05 on; write the limit itself, such as '23:50:00'"
+                f"checkpoint.save_before='{OF_SLURM}' needs {END_OF_ALLOCATION} in the environment, set by "
+                "Slurm 22.05 and later; write the limit itself, such as '23:50:00'"
             )
         return float(end)
     began = os.environ.get(JOB_STARTED)

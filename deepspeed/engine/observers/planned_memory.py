@@ -61,6 +61,6 @@ def remedy(engine: Engine) -> str:
     micro_batch = planned.config.train_micro_batch_size_per_gpu
     smaller = f"train_micro_batch_size_per_gpu below {micro_batch}" if micro_batch > 1 else "shorter inputs"
     lines.append(
-        f"Activations shrink with {smaller} or activation checkpointing. `ds plan` lists every part."
+        f"Reduce activations with {smaller} or activation checkpointing. `ds plan` lists every part."
     )
     return " ".join(lines)

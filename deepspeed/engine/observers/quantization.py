@@ -122,8 +122,8 @@ class QuantizedUpdates:
     def __init__(self, engine: Engine, section: QuantizeTrainingConfig, curvature: Curvature | None) -> None:
         if engine.plan.precision.master is None:
             raise DeepSpeedConfigError(
-                "quantize_training.enabled=true with training in fp32: it quantizes 16-bit weights beside which the "
-                "fp32 weights stay exact; use fp16 or bf16, or compression_training.weight_quantization"
+                "quantize_training.enabled=true with training in fp32: it quantizes 16-bit weights and "
+                "keeps exact fp32 masters; use fp16 or bf16, or compression_training.weight_quantization"
             )
         assert engine.core is not None
         self.engine, self.curvature = engine, curvature

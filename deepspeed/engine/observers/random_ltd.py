@@ -61,8 +61,8 @@ class RandomLTD:
             if number not in layers:
                 raise DeepSpeedConfigError(
                     f"{SECTION}.random_ltd_layer_id has {number}, but the converted layers are "
-                    f"{', '.join(map(str, sorted(layers))) or 'none'}: call convert_to_random_ltd with the class of "
-                    "the model's layers, and number them from 0"
+                    f"{', '.join(map(str, sorted(layers))) or 'none'}: call convert_to_random_ltd with the "
+                    "class of the model's layers; ids start at 0"
                 )
             layers[number].init_config(self.section, self.scheduler, count)
         for layer in layers.values():
@@ -128,9 +128,9 @@ def _check_axes(engine: Engine) -> None:
         (
             "sp",
             "sequence_parallel_size",
-            "ranks that share a sequence would each drop tokens of their own part",
+            "each rank would drop tokens of its own part of the sequence",
         ),
-        ("pp", "stages of a pipeline", "micro-batches are computed again in another order"),
+        ("pp", "stages of a pipeline", "micro-batches are recomputed in a different order"),
     ):
         if engine.mesh.size(axis) > 1:
             raise DeepSpeedConfigError(f"{SECTION}.enabled=true cannot be combined with {key}: {why}")

@@ -54,9 +54,9 @@ class SameInputs:
             return
         names = "; ".join(f"{name} (ranks {ranks})" for name, ranks in found.items())
         text = (
-            f"ranks {list(self.group.ranks)} share the layers of the model and must be given the same batch, but these "
-            f"inputs are not those of rank {self.group.ranks[0]}: {names}. Give the sampler of the data loader the "
-            f"number of data-parallel ranks ({self.engine.mesh.size('dp')}) and this rank's place among them, or use "
+            f"ranks {list(self.group.ranks)} share the layers of the model and must get the same batch, but these "
+            f"inputs differ from rank {self.group.ranks[0]}: {names}. Pass the sampler of the data loader the number "
+            f"of data-parallel ranks ({self.engine.mesh.size('dp')}) and this rank's index among them, or use "
             "engine.deepspeed_io or the training_data argument of deepspeed.initialize"
         )
         shared = self.engine._config.tensor_parallel_config.autotp_size > 1

@@ -45,13 +45,13 @@ class Compilation:
             return
         if compiled_autograd_enabled:
             raise NotImplementedError(
-                "engine.compile(compiled_autograd_enabled=True) is not available: remove it. Each backward is "
-                "compiled with its forward; gradients are reduced by hooks, which stay outside of graphs."
+                "engine.compile(compiled_autograd_enabled=True) is not available: remove it. Each backward "
+                "is compiled with its forward; gradients are reduced by hooks outside the graphs."
             )
         options = dict(compile_kwargs)
         given = options.pop("backend", None)
         if given is not None and backend is not None:
-            logger.warning("engine.compile(): backend= is used, not the backend in compile_kwargs")
+            logger.warning("engine.compile(): using backend=, not the backend in compile_kwargs")
         options["backend"] = backend or given or self._engine.accelerator.get_compile_backend()
         if self.is_deepcompile_enabled():
             config = self._engine._config.compile_config

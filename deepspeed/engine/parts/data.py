@@ -66,8 +66,8 @@ class EngineData:
 
         if isinstance(dataset, (DataLoader, DeepSpeedDataLoader, Generator)):
             raise TypeError(
-                f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
-                "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
+                f"the loader of an engine needs a data set, but this is a {type(dataset).__name__}: pass its data set "
+                "(loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
             )
         engine = self._engine
         micro = batch_size or engine._config.train_micro_batch_size_per_gpu
@@ -117,7 +117,7 @@ class EngineData:
         sampler = getattr(self._engine.training_dataloader, "data_sampler", None)
         if not isinstance(sampler, DeepSpeedDataSampler):
             raise RuntimeError(
-                "set_custom_curriculum_learning_schedule() needs training_data= of deepspeed.initialize and "
+                "set_custom_curriculum_learning_schedule() needs training_data= in deepspeed.initialize and "
                 "data_efficiency.data_sampling.curriculum_learning.enabled=true"
             )
         sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)

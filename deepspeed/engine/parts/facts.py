@@ -104,7 +104,7 @@ class Facts:
     def communication_data_type(self, value: torch.dtype) -> None:
         if value != self.communication_data_type:
             raise ValueError(
-                f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
+                f"communication_data_type={value} cannot be changed on an engine, whose buffers use "
                 f"{self.communication_data_type}: set the config key communication_data_type before initialize."
             )
 

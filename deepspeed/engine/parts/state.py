@@ -132,7 +132,7 @@ class Checkpoints:
         )
         self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
         if result[0] is not None:
-            reporter(self._engine)(f"loaded {result[0]}; the run is at step {self._engine.global_steps}")
+            reporter(self._engine)(f"loaded {result[0]}; now at step {self._engine.global_steps}")
         return result
 
     def _fetch(self, mirror: Mirror, tag: str | None) -> None:
@@ -317,7 +317,7 @@ class StateMoves:
             raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
         if not isinstance(optimizer, HasMovableStates):
             raise AssertionError(
-                f"offload_states() moves state that the engine holds, but its optimizer is {optimizer!r:.60}: "
+                f"offload_states() moves state held by the engine, but its optimizer is {optimizer!r:.60}: "
                 "use ZeRO stage 1, 2 or 3"
             )
         if not self._guards:

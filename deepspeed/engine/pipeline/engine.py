@@ -295,13 +295,13 @@ class PipelineEngine(ByInstructions):
     # Unsupported in a pipeline ------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a stage alone has no forward(): call train_batch() or eval_batch()")
+        raise PipelineError("a single stage has no forward(): call train_batch() or eval_batch()")
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a stage alone has no backward(): call train_batch()")
+        raise PipelineError("a single stage has no backward(): call train_batch()")
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a stage alone has no step(): call train_batch()")
+        raise PipelineError("a single stage has no step(): call train_batch()")
 
     def destroy(self) -> None:
         join_layers(self._split)

@@ -51,7 +51,7 @@ class PipelineFacts(DeepSpeedEngine):
     def _checked_module(self) -> PipelineModule:
         """Return the module. TypeError, DeepSpeedConfigError: it cannot be trained here."""
         if not isinstance(self.module, PipelineModule):
-            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
+            raise TypeError(f"PipelineEngine needs a PipelineModule, not {type(self.module).__name__}")
         if not self.clock.managed:
             raise DeepSpeedConfigError(
                 "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
@@ -66,9 +66,9 @@ class PipelineFacts(DeepSpeedEngine):
             return ""
         whole = sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in core.reducer.buckets)
         return (
-            f"ZeRO stage {zero.stage} in a pipeline: gradients are summed over the {self.dp_world_size} replicas of "
-            f"stage {self.stage_id} once per batch; while it lasts, each rank holds those of the whole stage, "
-            f"{whole / 2**20:.1f} MiB instead of {whole / self.dp_world_size / 2**20:.1f} MiB"
+            f"ZeRO stage {zero.stage} in a pipeline: gradients are summed over the {self.dp_world_size} "
+            f"replicas of stage {self.stage_id} once per batch; until then, each rank holds those of the "
+            f"whole stage, {whole / 2**20:.1f} MiB instead of {whole / self.dp_world_size / 2**20:.1f} MiB"
         )
 
     @property
@@ -144,8 +144,8 @@ class PipelineFacts(DeepSpeedEngine):
         """Raise PipelineError if micro-batches of an unfinished batch were accumulated."""
         if self.clock.position:
             raise PipelineError(
-                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call abandon_update() "
-                "first, which drops them"
+                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call "
+                "abandon_update() first to drop them"
             )
 
     def _next_batch(self) -> Any:
@@ -153,14 +153,14 @@ class PipelineFacts(DeepSpeedEngine):
         no data."""
         if self.data_iterator is None:
             raise PipelineError(
-                "there is no data: give train_batch(data_iter=...), set_dataloader() or training_data= of initialize"
+                "no data: pass train_batch(data_iter=...), call set_dataloader(), or pass training_data= to initialize"
             )
         batch = next(self.data_iterator)
         if self.batch_fn is not None:
             batch = self.batch_fn(batch)
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise PipelineError(
-                f"a micro-batch of a pipeline is a pair (inputs, labels), not {type(batch).__name__}: "
-                "set_batch_fn() can make one"
+                f"a micro-batch of a pipeline must be a pair (inputs, labels), not {type(batch).__name__}: "
+                "convert it with set_batch_fn()"
             )
         return self.change_batch(batch) if self.change_batch is not None else batch

@@ -110,8 +110,8 @@ class ByInstructions(PipelineFacts):
         """
         if self.layout.chunks > 1:
             raise PipelineError(
-                f"instructions run on {type(self.stage_module).__name__}s with one chunk per stage: give it chunks=1, "
-                "or choose pipeline.schedule in the config"
+                f"instructions run on {type(self.stage_module).__name__}s with one chunk per stage: set "
+                "chunks=1, or choose pipeline.schedule in the config"
             )
         core = self.core if torch.is_grad_enabled() else None
         if core is not None:
@@ -141,8 +141,8 @@ class ByInstructions(PipelineFacts):
         do = self._INSTRUCTION_MAP.get(kind)
         if do is None:
             raise PipelineError(
-                f"{type(self).__name__} does not understand {instruction!r}: put a function for {kind.__name__} into "
-                "PipelineEngine._INSTRUCTION_MAP"
+                f"{type(self).__name__} does not understand {instruction!r}: add a function for "
+                f"{kind.__name__} to PipelineEngine._INSTRUCTION_MAP"
             )
         method = getattr(self, do.__name__) if do is OURS.get(kind) else MethodType(do, self)
         timer = self.timers(TIMERS[kind]) if kind in TIMERS and self.wall_clock_breakdown() else None

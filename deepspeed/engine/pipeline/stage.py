@@ -141,7 +141,7 @@ class BatchLosses:
         if not self._engine.has_loss:
             return torch.zeros((), device=self._engine.device)
         if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
-            raise PipelineError("the last stage returned no scalar loss: give PipelineModule a loss_fn")
+            raise PipelineError("the last stage returned no scalar loss: pass loss_fn to PipelineModule")
         return torch.stack([loss.float().view(()) for loss in losses]).mean()
 
     def agree(self, losses: list[Any], count: int) -> Tensor:

@@ -165,7 +165,7 @@ def importance_weights(
     if level not in ("token", "sequence"):
         raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
     if not cap > 0:
-        raise ValueError(f"cap={cap}: has to be above 0")
+        raise ValueError(f"cap={cap}: must be above 0")
     log_ratio = (training.detach().float() - rollout.detach().float()) * mask
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)

@@ -59,14 +59,14 @@ def rollouts_for_trl(**kwargs: Any) -> RolloutFunction:
 
 def _check(trainer: Any) -> None:
     if not hasattr(trainer.model_wrapped, "zero_optimization_stage"):
-        raise ValueError("rollouts_for_trl: the trainer has no DeepSpeed engine: give its config deepspeed=")
+        raise ValueError("rollouts_for_trl: no DeepSpeed engine: set deepspeed= in the trainer's config")
     unknown = [
         name
         for name, plain in (("min_p", (None, 0)), ("repetition_penalty", (None, 1)))
         if getattr(trainer, name, None) not in plain
     ]
     if unknown:
-        raise ValueError(f"rollouts_for_trl: {', '.join(unknown)} of the trainer's config: leave it out")
+        raise ValueError(f"rollouts_for_trl: {', '.join(unknown)} of the trainer's config: not supported")
 
 
 def _encoded(prompts: list[Any], tokenizer: Any) -> list[list[int]]:

@@ -76,7 +76,7 @@ class HybridEngineRollout(RolloutEngine):
         """
         if request.seeds is not None:
             raise ValueError(
-                "seeds of a RolloutRequest: generate() of a model has one stream of random numbers for all rows; use "
+                "seeds of a RolloutRequest: generate() uses a single random stream for all rows; use "
                 "RolloutConfig(engine='serving')"
             )
         self._marks = []

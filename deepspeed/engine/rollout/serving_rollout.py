@@ -121,14 +121,14 @@ class ServingRolloutAhead(RolloutEngine):
     def begin(self, request: RolloutRequest, sampling: SamplingConfig) -> None:
         """Generate in the background. RuntimeError: the answers of the previous ``begin`` have not been taken."""
         if self._running is not None:
-            raise RuntimeError("a rollout is in progress: take its answers with finish() first")
+            raise RuntimeError("a rollout is in progress: collect its answers with finish() first")
         seeds = _seeds(request, sampling)
         self._running = self._worker.submit(self._server.answers, self._copy, request, sampling, seeds)
 
     def finish(self) -> RolloutBatch:
         """Wait for the answers of ``begin`` and return them. RuntimeError: ``begin`` was not called."""
         if self._running is None:
-            raise RuntimeError("no rollout is in progress: begin() one first")
+            raise RuntimeError("no rollout is in progress: call begin() first")
         running, self._running = self._running, None
         return running.result()
 
@@ -228,8 +228,8 @@ def _seeds(request: RolloutRequest, sampling: SamplingConfig) -> list[int]:
         return torch.randint(_SEEDS, (rows,)).tolist()
     if len(request.seeds) != rows:
         raise ValueError(
-            f"seeds: {len(request.seeds)} of them for {rows} answers ({request.prompt_ids.shape[0]} prompts, "
-            f"n_samples_per_prompt={sampling.n_samples_per_prompt}): give one for each answer"
+            f"seeds: {len(request.seeds)} of them for {rows} answers ({request.prompt_ids.shape[0]} "
+            f"prompts, n_samples_per_prompt={sampling.n_samples_per_prompt}): pass one per answer"
         )
     return [int(each) % _SEEDS for each in request.seeds]
 
@@ -238,7 +238,7 @@ def _check_ranks(engine: Any) -> None:
     shared = max(engine.mp_world_size, engine._config.hybrid_engine.inference_tp_size)
     if shared > 1:
         raise ValueError(
-            f"rollouts by the serving engine with {shared} ranks that share each layer: use "
+            f"the serving engine does not support rollouts with {shared} ranks sharing each layer: use "
             "RolloutConfig(engine='hybrid_engine')"
         )
 

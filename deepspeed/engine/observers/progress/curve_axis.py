@@ -43,8 +43,8 @@ class CurveAxis:
         if tokens is None:
             self.x, self.counts_tokens = SAMPLES, False
             logger.warning(
-                "monitor.x is 'tokens', but the model's inputs are no token ids (2-D integers, batch x sequence) that "
-                "the engine sees: curves are drawn over samples; set monitor.x to 'samples' or 'steps'"
+                "monitor.x is 'tokens', but the engine sees no token ids (2-D integers, batch x sequence) "
+                "among the inputs: plotting over samples; set monitor.x to 'samples' or 'steps'"
             )
             return
         before = self._engine.global_samples - samples

@@ -110,7 +110,7 @@ class FlopsOfOneStep:
                 if config.output_file is None:
                     raise
                 logger.error(
-                    "flops_profiler.output_file %s cannot be written (%s): the profile is printed instead",
+                    "flops_profiler.output_file %s cannot be written (%s): printing the profile instead",
                     config.output_file,
                     error.strerror or error,
                 )

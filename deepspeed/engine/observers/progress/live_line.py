@@ -147,7 +147,7 @@ class LiveLine:
             elif not another_display_is_active():
                 self.status.show(as_bar(facts))
         except Exception as error:
-            logger.debug(f"the progress line could not be written: {error}")
+            logger.debug(f"cannot write the progress line: {error}")
         self.mark = (now, self.step, self.engine.global_samples)
         if self.status is None:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)

@@ -201,7 +201,7 @@ class LivePage:
             self.server = PageServer(recorder.history, self.config.host, self.config.port, token)
         except (OSError, ValueError) as error:
             logger.warning(
-                f"the live page is not served ({error}); its record is kept, and training continues."
+                f"cannot serve the live page ({error}); the record is still written, and training continues."
             )
 
     def line(self) -> str:
@@ -212,7 +212,7 @@ class LivePage:
         token = ""
         if self.server.token is not None:
             where = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else Path(folder) / TOKEN_FILE
-            token = f" (it asks for the token in {where})"
+            token = f" (token in {where})"
         return f"live page at {self.server.address}{token}; record in {folder}"
 
     # ---- events of the engine
@@ -335,7 +335,7 @@ def _plan(engine: Engine) -> dict[str, Any]:
         else:
             line = now_and_most(ledger, (MemoryPlace.DEVICE,))[1]
     except Exception as error:  # a planner error must not stop the run
-        logger.debug(f"the memory of this run could not be planned: {error}")
+        logger.debug(f"cannot plan the memory of this run: {error}")
         return {}
     return {"now": now, "most": most, "line": line}
 

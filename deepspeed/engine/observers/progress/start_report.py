@@ -79,7 +79,7 @@ def log_start(engine: Engine) -> None:
         (report if _wanted(engine) else say)(engine.live_page.line())
     if kept := core.store.tier.describe():
         native = core.store.traits.fused
-        note = "" if native else "; torch's own update is slower there than an optimizer of this package"
+        note = "" if native else "; torch's update is slower there than this package's optimizers"
         log_dist(kept + note, ranks=[0])
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
 
@@ -116,9 +116,9 @@ def _memory(engine: Engine) -> str:
         text = f"; this rank holds {size(held_bytes(engine))}"
         now, most = now_and_most(ledger_of(engine))
     except Exception as error:  # tensors without storage, an impossible plan: no reason to stop a run
-        logger.debug(f"the memory of this run could not be planned: {error}")
+        logger.debug(f"cannot plan the memory of this run: {error}")
         return text
-    return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
+    return f"{text} (planned {size(now)}; {size(most)} in training, without activations)"
 
 
 def held_bytes(engine: Engine) -> int:
@@ -143,7 +143,7 @@ def _connections(engine: Engine) -> str:
     """Describe how gradients are communicated, and where the user can watch the progress."""
     communicator = engine.mesh.communicator("dp", "sp")
     if communicator.size == 1:
-        transport = "one rank, nothing is sent"
+        transport = "single rank, no communication"
     else:
         name = communicator.transport_name(engine.device.type)
         transport = (
@@ -175,8 +175,8 @@ def slow_dtype_warning(precision: PrecisionPlan, device: torch.device) -> str | 
         return None
     name = str(dtype).removeprefix("torch.")
     return (
-        f"a product of matrices in {name} takes {factor:.0f} times as long as in float32 on this processor, which has "
-        "no instructions for it: without the sections bf16, fp16 and torch_autocast (float32) a step is faster here"
+        f"a matrix product in {name} takes {factor:.0f} times as long as in float32 on this processor, which lacks "
+        "instructions for it: steps are faster without the sections bf16, fp16 and torch_autocast (float32)"
     )
 
 

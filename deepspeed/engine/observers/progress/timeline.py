@@ -140,7 +140,7 @@ class Timeline:
                 self.operations.stop(exported)
             recorder.write(path, facts, exported if self.operations is not None else None)
         except OSError as error:
-            logger.warning(f"trace.path={self.config.path!r}: the timeline could not be written: {error}")
+            logger.warning(f"trace.path={self.config.path!r}: cannot write the timeline: {error}")
             return
         finally:
             self.operations = None
