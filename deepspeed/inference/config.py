@@ -46,7 +46,7 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
     enabled: bool = key(True, "Turn it on.")
     tp_size: Int = key(1, "Ranks that share each layer.", ge=1)
-    tp_grain_size: Int = key(64, "Shard boundaries fall on multiples of this many columns.", ge=1)
+    tp_grain_size: Int = key(64, "Align shard boundaries to multiples of this many columns.", ge=1)
     mpu: Any = key(None, "Model-parallel unit that provides the groups.")
     tp_group: Any = key(None, "The process group.")
 
@@ -56,7 +56,7 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
 
     enabled: bool = key(True, "Turn it on.")
     ep_size: Int = key(1, "Ranks that share the experts of a layer.", ge=1)
-    moe_experts: list[Int] = key([1], "Experts per layer.", alias="num_experts")
+    moe_experts: list[Int] = key([1], "Number of experts per layer.", alias="num_experts")
     type: MoETypeEnum = key(MoETypeEnum.standard, "Plain experts, or experts alongside a dense layer.")
     ep_mp_group: Any = key(None, "Group of the ranks that share an expert.")
     ep_group: Any = key(None, "Group of the ranks that share the experts.", alias="expert_group")
@@ -66,7 +66,7 @@ class BaseQuantConfig(DeepSpeedConfigModel):
     enabled: bool = key(True, "Turn it on.")
     num_bits: Int = key(8, "Bits.", ge=1)
     q_type: QuantTypeEnum = key(QuantTypeEnum.sym, "With or without a zero point.")
-    q_groups: Int = key(1, "Groups of values with a scale of their own.", ge=1)
+    q_groups: Int = key(1, "Number of groups of values, each with its own scale.", ge=1)
 
 
 class WeightQuantConfig(BaseQuantConfig):
@@ -146,7 +146,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig(), "Tensor parallelism.", alias="tp")
     enable_cuda_graph: bool = key(False, "Capture forward as a CUDA graph.")
     use_triton: bool = key(False, "No effect: kernels are chosen by the device and by what is installed.")
-    triton_autotune: bool = key(False, "Tune them at the start.")
+    triton_autotune: bool = key(False, "Tune the kernels at startup.")
     zero: DeepSpeedZeroConfig = key(DeepSpeedZeroConfig(), "ZeRO, for weights outside the device.")
     triangular_masking: bool = key(True, "Causal attention in fused kernels.", alias="tm")
     moe: Annotated[DeepSpeedMoEConfig, BeforeValidator(_moe_switch)] = key(
@@ -161,7 +161,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     set_empty_params: bool = key(False, "Build the model without weights.")
     save_mp_checkpoint_path: str | None = key(None, "Folder for the sharded weights.")
     checkpoint_config: InferenceCheckpointConfig = key(
-        InferenceCheckpointConfig(), "Where weights come from and go to.", alias="ckpt_config"
+        InferenceCheckpointConfig(), "Sources and targets of weight files.", alias="ckpt_config"
     )
     return_tuple: bool = key(True, "Fused layers return a tuple.")
     training_mp_size: Int = key(1, "Ranks that shared each layer when the weights were saved.", ge=1)
@@ -172,7 +172,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     injection_policy_tuple: tuple[Any, ...] | None = key(None, "The same for all layers.")
     config: Any = key(None, "Further settings.", alias="args")
     max_out_tokens: Int = key(1024, "Longest sequence, prompt included.", ge=1, alias="max_tokens")
-    min_out_tokens: Int = key(1, "Minimum room for new tokens.", ge=1, alias="min_tokens")
+    min_out_tokens: Int = key(1, "Minimum number of new tokens to reserve.", ge=1, alias="min_tokens")
     transposed_mode: bool = key(False, "Keep weights transposed.")
     mp_size: Annotated[Int, Field(ge=1)] = deprecated(
         1, "Old name of `tensor_parallel.tp_size`.", new_param="tensor_parallel.tp_size"
@@ -191,5 +191,5 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     moe_type: MoETypeEnum = deprecated(MoETypeEnum.standard, "Old name of `moe.type`.", new_param="moe.type")
 
     quantization_setting: Any = deprecated(
-        None, "Groups of quantized weights.", message="no effect: each row of a weight has scales of its own"
+        None, "Groups of quantized weights.", message="no effect: each row of a weight has its own scales"
     )

@@ -49,8 +49,8 @@ class InferenceEngine(nn.Module):
         super().__init__()
         if not isinstance(model, nn.Module):
             raise DeepSpeedConfigError(
-                f"init_inference takes a module, not {type(model).__name__}: of a pipeline give the model, and put the "
-                "engine in its place"
+                f"init_inference needs a module, not {type(model).__name__}: pass the model of a pipeline, "
+                "and put the engine in its place"
             )
         _remark(config)
         make_whole(model)
@@ -184,7 +184,7 @@ class InferenceEngine(nn.Module):
             )
         elif any(param.is_meta for param in r_module.parameters()):
             raise DeepSpeedConfigError(
-                "the model has no weights (it is on the meta device): name their files as checkpoint="
+                "the model has no weights (it is on the meta device): pass their files as checkpoint="
             )
 
     def destroy(self) -> None:
@@ -215,8 +215,9 @@ class InferenceEngine(nn.Module):
             return None
         if self._config.tensor_parallel.tp_size > 1:
             raise DeepSpeedConfigError(
-                f"init_inference: moe.ep_size={moe.ep_size} with tensor_parallel.tp_size="
-                f"{self._config.tensor_parallel.tp_size}: ranks share the experts or each layer; set one of them to 1"
+                f"init_inference: moe.ep_size={moe.ep_size} with "
+                f"tensor_parallel.tp_size={self._config.tensor_parallel.tp_size}: ranks can share either "
+                "experts or layers; set one of them to 1"
             )
         return spread_experts(self.module, moe.ep_size, moe.ep_group)
 
@@ -274,15 +275,15 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 _WITHOUT_EFFECT = {
-    "enable_cuda_graph": "forwards are not captured as CUDA graphs",
+    "enable_cuda_graph": "forward passes are not captured as CUDA graphs",
     "use_triton": "kernels are chosen by the device and by what is installed",
     "triton_autotune": "kernels are chosen by the device",
     "transposed_mode": "weights keep the model's layout",
-    "triangular_masking": "the model's own masks decide what is seen",
-    "return_tuple": "layers return what the model's do",
+    "triangular_masking": "the model's own masks are used",
+    "return_tuple": "layers return what the model's layers do",
     "set_empty_params": "build the model with deepspeed.OnDevice(device='meta')",
-    "training_mp_size": "the files of a checkpoint say how its weights were shared",
-    "config": "settings are given by their own keys",
+    "training_mp_size": "the checkpoint files describe how its weights were split",
+    "config": "settings have their own keys",
 }
 
 

@@ -56,8 +56,8 @@ def _prepared_pipeline(pipeline: Any, modules: dict[str, nn.Module], config: Dee
     for key in ("checkpoint", "save_mp_checkpoint_path"):
         if getattr(config, key) is not None:
             raise DeepSpeedConfigError(
-                f"{key} is for one model, and {type(pipeline).__name__} has {', '.join(modules)}: leave it out, or "
-                "give init_inference one of them"
+                f"{key} is for a single model, but {type(pipeline).__name__} has {', '.join(modules)}: "
+                "leave it out, or pass one of them to init_inference"
             )
     pipeline.__dict__["_ds_inference_engines"] = [InferenceEngine(each, config) for each in modules.values()]
     return pipeline
@@ -70,7 +70,7 @@ def inference_config(
     if isinstance(config, DeepSpeedInferenceConfig):
         if more:
             raise DeepSpeedConfigError(
-                f"{', '.join(sorted(more))} given beside a finished DeepSpeedInferenceConfig: set it there"
+                f"{', '.join(sorted(more))} given together with a DeepSpeedInferenceConfig: set it there"
             )
         return config
     more = {key: value for key, value in more.items() if value is not None}

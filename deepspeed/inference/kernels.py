@@ -95,7 +95,7 @@ def inject_kernels(module: nn.Module) -> str:
         if not isinstance(layer, HostLinear) and any(True for _ in layer.parameters(recurse=False))
     )
     others = ", ".join(f"{count} {name}" for name, count in left.most_common(6)) or "nothing"
-    return f"{changed} linear layers run by kernels of the host; as they are: {others}"
+    return f"{changed} linear layers use host kernels; unchanged: {others}"
 
 
 def _is_right(layer: nn.Linear) -> bool:
@@ -139,13 +139,14 @@ def _matrix_of(layer: Any) -> Tensor:
 
 def _require_groups(name: str, columns: int, bits: int, groups: int) -> None:
     if bits not in RUNS:
-        raise ValueError(f"quant.weight.num_bits={bits}: weights are quantized to 8 or 4 bits")
+        raise ValueError(f"quant.weight.num_bits={bits}: must be 8 or 4")
     runs = padded_columns(columns, bits) // RUNS[bits]
     if runs % groups:
         fitting = [n for n in range(1, runs + 1) if runs % n == 0]
         raise ValueError(
-            f"quant.weight.q_groups={groups} does not divide the {columns} columns of {name!r} into groups of whole "
-            f"runs of {RUNS[bits]}, which lie together in {bits} bits; of this layer {fitting} do, and 1 fits every one"
+            f"quant.weight.q_groups={groups} does not divide the {columns} columns of {name!r} into groups "
+            f"of a multiple of {RUNS[bits]} columns, which {bits} bits need; this layer allows {fitting}, "
+            "and 1 works for every layer"
         )
 
 

@@ -45,7 +45,7 @@ def checkpoint_tensors(checkpoint: Checkpoint, base_dir: str = "") -> Iterator[t
     listed = checkpoint.get("checkpoints")
     if listed is None:
         raise DeepSpeedConfigError(
-            f"checkpoint has the keys {sorted(checkpoint)}: it needs 'checkpoints', a list of files"
+            f"checkpoint has the keys {sorted(checkpoint)}, but needs 'checkpoints', a list of files"
         )
     folder = str(checkpoint.get("base_dir") or base_dir)
     if isinstance(listed, dict):
@@ -64,13 +64,13 @@ def _from_path(path: Path, base_dir: str) -> Iterator[tuple[str, Tensor]]:
         path = path / DESCRIPTION
     if path.suffix != ".json" or not path.is_file():
         raise DeepSpeedConfigError(
-            f"checkpoint={str(path)!r}: neither weights (.safetensors, .bin, a folder of save_pretrained) nor a JSON "
-            "file that lists them"
+            f"checkpoint={str(path)!r}: neither weights (.safetensors, .bin, or a save_pretrained folder) "
+            "nor a JSON file listing them"
         )
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DeepSpeedConfigError(f"checkpoint={str(path)!r} is no JSON: {error}") from error
+        raise DeepSpeedConfigError(f"checkpoint={str(path)!r} is not JSON: {error}") from error
     return checkpoint_tensors(described, base_dir or str(path.parent))
 
 
@@ -138,7 +138,7 @@ def load_weights(
             continue
         if known[name].shape != value.shape:
             raise DeepSpeedConfigError(
-                f"{source}: {name} is {list(value.shape)}, the model's is {list(known[name].shape)}"
+                f"{source}: {name} is {list(value.shape)}, but the model has {list(known[name].shape)}"
             )
         found[name] = value.to(known[name].dtype) if cast else value
     for alias, name in shared_names(module).items():  # the file may use either name of a shared weight
@@ -154,7 +154,7 @@ def load_weights(
     empty = [name for name, each in _state(module) if each.is_meta]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise DeepSpeedConfigError(f"{source}: there are no values for {empty[0]}{more}")
+        raise DeepSpeedConfigError(f"{source}: no values for {empty[0]}{more}")
 
 
 def _whole(
@@ -177,8 +177,8 @@ def _whole(
                 yield name, value.dequantized()
     except PackedWeightsError as error:
         raise DeepSpeedConfigError(
-            f"{source}: by quantization_config its files hold weights of {method_of(quantization)}: {error}; load "
-            "them with from_pretrained, if Transformers can here, and give the model"
+            f"{source}: its quantization_config declares {method_of(quantization)} weights: {error}; load "
+            "them with from_pretrained, if Transformers supports them here, and pass the model"
         ) from error
     del config.quantization_config
 

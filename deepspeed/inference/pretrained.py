@@ -119,7 +119,7 @@ class Pretrained:
         if method.removesuffix("_marlin") != stored:
             raise ValueError(
                 f"--quantization {method}: {self.name} has {f'weights of {stored}' if stored else 'whole weights'}: "
-                "leave it out; --dtype int8 rounds weights to 8 bits"
+                "leave it out; --dtype int8 quantizes weights to 8 bits"
             )
 
     def least_bytes(self, dtype: torch.dtype | None, tokens: int | None) -> tuple[int, int]:
@@ -155,6 +155,6 @@ def _from_pretrained_arguments(name: str) -> dict[str, str]:
         import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
-            f"a GGUF file is read by the package gguf: {install_hint('gguf', extra='transformers')}"
+            f"reading a GGUF file needs the package gguf: {install_hint('gguf', extra='transformers')}"
         ) from error
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}

@@ -145,8 +145,8 @@ def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore |
         return None
     if offload is None or kind is OffloadDeviceEnum.none:
         raise DeepSpeedConfigError(
-            "init_inference: zero.stage=3 needs offload_param.device cpu or nvme, where the weights are kept; to share "
-            "them among ranks use tensor_parallel.tp_size"
+            "init_inference: zero.stage=3 needs offload_param.device cpu or nvme, to hold the weights; to "
+            "split them over ranks use tensor_parallel.tp_size"
         )
     if kind is OffloadDeviceEnum.cpu:
         if not off_host(device):
@@ -155,6 +155,6 @@ def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore |
         return HostStore(device, pin=offload.pin_memory)
     if offload.nvme_path is None:
         raise DeepSpeedConfigError(
-            "init_inference: zero.offload_param.nvme_path is missing: name a folder on the storage"
+            "init_inference: zero.offload_param.nvme_path is missing: set it to a folder on the storage"
         )
     return FileStore(offload.nvme_path, device)

@@ -102,10 +102,10 @@ def test_scores_are_those_of_transformers(kind: str) -> None:
             )
             assert found["data"][0]["score"] == pytest.approx(float(expected), abs=1e-5)
             for body, path, words in (
-                ({"text_1": QUERY, "text_2": TEXTS[2] * 9}, "/score", "give truncate_prompt_tokens"),
-                ({**cut, "truncate_prompt_tokens": 2}, "/score", "at least 3 is expected"),
-                ({"prompt": "a"}, "/v1/completions", "scores pairs of texts and generates none"),
-                ({"input": "a"}, "/v1/embeddings", "it has no vectors of one"),
+                ({"text_1": QUERY, "text_2": TEXTS[2] * 9}, "/score", "set truncate_prompt_tokens"),
+                ({**cut, "truncate_prompt_tokens": 2}, "/score", "expected at least 3"),
+                ({"prompt": "a"}, "/v1/completions", "scores pairs of texts and does not generate text"),
+                ({"input": "a"}, "/v1/embeddings", "has no embeddings"),
             ):
                 status, found = running.post(body, path)
                 assert status == 400 and words in found["error"]["message"]
@@ -127,7 +127,7 @@ def test_a_pair_is_not_cut_below_its_special_tokens(kind: str, words: str, least
     engine = CrossEncoder(encoder(kind), known)
     for most in range(1, 8):
         if most < least:
-            with pytest.raises(RequestError, match=f"={most}: at least {least} is expected") as raised:
+            with pytest.raises(RequestError, match=f"={most}: expected at least {least}") as raised:
                 engine.encode_pair("a b a b", "b a b a", most)
             assert raised.value.field == "truncate_prompt_tokens"
         else:
@@ -135,7 +135,7 @@ def test_a_pair_is_not_cut_below_its_special_tokens(kind: str, words: str, least
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 3 labels: a cross-encoder has one"):
+    with pytest.raises(ValueError, match="has 3 labels, but a cross-encoder has one"):
         CrossEncoder(encoder("Bert", num_labels=3), tokenizer())
     with pytest.raises(ValueError, match="the activation Tanh"):
         CrossEncoder(
@@ -162,13 +162,13 @@ def test_vectors_are_those_of_transformers(kind: str) -> None:
         assert running.call("GET", "/v1/models")[1]["data"][0]["type"] == "embedding"
         for body, words in (
             ({"input": [[]]}, "is empty"),
-            ({"input": "a " * 50}, "52 tokens, the model takes"),
-            ({"input": [[1, len(WORDS)]]}, f"not one of the model's, 0 to {len(WORDS) - 1}"),
+            ({"input": "a " * 50}, "52 tokens, but the model supports"),
+            ({"input": [[1, len(WORDS)]]}, f"outside the vocabulary, 0 to {len(WORDS) - 1}"),
         ):
             status, found = running.post(body, "/v1/embeddings")
             assert status == 400 and words in found["error"]["message"], found
         status, found = running.post({"prompt": "a", "max_tokens": 1})
-        assert status == 400 and "generates none: use /v1/embeddings" in found["error"]["message"]
+        assert status == 400 and "only computes embeddings: use /v1/embeddings" in found["error"]["message"]
         assert running.call("GET", "/")[0] == 404
         assert running.post({"query": QUERY, "documents": TEXTS}, "/v1/rerank")[0] == 200
 
@@ -189,8 +189,8 @@ def test_a_folder_of_an_encoder(tmp_path: Path) -> None:
     parse = serve_options.parser().parse_args
     given = [str(tmp_path / "plain"), "--model", f"masked={tmp_path / 'masked'}", "--dtype", "fp32"]
     loaded = load(parse(given))
-    assert loaded.summary.count("which gives vectors of texts") == 2
-    with pytest.raises(ValueError, match="plain: an encoder is served on one rank"):
+    assert loaded.summary.count("which computes embeddings") == 2
+    with pytest.raises(ValueError, match="plain: an encoder runs on one rank"):
         load(parse([str(tmp_path / "plain"), "--speculative-config", '{"method": "ngram"}']))
-    with pytest.raises(ValueError, match="takes no adapters"):
+    with pytest.raises(ValueError, match="does not support adapters"):
         load(parse([str(tmp_path / "plain"), "--lora-modules", "a=b"]))

@@ -86,7 +86,7 @@ def test_a_common_beginning_is_drafted_once() -> None:
 def test_guesses_are_shared_evenly() -> None:
     """Of four tokens in all, with blocks for two of three requests."""
     draft = DraftModel(model("llama"), 4)
-    with pytest.raises(ValueError, match=r"has 96 tokens in its vocabulary, the model 97"):
+    with pytest.raises(ValueError, match=r"has 96 tokens in its vocabulary, but the model has 97"):
         draft.start(97, 64)
     draft.start(96, 64)
     engine = generator(model("llama"))

@@ -132,7 +132,8 @@ def test_an_outage_loses_nothing(service: Service, tmp_path: Path) -> None:
     other = mirrors.Mirror(URL, str(tmp_path / "there"))
     assert other.fetch() == "global_step1"
     with pytest.raises(
-        CheckpointError, match="global_step2: its upload has not ended; complete there: global_step1"
+        CheckpointError,
+        match="global_step2: its upload is incomplete; complete checkpoints there: global_step1",
     ):
         other.fetch("global_step2")
 

@@ -44,7 +44,7 @@ def test_a_wrong_plan_is_refused_by_the_name_of_a_layer(wrong: str, monkeypatch:
     assert len(own) == len(model.tp_plan) - bool(wrong)
     monkeypatch.setattr(Looking, "tp_plan", own)
     made = plan_module(model, 2)
-    assert "could not be followed" in made.source
+    assert "could not be traced" in made.source
 
     def said(group: ThreadGroup) -> str:
         try:
@@ -53,7 +53,7 @@ def test_a_wrong_plan_is_refused_by_the_name_of_a_layer(wrong: str, monkeypatch:
             return str(error)
 
     expected = (
-        "split over 2 ranks, the model would compute something else than it does whole, beginning with"
+        "split over 2 ranks, the model would compute different results than unsplit, starting with"
         if wrong
         else "compared with the whole model on a few tokens"
     )

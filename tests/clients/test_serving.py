@@ -193,7 +193,9 @@ def test_models_that_do_not_fit_are_refused_before_one_is_loaded(
     for sizes, needed in (([], cache), (["--kv-cache-memory-bytes", "10000000"], 5_000_000)):
         args = serve_options.parser().parse_args([*given, *sizes])
         monkeypatch.setattr(device, "available_memory", lambda needed=needed: 2 * (weights + needed) - 1)
-        with pytest.raises(ValueError, match="GiB are needed and .* GiB of memory are free .*--dtype int8"):
+        with pytest.raises(
+            ValueError, match="GiB are needed, but only .* GiB of memory are free .*--dtype int8"
+        ):
             command.load(args)
         monkeypatch.setattr(device, "available_memory", lambda needed=needed: 2 * (weights + needed))
         with pytest.raises(pytest.fail.Exception, match="loaded"):

@@ -193,7 +193,7 @@ def test_names(tmp_path: Path) -> None:
     for call in (models.find, models.remove, models.one):
         with pytest.raises(ModelError):
             call("a")
-    with pytest.raises(ValueError, match="takes no adapters"):
+    with pytest.raises(ValueError, match="does not support adapters"):
         Models([served(Service(Parrot()))]).add("a", "/folder")
 
 

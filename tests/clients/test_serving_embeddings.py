@@ -104,7 +104,7 @@ def test_forms_of_input_and_output(module: Any) -> None:
             ({}, "input: Field required"),
             ({"input": []}, "the input is empty"),
             ({"input": ["a", ""]}, "the input is empty"),
-            ({"input": ["a", 1]}, "input.1: texts or tokens are expected"),
+            ({"input": ["a", 1]}, "input.1: expected strings or tokens"),
             ({"input": ["a", "b" * 101]}, "input.1: "),
             ({"input": [[1], [999]]}, "input.1: "),
             ({"input": "a", "dimensions": 9}, "one of [8, 16]"),
@@ -155,12 +155,12 @@ def test_scores_are_cosines_of_the_vectors(module: Any) -> None:
         assert running.post(cut, "/score")[1]["data"][0]["score"] == pytest.approx(1.0)
         for body, path, words in (
             ({"text_1": ["a", "b"], "text_2": ["a"]}, "/score", "text_1 has 2 texts and text_2 1"),
-            ({"text_1": [1], "text_2": ["a"]}, "/score", "text_1: texts are expected"),
+            ({"text_1": [1], "text_2": ["a"]}, "/score", "text_1: expected strings"),
             ({"text_1": "a", "text_2": []}, "/score", "the text_2 is empty"),
             ({"text_1": "a"}, "/score", "text_2: Field required"),
             ({"text_1": "a", "text_2": "b" * 101}, "/score", "texts.1: "),
-            ({"query": "a", "documents": [{"image": "x"}]}, "/rerank", "documents.0: texts"),
-            ({"query": "a", "documents": "b"}, "/rerank", "a list of texts as documents"),
+            ({"query": "a", "documents": [{"image": "x"}]}, "/rerank", "documents.0: expected strings"),
+            ({"query": "a", "documents": "b"}, "/rerank", "a list of strings as documents"),
             ({"query": "a", "documents": [str(each) for each in range(2049)]}, "/rerank", "at most 2,048"),
             ({"query": "a", "documents": ["a"] * 2049}, "/rerank", "at most 2,048"),
         ):

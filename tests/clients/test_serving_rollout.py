@@ -149,7 +149,7 @@ def test_ahead_answers_with_the_weights_of_the_last_synchronization(stage: int) 
         for step in range(3):
             rollout.begin(request, GREEDY)
             assert rollout.in_progress
-            with pytest.raises(RuntimeError, match="take its answers"):
+            with pytest.raises(RuntimeError, match="collect its answers"):
                 rollout.begin(request, GREEDY)
             actor_step(engine, request.prompt_ids, request.prompt_attention_mask)
             if step == 1:  # also while it is in progress

@@ -123,7 +123,7 @@ def test_longer_positions(kind: str) -> None:
         model, 300, FixedSparsityConfig(4)
     )
     assert model(input_ids=tokens(288)).logits.shape == (2, 288, 64)
-    with pytest.raises(ValueError, match="300 positions already"):
+    with pytest.raises(ValueError, match="already has 300 positions"):
         SparseAttentionUtils.extend_position_embedding(model, 300)
 
 
@@ -138,7 +138,7 @@ def test_the_tokenizer_follows() -> None:
 
 def test_what_a_layout_does_not_have_is_refused() -> None:
     use = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention
-    with pytest.raises(ValueError, match="4 heads, the sparsity config num_heads=8"):
+    with pytest.raises(ValueError, match="4 heads, but the sparsity config has num_heads=8"):
         use(llama(), 512, FixedSparsityConfig(8))
     with pytest.raises(ValueError, match="neither BERT nor RoBERTa"):
         use(torch.nn.Linear(2, 2), 512, FixedSparsityConfig(4))
@@ -247,7 +247,7 @@ def test_heads_that_ranks_share(kind: str) -> None:
         replaced = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
             bert(), 128, DenseSparsityConfig(4)
         )
-        with pytest.raises(TransformError, match="leave a model of Transformers its own attention"):
+        with pytest.raises(TransformError, match="keep the attention of a Transformers model"):
             deepspeed.initialize(model=replaced, config=config(tensor_parallel={"autotp_size": 2}))
 
 
@@ -261,5 +261,7 @@ def test_heads_with_layouts_of_their_own_are_not_guessed() -> None:
         for each in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             each.weight.data = each.weight.data[: len(each.weight) // 2]
         layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data[:, :16]
-    with pytest.raises(ValueError, match="2 heads here, and layouts that differ were made for num_heads=4"):
+    with pytest.raises(
+        ValueError, match="2 attention heads on this rank, but per-head layouts were made for num_heads=4"
+    ):
         model(input_ids=tokens(96))

@@ -127,7 +127,7 @@ def test_a_state_that_the_optimizer_lacks_is_an_error_on_every_rank(stage: int) 
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config={**config(stage, None), **section}
     )[0]
-    with pytest.raises(KeyError, match="keeps no state 'momentum' for each element of weight"):
+    with pytest.raises(KeyError, match="has no per-element state 'momentum' for weight"):
         safe_get_full_optimizer_state(model.weight, "momentum")
     assert safe_get_full_optimizer_state(model.weight, "exp_avg").shape == (1, 3)
     engine.destroy()

@@ -97,9 +97,9 @@ def test_without_sharing_nothing_is_found() -> None:
 
 def test_mistakes_are_told() -> None:
     pool = BlockPool(2)
-    with pytest.raises(OutOfBlocksError, match="3 blocks asked for, 2 of 2 unused"):
+    with pytest.raises(OutOfBlocksError, match="3 blocks requested, but only 2 of 2 are free"):
         pool.allocate(3)
-    with pytest.raises(ValueError, match="block 1 is released"):
+    with pytest.raises(ValueError, match="block 1 was released"):
         pool.release(1)
     with pytest.raises(ValueError, match="num_blocks=0"):
         BlockPool(0)

@@ -101,25 +101,28 @@ def test_any_body_takes_less_than_100_mb(name: str) -> None:
 
 def test_the_first_error_is_named() -> None:
     for text, words in (
-        ('{"prompt": [1, 2, 0.5, null]}', "prompt.2: a token is an integer, not a number"),
-        ('{"prompt": [1, true]}', "prompt.1: a token is an integer, not true or false"),
-        ('{"prompt": [[1], ["a"]]}', "prompt.1.0: a token is an integer, not a text"),
-        ('{"prompt": ["a", [1]]}', "prompt.1: either texts or tokens"),
-        ('{"prompt": ["a", null]}', "prompt.1: texts or tokens are expected, not null"),
-        ('{"prompt": {"a": 1}}', "prompt: texts or tokens are expected, not an object"),
+        ('{"prompt": [1, 2, 0.5, null]}', "prompt.2: expected an integer, not a number"),
+        ('{"prompt": [1, true]}', "prompt.1: expected an integer, not true or false"),
+        ('{"prompt": [[1], ["a"]]}', "prompt.1.0: expected an integer, not a string"),
+        ('{"prompt": ["a", [1]]}', "prompt.1: expected either strings or tokens"),
+        ('{"prompt": ["a", null]}', "prompt.1: expected strings or tokens, not null"),
+        ('{"prompt": {"a": 1}}', "prompt: expected strings or tokens, not an object"),
         ('{"prompt": ["a", ""]}', "the prompt is empty"),
         ('{"prompt": []}', "the prompt is empty"),
         ('{"prompt": null}', "prompt: Field required"),
-        ('{"prompt": "a", "stop": ["b", 1]}', "stop: a text of up to 1000 characters"),
-        ('{"prompt": "a", "stop": false}', "stop: a text or a list of up to 16"),
+        ('{"prompt": "a", "stop": ["b", 1]}', "stop: expected a string of up to 1000 characters"),
+        ('{"prompt": "a", "stop": false}', "stop: expected a string or a list of up to 16"),
         ('{"prompt": "a", "temperature": 1e999}', "temperature: Input should be a finite number"),
-        ('{"prompt": "a", "temperature": -Infinity}', "-Infinity is not a number of JSON"),
-        ('{"messages": [{"role": "user"}, 3]}', "messages.1: an object is expected, not a number"),
+        ('{"prompt": "a", "temperature": -Infinity}', "-Infinity is not a JSON number"),
+        ('{"messages": [{"role": "user"}, 3]}', "messages.1: expected an object, not a number"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": {}}', "at least one message"),
-        ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages.0.content: a part is an object"),
+        (
+            '{"messages": [{"role": "user", "content": ["a"]}]}',
+            "messages.0.content: a part must be an object",
+        ),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "the text of a part is null"),
-        ("[1]", "an object is expected, not a list"),
+        ("[1]", "expected an object, not a list"),
         ("", "not JSON"),
         ("\ufeff{}", "not JSON"),
     ):
@@ -173,7 +176,7 @@ def test_only_what_is_outside_of_texts_is_counted(monkeypatch: pytest.MonkeyPatc
     parts, commas = parts_and_values(value)
     for most_parts, most_values, refused in (
         (parts, commas + 1, None),
-        (parts - 1, commas + 1, "texts, lists and objects"),
+        (parts - 1, commas + 1, "strings, lists, objects"),
         (parts, commas, "values"),
     ):
         monkeypatch.setattr(bodies, "MAX_PARTS", most_parts)

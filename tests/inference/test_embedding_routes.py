@@ -68,7 +68,7 @@ def test_vectors_that_are_not_finite_are_an_error_of_the_server(encoding: str) -
         body = {"input": [[1], [7]], "encoding_format": encoding}
         status, found = running.post(body, PATH)
         assert status == 500 and found["error"]["type"] == "server_error"
-        assert "input.1 a vector that is not finite" in found["error"]["message"]
+        assert "input.1 a non-finite vector" in found["error"]["message"]
         assert running.post({"input": [[1]], "dimensions": 2}, PATH)[0] == 400
         assert running.post({**body, "input": [[1]]}, PATH)[0] == 200
 

@@ -293,7 +293,7 @@ def test_contents_in_parts() -> None:
                 "'image_url' are not supported",
             ),
             ({"content": "a"}, "messages.0.role is missing"),
-            ({"role": "user", "content": 3}, "messages.0.content is neither"),
+            ({"role": "user", "content": 3}, "messages.0.content must be"),
         ):
             status, found = ask(message)
             assert status == 400 and words in found["error"]["message"], found

@@ -84,7 +84,7 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--gpu-memory-utilization", "0.9"], 600),
     ):
         assert loading.cache_bytes_of(serve_options.parser().parse_args(["model", *given])) == size
-    with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is in use"):
+    with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is already in use"):
         loading.cache_bytes_of(
             serve_options.parser().parse_args(["model", "--gpu-memory-utilization", "0.2"])
         )
@@ -99,21 +99,21 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
         file.write_text(text)
         assert ds.main(["serve", str(tmp_path)]) == 2
         told = capsys.readouterr().err
-        assert str(file) in told and "give --pooling" in told and told.count("\n") == 1
+        assert str(file) in told and "set --pooling" in told and told.count("\n") == 1
         args = serve_options.parser().parse_args([str(tmp_path), "--pooling", "mean"])
         assert "Pooling" not in (command.problem_of(args) or "")
     file = tmp_path / "ranks" / "config.json"
     file.parent.mkdir()
     file.write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
     assert ds.main(["serve", str(file.parent), "--tp-size", "2"]) == 2
-    assert "Qwen3ForSequenceClassification is served on one rank" in capsys.readouterr().err
+    assert "Qwen3ForSequenceClassification runs on one rank" in capsys.readouterr().err
     ngrams = '{"method": "ngram", "num_speculative_tokens": 2}'
     for option, value in (("--lora-modules", "a=folder"), ("--speculative-config", ngrams)):
         assert ds.main(["serve", str(file.parent), option, value]) == 2
-        assert f"{option} is for models that generate" in capsys.readouterr().err
+        assert f"{option} is for generative models" in capsys.readouterr().err
     draft = f'{{"model": "{file.parent}", "num_speculative_tokens": 2}}'
     assert ds.main(["serve", "model", "--speculative-config", draft]) == 2
-    assert "Qwen3ForSequenceClassification classifies texts" in capsys.readouterr().err
+    assert "Qwen3ForSequenceClassification is a classifier" in capsys.readouterr().err
     assert ds.main(["serve", "model", "--speculative-config", '{"method": "eagle"}']) == 2
     assert "--speculative-config: " in capsys.readouterr().err
     assert ds.main(["serve", "model", "--tp-size", "2", "--lora-modules", "a=folder"]) == 2
@@ -155,12 +155,12 @@ def test_the_options_of_several_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (["--model", "{"], "--model { is no JSON"),
-        (["--model", '{"name": "a"}'], "'model' is missing, the folder or the name on the hub"),
-        (["--model", '{"model": "a", "port": 1}'], "'port' holds for all models of a server"),
-        (["--model", '{"model": "a", "dtpye": "fp32"}'], "'dtpye' is no option, did you mean 'dtype'?"),
+        (["--model", "{"], "--model { is not JSON"),
+        (["--model", '{"name": "a"}'], "'model' is missing (the folder or the name on the hub)"),
+        (["--model", '{"model": "a", "port": 1}'], "'port' applies to all models of a server"),
+        (["--model", '{"model": "a", "dtpye": "fp32"}'], "'dtpye' is not an option, did you mean 'dtype'?"),
         (["--model", "a=./b"], "the models need different names, not a, a"),
-        (["--model", "./b", "--tp-size", "2"], "several models are served on one rank each: --tp-size 1"),
+        (["--model", "./b", "--tp-size", "2"], "several models need one rank each: --tp-size 1"),
     ],
 )
 def test_models_that_are_refused(given: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

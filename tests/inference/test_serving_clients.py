@@ -66,7 +66,7 @@ def test_keys_have_names(tmp_path: Path) -> None:
             assert running.post(ASKED, Authorization=f"Bearer {key}")[0] == status
         adapter = {"lora_name": "x", "lora_path": "/x"}
         status, refused = running.post(adapter, "/v1/load_lora_adapter", Authorization="Bearer abc")
-        assert status == 403 and "by who knows it" in refused["error"]["message"]
+        assert status == 403 and "requires a server token" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_keys_have_names(tmp_path: Path) -> None:
         ("a secret\nb secret", "line 2: the name 'b', or its key"),
         ("token secret", "line 1: the name 'token'"),
         ("a sécret", "not ASCII"),
-        ("# nothing", "there is no key"),
+        ("# nothing", "contains no key"),
     ],
 )
 def test_files_of_keys_that_are_refused(
@@ -219,9 +219,9 @@ def test_options_in_a_file(tmp_path: Path) -> None:
         ({"model": "m", "max-modle-len": 8}, "'max-modle-len' is no option, did you mean 'max-model-len'?"),
         ({"model": "m", "port": "many"}, "argument --port: invalid int value: 'many'"),
         ({"port": 8}, "required: model"),
-        ("[1]", "it holds no options"),
-        ({"model": "m", "config": "other.yaml"}, "'config' is no option"),
-        ({"model": "m", "api-key": None}, "'api-key' is null: leave it out"),
+        ("[1]", "it contains no options"),
+        ({"model": "m", "config": "other.yaml"}, "'config' is not an option"),
+        ({"model": "m", "api-key": None}, "'api-key' is null: set a value"),
         ({"model": "m", "port": [1, 2]}, "'port' is [1, 2]: leave it out"),
         ({"model": "m", "lora-modules": []}, "'lora-modules' is []"),
         ({"model": None}, "'model' is null"),

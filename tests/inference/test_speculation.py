@@ -57,19 +57,19 @@ def test_configs_by_their_names_in_vllm() -> None:
             "draft_model", 2, "x"
         )
     for text, words in (
-        ("ngram", "is no JSON"),
-        ('{"method": "eagle", "num_speculative_tokens": 4}', "'eagle'; one of ngram, draft_model"),
-        ("[]", "an object is expected"),
+        ("ngram", "is not JSON"),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', "'eagle'; expected one of ngram, draft_model"),
+        ("[]", "expected an object"),
         ('{"num_speculative_tokens": 4}', "None; one of ngram"),
         ('{"method": "ngram"}', "num_speculative_tokens is missing"),
-        ('{"method": "ngram", "num_speculative_tokens": 2.5}', "no integer"),
+        ('{"method": "ngram", "num_speculative_tokens": 2.5}', "not an integer"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "at least 1"),
         (
             '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
             "min <=",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 1, "model": "x"}', "'model' is not one of"),
-        ('{"method": "draft_model", "num_speculative_tokens": 1}', "names no folder"),
+        ('{"method": "draft_model", "num_speculative_tokens": 1}', "must be the folder"),
         ('{"model": "x", "num_speculative_tokens": 1, "prompt_lookup_max": 2}', "'prompt_lookup_max' is not"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -54,14 +54,14 @@ def test_what_is_refused() -> None:
         for path, body, words in (
             ("/tokenize", {}, "either prompt or messages"),
             ("/tokenize", {"prompt": "a", "messages": []}, "either prompt or messages"),
-            ("/tokenize", {"prompt": [1]}, "prompt: a text is expected, not a list"),
-            ("/tokenize", {"messages": [1]}, "messages.0: an object is expected"),
+            ("/tokenize", {"prompt": [1]}, "prompt: expected a string, not a list"),
+            ("/tokenize", {"messages": [1]}, "messages.0: expected an object"),
             ("/tokenize", {"prompt": "a", "temperature": 1}, "unknown field 'temperature'"),
             ("/detokenize", {}, "tokens: Field required"),
-            ("/detokenize", {"tokens": "ab"}, "tokens: a list is expected, not a text"),
-            ("/detokenize", {"tokens": [1, True]}, "tokens.1: a token is an integer"),
-            ("/detokenize", {"tokens": [-1]}, "tokens.0: -1 is no token"),
-            ("/detokenize", {"tokens": [2**40]}, "is no token"),
+            ("/detokenize", {"tokens": "ab"}, "tokens: expected a list, not a string"),
+            ("/detokenize", {"tokens": [1, True]}, "tokens.1: expected an integer"),
+            ("/detokenize", {"tokens": [-1]}, "tokens.0: -1 is not a token"),
+            ("/detokenize", {"tokens": [2**40]}, "is not a token"),
         ):
             status, found = running.post(body, path)
             assert status == 400 and words in found["error"]["message"], (body, found)

@@ -35,7 +35,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks}: a cache has at least one block")
+            raise ValueError(f"num_blocks={num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
         self._uses = [0] * num_blocks
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # in order of reuse
@@ -61,7 +61,7 @@ class BlockPool:
         """
         if count > len(self._unused):
             raise OutOfBlocksError(
-                f"{count} blocks asked for, {len(self._unused)} of {self.num_blocks} unused"
+                f"{count} blocks requested, but only {len(self._unused)} of {self.num_blocks} are free"
             )
         taken = []
         for _ in range(count):
@@ -83,7 +83,7 @@ class BlockPool:
         """Drop a reference to ``block``. A sequence releases its last block first, so that a block is evicted before
         the blocks of its prefix."""
         if self._uses[block] < 1:
-            raise ValueError(f"block {block} is released, but nobody uses it")
+            raise ValueError(f"block {block} was released, but is not in use")
         self._uses[block] -= 1
         if self._uses[block] == 0:
             self._unused[block] = None
@@ -136,7 +136,7 @@ class BlockManager:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ValueError(f"block_size={self.block_size}: a block holds at least one token")
+            raise ValueError(f"block_size={self.block_size}: must be at least 1")
 
     @property
     def capacity(self) -> int:

@@ -29,7 +29,7 @@ class LayerShape:
     def of(cls, key: Tensor, value: Tensor) -> LayerShape:
         """Derive the shape from ``key`` and ``value`` [.., heads, tokens, size]. ValueError: their heads differ."""
         if key.shape[-3] != value.shape[-3]:
-            raise ValueError(f"{key.shape[-3]} heads of keys, {value.shape[-3]} of values")
+            raise ValueError(f"{key.shape[-3]} key heads but {value.shape[-3]} value heads")
         return cls(key.shape[-3], key.shape[-1], value.shape[-1], key.dtype, key.device)
 
     @property

@@ -59,7 +59,7 @@ class DraftModel:
 
     def __init__(self, module: nn.Module, count: int, *, token_budget: int = 512) -> None:
         if count < 1 or token_budget < 1:
-            raise ValueError(f"count={count}, token_budget={token_budget}: at least 1 is expected")
+            raise ValueError(f"count={count}, token_budget={token_budget}: expected at least 1")
         self.runner = ModelRunner(module)
         self.count = count
         self.token_budget = token_budget
@@ -70,7 +70,7 @@ class DraftModel:
     @property
     def blocks(self) -> BlockManager:
         """The blocks of the draft model's cache."""
-        assert self._blocks is not None, "start() comes first"
+        assert self._blocks is not None, "call start() first"
         return self._blocks
 
     @property
@@ -83,8 +83,8 @@ class DraftModel:
         own = self.runner.facts
         if own.vocab_size != vocab_size:
             raise ValueError(
-                f"the draft model {own.name} has {own.vocab_size} tokens in its vocabulary, the model {vocab_size}: "
-                "speculation needs a draft model of the same vocabulary"
+                f"the draft model {own.name} has {own.vocab_size} tokens in its vocabulary, but the model "
+                f"has {vocab_size}: speculation needs a draft model with the same vocabulary"
             )
         blocks, size = -(-tokens // self.runner.block_size), self.runner.block_size
         self.runner.allocate(blocks)

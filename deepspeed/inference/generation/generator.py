@@ -235,13 +235,11 @@ class Generator:
             ]
             if wrong:
                 raise ValueError(
-                    f"request {request.id}: token {wrong[0]} of {of} is not one of the model's, 0 to {size - 1}"
+                    f"request {request.id}: token {wrong[0]} of {of} is outside the vocabulary, 0 to {size - 1}"
                 )
         constraint = request.params.constraint
         if constraint is not None and self.matcher_of is None:
-            raise ValueError(
-                f"request {request.id}: a constraint needs matcher_of, which this generator was made without"
-            )
+            raise ValueError(f"request {request.id}: a constraint needs a generator created with matcher_of")
         if constraint is not None:
             self.matcher_of.check(constraint, size)  # type: ignore[union-attr]
         if request.params.pooling is not None and self.runner.no_states is not None:
@@ -266,7 +264,7 @@ class Generator:
             blocks = int(-least.item())
         if blocks * size < 1:
             raise ValueError(
-                f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({block_bytes} bytes)"
+                f"cache_bytes={cache_bytes} cannot hold a block of {size} tokens ({block_bytes} bytes)"
             )
         return blocks
 
@@ -281,7 +279,7 @@ def longest_request(runner: ModelRunner, max_length: int | None) -> int:
     made_for = runner.facts.max_length
     length = max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if made_for is not None and length > made_for:
-        raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
+        raise ValueError(f"max_length={length}: the model supports {made_for} tokens")
     return length
 
 

@@ -45,7 +45,7 @@ class Grammars:
         if (constraint, size) in self._right:
             return
         if len(constraint.text) > _MAX_CHARACTERS:
-            raise ValueError(f"a grammar has at most {_MAX_CHARACTERS:,} characters")
+            raise ValueError(f"a grammar may have at most {_MAX_CHARACTERS:,} characters")
         errors = _library().LLMatcher.validate_grammar(self._grammar(constraint), self._tokens(size))
         if errors and not errors.startswith("WARNING"):
             raise ValueError(f"{constraint.kind}: {errors}")
@@ -120,7 +120,7 @@ class GrammarMatcher:
         lost = self._matcher.is_error()
         if lost and not self._warned:
             self._warned = True
-            logger.warning(f"inference: an answer ends where its grammar fails: {self._matcher.get_error()}")
+            logger.warning(f"inference: an answer ends as its grammar failed: {self._matcher.get_error()}")
         return lost
 
     def _end(self) -> Tensor:
@@ -145,7 +145,7 @@ def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "grammar":
         return library.grammar_from_lark(text)
     raise ValueError(
-        f"constraint {constraint.kind!r}: json_schema, json_object, regex, choice or grammar is expected"
+        f"constraint {constraint.kind!r}: expected json_schema, json_object, regex, choice or grammar"
     )
 
 

@@ -122,7 +122,7 @@ class LogitsProcessor:
         if known is None:
             matcher, constraint = None, request.params.constraint
             if constraint is not None:
-                assert self._matcher_of is not None, "Generator.check refuses constraints without matchers"
+                assert self._matcher_of is not None, "Generator.check rejects constraints without matchers"
                 matcher = self._matcher_of(constraint, scores.shape[-1])
             known = self._progress[request.id] = _Progress(request, scores, matcher)
         return known

@@ -174,7 +174,7 @@ def decoder_of(
         _linear(found, "lm_head"),
     )
     if on_host and decoder.dtype not in (torch.float32, torch.bfloat16):
-        raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
+        raise LayoutError(f"no kernels for weights of {decoder.dtype}")
     if decoder.watch.is_disturbed():
         raise LayoutError("some of its modules have hooks or another forward")
     return decoder
@@ -199,7 +199,7 @@ def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:
     separate_qkv = hasattr(attention, "q_proj")
     activation = _ACTIVATIONS.get(getattr(attention.config, "hidden_act", None) or "")
     if activation is None:
-        raise LayoutError("its activation is not known")
+        raise LayoutError("its activation is unknown")
     made = Layer(
         _norm(layer, "input_layernorm"),
         tuple(
@@ -224,7 +224,7 @@ def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:
         + len({matrix_of(each).kind for each in made.gated})
         != 2
     ):
-        raise LayoutError("layers that have the same input have weights of several kinds")
+        raise LayoutError("layers with the same input have different kinds of weights")
     return made
 
 
@@ -245,9 +245,9 @@ def _norm(parent: nn.Module, name: str) -> Norm:
 def _linear(parent: nn.Module, name: str) -> nn.Module:
     module = _child(parent, name)
     if type(module) not in _LINEAR:
-        raise LayoutError(f"{name} is a {type(module).__name__}, no plain linear layer")
+        raise LayoutError(f"{name} is a {type(module).__name__}, not a plain linear layer")
     if isinstance(module, nn.Linear) and not module.weight.is_contiguous():
-        raise LayoutError(f"the weight of {name} does not lie row by row")
+        raise LayoutError(f"the weight of {name} is not row-major")
     return module
 
 

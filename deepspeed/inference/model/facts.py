@@ -44,15 +44,15 @@ class ModelFacts:
         name = type(module).__name__
         config: Any = getattr(module, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
-            raise LayoutError(f"{name} has no config of Transformers")
+            raise LayoutError(f"{name} has no Transformers config")
         if config.is_encoder_decoder or module.get_output_embeddings() is None:  # type: ignore[operator]
-            raise LayoutError(f"{name} is no causal language model: it generates by its own generate() only")
+            raise LayoutError(f"{name} is not a causal language model: use its own generate()")
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None)
         other = sorted(set(kinds or ()) - _ATTENTION)
         if other:
             raise LayoutError(
-                f"{name} has layers of type {', '.join(other)}, whose state is not keys and values of tokens"
+                f"{name} has layers of type {', '.join(other)}, whose state is not a key-value cache"
             )
         first = next(module.parameters())
         return cls(

@@ -47,7 +47,7 @@ class FusedLayout:
         """Learn the shapes as the packed layout does. LayoutError: an unsupported architecture, or no native
         library."""
         if library() is None:
-            raise LayoutError("the native library is not there")
+            raise LayoutError("the native library is not available")
         shapes = self.packed.learn(pieces, block_size)
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
         self.max_fused_tokens = program_rows(matrix_of(self._decoder.layers[0].down).kind)
@@ -70,7 +70,7 @@ class FusedLayout:
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         decoder = self._decoder
-        assert decoder is not None, "learn() comes first"
+        assert decoder is not None, "call learn() first"
         if any(piece.adapter is not None for piece in pieces):
             return self.packed.forward(pieces, cache)
         rows, last = 0, []
@@ -223,6 +223,6 @@ def rotations_of(
     for table in made:
         first, second = table[0].float().chunk(2, dim=-1)
         if not torch.equal(first, second):
-            raise LayoutError("the rotations of the two numbers of a pair differ")
+            raise LayoutError("the two numbers of a pair have different rotations")
         tables.append(first.contiguous())
     return tables[0], tables[1]

@@ -44,7 +44,7 @@ class LaunchedLayout:
         shapes = self.packed.learn(pieces, block_size)
         decoder = decoder_of(self.packed.module, shapes, self.packed.terms, on_host=False)
         if decoder.dtype not in _TYPES:
-            raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
+            raise LayoutError(f"no kernels for weights of {decoder.dtype}")
         self._launcher = DecoderLaunches(decoder, self.facts.device)
         return shapes
 
@@ -58,7 +58,7 @@ class LaunchedLayout:
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         launcher = self._launcher
-        assert launcher is not None, "learn() comes first"
+        assert launcher is not None, "call learn() first"
         if any(piece.adapter is not None for piece in pieces):
             return self.packed.forward(pieces, cache)
         if not unchanged and launcher.decoder.watch.is_disturbed():

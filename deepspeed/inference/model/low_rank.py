@@ -53,7 +53,7 @@ def load_adapter(module: nn.Module, folder: str, adaptable: Set[nn.Module] | Non
     another model. OSError: unreadable."""
     path, config = Path(folder), _config_of(folder)
     if not (path / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder}: there is no adapter_model.safetensors")
+        raise ValueError(f"{folder}: adapter_model.safetensors is missing")
     tensors, known = load_file(path / "adapter_model.safetensors"), dict(module.named_modules())
     adaptable = adaptable_layers(module) if adaptable is None else adaptable
     layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -64,8 +64,8 @@ def load_adapter(module: nn.Module, folder: str, adaptable: Set[nn.Module] | Non
         layer, up = known.get(layer_name), tensors.get(name.replace("lora_A", "lora_B"))
         if kind != "A.weight" or layer is None or layer not in adaptable or up is None:
             raise ValueError(
-                f"{folder}: {name} is not supported: only lora_A and lora_B of linear layers below the head that "
-                "compute every token, which those of experts do not"
+                f"{folder}: {name} is not supported: only lora_A and lora_B of linear layers below the head "
+                "are, and not those of experts"
             )
         layers[layer] = _matrices(layer, down, up, config, f"{folder}: {name}")
     if not layers:
@@ -110,8 +110,8 @@ def _matrices(
     rank = len(down) if down.ndim else 0
     if not rank or (down.shape, up.shape) != ((rank, inputs), (outputs, rank)):
         raise ValueError(
-            f"{name} is for another layer: {list(down.shape)} and {list(up.shape)}, expected are "
-            f"[rank, {inputs}] and [{outputs}, rank]"
+            f"{name} is for another layer: {list(down.shape)} and {list(up.shape)}, expected [rank, "
+            f"{inputs}] and [{outputs}, rank]"
         )
     if not (down.isfinite().all() and up.isfinite().all()):
         raise ValueError(f"{name}: the weights are not finite")
@@ -126,13 +126,13 @@ def _config_of(folder: str) -> Mapping[str, Any]:
     """Return the adapter's config. ValueError: it is missing, or has unsupported settings."""
     path = Path(folder) / "adapter_config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is no folder of an adapter: there is no adapter_config.json")
+        raise ValueError(f"{folder} is not an adapter folder: adapter_config.json is missing")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: an object is expected")
+        raise ValueError(f"{path}: expected an object")
     _check_config(config, folder)
     return config
 
@@ -145,7 +145,7 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
             raise ValueError(f"{folder}: {name}={config[name]!r} is not supported")
     alpha = config.get("lora_alpha")
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ValueError(f"{folder}: lora_alpha={alpha!r}: a number is expected")
+        raise ValueError(f"{folder}: lora_alpha={alpha!r}: expected a number")
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class PackedLayout:
         """
         _register()
         if "position_ids" not in self.facts.arguments:
-            raise LayoutError("its forward takes no position_ids")
+            raise LayoutError("its forward does not accept position_ids")
         running = Running(
             PackedBatch(pieces, PagedCache({}, 0, block_size), self.facts.device), learning=True
         )
@@ -81,7 +81,7 @@ class PackedLayout:
         told = sum(terms.window is not None for terms in running.terms.values())
         expected = self.facts.sliding_layers
         if told != expected if expected is not None else bool(running.masks & _SLIDING) and not told:
-            raise LayoutError("layers have a sliding window that they do not tell their attention")
+            raise LayoutError("layers have a sliding window that they do not pass to their attention")
         self.terms = running.terms
         return running.shapes
 
@@ -158,11 +158,11 @@ def _forward(
     """Implement Transformers' attention function: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     running = _running.get()
     if running is None:
-        raise LayoutError(f"the attention {NAME!r} is used by deepspeed's inference engine only")
+        raise LayoutError(f"the attention {NAME!r} can only be used by deepspeed's inference engine")
     layer = getattr(module, "layer_idx", None)
     given = [name for name in _REFUSED if kwargs.get(name) is not None]
     if layer is None or given or attention_mask is not None or not getattr(module, "is_causal", True):
-        why = f"is given {given[0]}" if given else "is not causal attention with a number of its layer"
+        why = f"is given {given[0]}" if given else "is not causal attention with a layer index"
         raise LayoutError(f"{type(module).__name__} {why}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     terms = AttentionTerms(scale, sliding_window, softcap or None, s_aux)

@@ -19,8 +19,8 @@ def rope_theta(config: Any) -> float:
     kind = scaled_rope(config)
     if kind is not None:
         raise ValueError(
-            f"{type(config).__name__} has positions of rope_type={kind!r}, which a base alone does not describe: use "
-            "the model's own rotary embedding"
+            f"{type(config).__name__} has positions of rope_type={kind!r}, which a base alone cannot "
+            "describe: use the model's own rotary embedding"
         )
     own = getattr(config, "rope_theta", None)
     if own is not None:
@@ -37,9 +37,7 @@ def rope_theta(config: Any) -> float:
             return next(iter(by_layer.values()))
         if section.get("rope_theta") is not None:
             return section["rope_theta"]
-    raise ValueError(
-        f"{type(config).__name__} has no rope_theta, also not in rope_parameters or rope_scaling"
-    )
+    raise ValueError(f"{type(config).__name__} has no rope_theta, nor do rope_parameters or rope_scaling")
 
 
 def scaled_rope(config: Any) -> str | None:

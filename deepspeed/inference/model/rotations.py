@@ -48,8 +48,8 @@ class Rotations:
         self.lengths = tuple(sorted(lengths))
         if not lengths and (told := set(_kinds(_parameters(config))) & _SWITCHING):
             raise LayoutError(
-                f"{type(module).__name__} has rotations of type {told.pop()} in modules of its own code, of which it "
-                "is not known when they depend on the length of a sequence"
+                f"{type(module).__name__} has rotations of type {told.pop()} in custom modules, so it is "
+                "unknown when they depend on the sequence length"
             )
         prepare: Any = getattr(type(module), "prepare_inputs_for_generation", None)
         names = () if prepare is None else inspect.unwrap(prepare).__code__.co_names
@@ -64,9 +64,9 @@ class Rotations:
         keep using keys rotated for the short sequence."""
         if not self.restarts and self.span(length) != self.span(longest):
             raise ValueError(
-                f"a sequence of {length} tokens would grow to {longest}, beyond the {self.lengths[self.span(length)]} "
-                "from which on its rotations (longrope) differ, and generate() of this model does not compute it anew: "
-                "ask for fewer tokens, or give a longer prompt"
+                f"a sequence of {length} tokens would grow to {longest}, beyond the "
+                f"{self.lengths[self.span(length)]} where its rotations (longrope) change, and generate() "
+                "of this model does not recompute it: request fewer tokens, or pass a longer prompt"
             )
 
     @contextlib.contextmanager

@@ -101,7 +101,7 @@ class ModelRunner:
 
     @property
     def cache(self) -> PagedCache:
-        assert self._cache is not None, "allocate() comes first"
+        assert self._cache is not None, "call allocate() first"
         return self._cache
 
     def allocate(self, num_blocks: int) -> None:

@@ -70,7 +70,7 @@ class CalibrationReport:
         worst = max(self.errors, key=lambda name: self.errors[name])
         return (
             f"{len(self.errors)} linear layers have weights of {self.bits} bits by {self.method}: "
-            f"{self.bytes_before / 1e6:.1f} MB became {self.bytes_after / 1e6:.1f} MB; the largest error of outputs is "
+            f"{self.bytes_before / 1e6:.1f} MB became {self.bytes_after / 1e6:.1f} MB; largest output error "
             f"{self.errors[worst]:.1%}, of {worst}"
         )
 
@@ -108,9 +108,7 @@ def quantize_calibrated(
             f"bits={bits}, group_size={group_size}: 8 bits in groups of a multiple of 64, or 4 of a multiple of 128"
         )
     if not given:
-        raise ValueError(
-            "quantize_calibrated: no batches were given: some thousand tokens of text are needed"
-        )
+        raise ValueError("quantize_calibrated: no batches: a few thousand tokens of text are needed")
     if not any(True for block in blocks for _ in linears_of(block)):
         raise ValueError(f"{type(module).__name__} has no blocks with linear layers")
     errors: dict[str, float] = {}

@@ -69,18 +69,18 @@ def quantize_as_configured(
     yield quantize_linears(module, weight.num_bits, weight.q_groups, dtype)
     parts = quantize_parts(module, weight.num_bits, weight.q_groups, dtype)
     if parts:
-        yield f"{parts} layers that ranks share have weights of {weight.num_bits} bits"
+        yield f"{parts} tensor-parallel layers have weights of {weight.num_bits} bits"
     activation = config.quant.activation
     if config.quant.enabled and activation.enabled and "activation" in config.quant.model_fields_set:
         if activation.num_bits != 8 or QuantTypeEnum(activation.q_type) is not QuantTypeEnum.sym:
             raise ValueError(
-                f"quant.activation: num_bits={activation.num_bits}, q_type={activation.q_type}: activations are "
-                "rounded to 8 bits, symmetric; set these, or 'enabled': false"
+                f"quant.activation: num_bits={activation.num_bits}, q_type={activation.q_type}: activations "
+                "can only be quantized to 8 bits, symmetric; set these, or 'enabled': false"
             )
         layers = [layer for layer in module.modules() if isinstance(layer, IntegerLinear)]
         for layer in layers:
             layer.rounds_inputs = True
-        yield f"{len(layers)} layers round their inputs to 8 bits"
+        yield f"{len(layers)} layers quantize their inputs to 8 bits"
 
 
 def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> int:

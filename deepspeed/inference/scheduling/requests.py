@@ -103,7 +103,7 @@ class SamplingParams:
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
             "logit_bias": (all(math.isfinite(value) for _, value in self.logit_bias), "finite values"),
             "allowed_token_ids": (self.allowed_token_ids != (), "at least one token"),
-            "bad_words": (all(self.bad_words), "no empty word"),
+            "bad_words": (all(self.bad_words), "no empty string"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
             "pooling": (self.pooling in (None, *POOLINGS), f"one of {', '.join(POOLINGS)}, or None"),
         }

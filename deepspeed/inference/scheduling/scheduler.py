@@ -92,13 +92,13 @@ class Scheduler:
     ) -> None:
         if not 1 <= max_sequences <= token_budget:
             raise ValueError(
-                f"max_sequences={max_sequences} with token_budget={token_budget}: every sequence needs its token in "
-                "each forward, so that max_sequences is 1 to token_budget"
+                f"max_sequences={max_sequences} with token_budget={token_budget}: every sequence needs a "
+                "token in each forward, so max_sequences must be 1 to token_budget"
             )
         if not 0 <= short_share < 1:
             raise ValueError(
-                f"short_share={short_share}: short prompts may have a part from 0 to below 1 of what is left for "
-                "prompts; with all of it they could hold up a long one for ever"
+                f"short_share={short_share}: must be in [0, 1): with the whole budget, short prompts could "
+                "starve a long one"
             )
         if policy not in POLICIES:
             raise ValueError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
@@ -132,14 +132,14 @@ class Scheduler:
         if request.limit > self.max_length:
             raise ValueError(
                 f"request {request.id}: {len(request.prompt)} tokens and up to {request.params.max_new_tokens} new "
-                f"ones are more than the {self.max_length} that a sequence may have here"
+                f"ones exceed the maximum sequence length of {self.max_length}"
             )
 
     def add(self, request: Request) -> None:
         """Enqueue ``request``. ValueError: it could exceed the longest possible length, or ids do not ascend."""
         self.check(request)
         if request.id <= self._last_id:
-            raise ValueError(f"request {request.id} after request {self._last_id}: ids ascend")
+            raise ValueError(f"request {request.id} after request {self._last_id}: ids must ascend")
         self._last_id = request.id
         insort(self._waiting, request, key=self._sort_key)
 

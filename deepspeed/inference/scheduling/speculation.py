@@ -62,11 +62,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
-            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: at least 1 is expected")
+            raise ValueError(f"num_speculative_tokens={self.num_speculative_tokens}: expected at least 1")
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min}, prompt_lookup_max={self.prompt_lookup_max}: "
-                "1 <= min <= max is expected"
+                "expected 1 <= min <= max"
             )
 
     @classmethod
@@ -75,26 +75,24 @@ class SpeculativeConfig:
         try:
             given: Any = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{text!r} is no JSON: {error}") from None
+            raise ValueError(f"{text!r} is not JSON: {error}") from None
         if not isinstance(given, dict):
-            raise ValueError(f"{text}: an object is expected")
+            raise ValueError(f"{text}: expected an object")
         method = given.get("method", "draft_model" if "model" in given else None)
         if method not in METHODS:
-            raise ValueError(f'{text}: "method" is {method!r}; one of {", ".join(METHODS)} is expected')
+            raise ValueError(f'{text}: "method" is {method!r}; expected one of {", ".join(METHODS)}')
         fields = ("method", "num_speculative_tokens", *METHODS[method])
         wrong = [name for name in given if name not in fields]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is not one of {', '.join(fields)}")
         if method == "draft_model" and not (isinstance(given.get("model"), str) and given["model"]):
-            raise ValueError(f'{text}: "model" names no folder of a draft model')
+            raise ValueError(f'{text}: "model" must be the folder of a draft model')
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         settings.setdefault("prompt_lookup_max", settings.get("prompt_lookup_min", _USUAL_LENGTH))
         settings.setdefault("prompt_lookup_min", settings["prompt_lookup_max"])
         numbers = [settings.get("num_speculative_tokens"), *(settings[name] for name in METHODS["ngram"])]
         if not all(type(each) is int for each in numbers):
-            raise ValueError(
-                f"{text}: num_speculative_tokens is missing, or one of the numbers is no integer"
-            )
+            raise ValueError(f"{text}: num_speculative_tokens is missing, or a number is not an integer")
         return cls(**{**settings, "method": method})
 
 

@@ -194,7 +194,7 @@ class _ThisMachineOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._app
         if scope["type"] == "http" and not names_this_machine(Headers(scope=scope).get("host", "")):
-            message = "the server is for this machine only, and the header Host names another: start it with a token"
+            message = "local requests only, but the Host header names another machine: start the server with a token"
             answer = refusal(403, message, "permission_error")
         await answer(scope, receive, send)
 
@@ -385,8 +385,8 @@ def _check_count(service: Service, prompts: int, n: int) -> None:
     most = service.max_requests
     if prompts * n > most:
         raise RequestError(
-            f"prompts: {prompts}, n: {n}; their product is at most {most}, the sequences served at one time "
-            "(--max-requests)",
+            f"prompts: {prompts}, n: {n}; their product must be at most {most}, the number of concurrent "
+            "sequences (--max-requests)",
             "n" if prompts <= most else "prompt",
         )
 
@@ -482,4 +482,4 @@ def _event(content: dict[str, Any], name: str | None = None) -> str:
 
 
 def _no_response(id: str) -> Response:
-    return refusal(404, f"there is no response {id[:100]!r}, or no more", "invalid_request_error", "id")
+    return refusal(404, f"there is no response {id[:100]!r}, or it expired", "invalid_request_error", "id")

@@ -65,7 +65,7 @@ def fields_of(body: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"body: {error}") from error
     if not isinstance(fields, dict):
-        raise RequestError(f"body: an object is expected, not {kind_of(fields)}")
+        raise RequestError(f"body: expected an object, not {kind_of(fields)}")
     return fields
 
 
@@ -108,11 +108,11 @@ def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
         brackets += marks.count(b"[") + marks.count(b"{")
         commas += marks.count(b",")
         if quotes // 2 + brackets > most:
-            raise RequestError(f"{where or 'body'}: more than {MAX_PARTS:,} texts, lists and objects", where)
+            raise RequestError(f"{where or 'body'}: more than {MAX_PARTS:,} strings, lists, objects", where)
         if commas >= budget.values:
             raise RequestError(f"{where or 'body'}: more than {MAX_VALUES:,} values", where)
         if _HALF_PAIR.search(piece):
-            raise ValueError("an escape is one half of a surrogate pair")
+            raise ValueError("an escape is an unpaired surrogate")
     budget.parts -= quotes // 2 + brackets
     budget.values -= commas
 
@@ -129,7 +129,7 @@ def _cut_before_escape(piece: bytes) -> tuple[bytes, bytes]:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"an integer of {len(digits):,} digits: at most {_MAX_DIGITS} are read")
+        raise ValueError(f"an integer of {len(digits):,} digits: at most {_MAX_DIGITS} are supported")
     return int(digits)
 
 
@@ -138,10 +138,10 @@ def _number(digits: str) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 
 
 def kind_of(value: Any) -> str:

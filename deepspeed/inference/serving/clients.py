@@ -35,14 +35,14 @@ def read_keys(path: str | Path) -> dict[str, str]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2:
-            raise ValueError(f"{path}, line {number}: {len(words)} words instead of a name and a key")
+            raise ValueError(f"{path}, line {number}: {len(words)} words, expected a name and a key")
         name, key = words
         check_token(key, f"{path}, line {number}")
         if name in (*keys, OPERATOR) or key in keys.values():
-            raise ValueError(f"{path}, line {number}: the name {name!r}, or its key, is taken already")
+            raise ValueError(f"{path}, line {number}: the name {name!r}, or its key, is already taken")
         keys[name] = key
     if not keys:
-        raise ValueError(f"{path}: there is no key in it")
+        raise ValueError(f"{path}: contains no key")
     return keys
 
 

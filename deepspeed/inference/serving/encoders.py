@@ -25,7 +25,11 @@ class TextEncoder:
         token_budget: tokens per forward, with padding; a longer text gets its own forward.
     """
 
-    use, unit, remedy = "the model gives vectors of texts and generates none: use /v1/embeddings", "text", ""
+    use, unit, remedy = (
+        "the model only computes embeddings: use /v1/embeddings",
+        "text",
+        "",
+    )
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         self.module: Any = module
@@ -46,10 +50,10 @@ class TextEncoder:
             raise ValueError(self.use)
         if not 0 < len(prompt) <= self.max_length:
             raise ValueError(
-                f"the {self.unit} has {len(prompt)} tokens, the model takes {self.max_length}{self.remedy}"
+                f"the {self.unit} has {len(prompt)} tokens, but the model supports {self.max_length}{self.remedy}"
             )
         if not 0 <= min(prompt) <= max(prompt) < self._known:
-            raise ValueError(f"a token is not one of the model's, 0 to {self._known - 1}")
+            raise ValueError(f"token outside the vocabulary, 0 to {self._known - 1}")
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         self._last_id += 1
@@ -105,15 +109,15 @@ class CrossEncoder(TextEncoder):
     ValueError: the model has several labels, or an unknown activation.
     """
 
-    use = "the model scores pairs of texts and generates none: use /v1/score or /v1/rerank"
-    unit, remedy = "pair", ": give truncate_prompt_tokens"
+    use = "the model scores pairs of texts and does not generate text: use /v1/score or /v1/rerank"
+    unit, remedy = "pair", ": set truncate_prompt_tokens"
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         super().__init__(module, tokenizer, token_budget=token_budget)
         self._known = 2 * self._segment
         config: Any = module.config
         if config.num_labels != 1:
-            raise ValueError(f"the model has {config.num_labels} labels: a cross-encoder has one, the score")
+            raise ValueError(f"the model has {config.num_labels} labels, but a cross-encoder has one")
         self._encoding, self._least = threading.Lock(), tokenizer.num_special_tokens_to_add(pair=True)
         self._activate = _activation(config)
 
@@ -123,7 +127,7 @@ class CrossEncoder(TextEncoder):
         which case a tokenizer would not truncate at all."""
         if most is not None and most < self._least:
             raise RequestError(
-                f"truncate_prompt_tokens={most}: at least {self._least} is expected, the special tokens of a pair",
+                f"truncate_prompt_tokens={most}: expected at least {self._least}, the special tokens of a pair",
                 "truncate_prompt_tokens",
             )
         with self._encoding:  # truncation is set on the tokenizer

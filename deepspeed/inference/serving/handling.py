@@ -111,14 +111,14 @@ class Intake:
             return Response(status_code=499)  # client gone
         except asyncio.TimeoutError:
             seconds = self.settings.body_seconds
-            return refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
+            return refusal(408, f"the request did not arrive within {seconds:g} s", "invalid_request_error")
         except (ValueError, BusyError, ClosedError) as problem:
             return refusal_of(problem)
 
     async def _body(self, request: Request) -> list[bytes]:
         """Read the chunks of a body. TimeoutError: they arrive too slowly. _TooLargeError: the body is too large."""
         most = self.settings.max_body_bytes
-        too_large = _TooLargeError(f"a request has at most {most} bytes")
+        too_large = _TooLargeError(f"a request may have at most {most} bytes")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > most:
             raise too_large  # before allocating memory for it
@@ -182,7 +182,7 @@ def refusal_of(problem: Exception) -> Response:
 
 
 def unauthorized() -> Response:
-    return refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
+    return refusal(401, "the token in the Authorization header is missing or wrong", "authentication_error")
 
 
 def refusal(

@@ -224,7 +224,7 @@ class _Connection(H11Protocol):
 
     def _cut_off(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            message = f"the headers were not there within {self.seconds:g} s"
+            message = f"the headers did not arrive within {self.seconds:g} s"
             body = json.dumps(protocol.error(message, "invalid_request_error")).encode()
             headers = [
                 ("content-type", "application/json"),

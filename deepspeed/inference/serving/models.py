@@ -71,7 +71,7 @@ class Models:
         self._models = {model.name: model for model in models}
         if len(self._models) < len(models) or "" in self._models:
             names = [model.name for model in models]
-            raise ValueError(f"the models of a server have different names: {', '.join(map(repr, names))}")
+            raise ValueError(f"the models of a server need different names: {', '.join(map(repr, names))}")
         self.default = models[0]
         self.services = Services({model.name: model.service for model in models})
         self._began = int(time.time())
@@ -87,7 +87,7 @@ class Models:
         model = self._base(base)
         if model.load_adapter is None:
             raise ValueError(
-                f"{model.name!r} takes no adapters: they need a model that generates, on one rank"
+                f"{model.name!r} does not support adapters: they need a generative model on one rank"
             )
         with self._lock:
             self._reserve(name, anew)
@@ -105,7 +105,7 @@ class Models:
             raise ValueError(f"the name {name!r} is {'taken' if name else 'empty'}")
         known = self._loading | self._adapters.keys()
         if name not in known and len(known) >= _MAX_ADAPTERS:
-            raise ValueError(f"there are {len(known)} adapters, the most that are kept: unload one first")
+            raise ValueError(f"there are {len(known)} adapters loaded, the maximum: unload one first")
         self._loading.add(name)
 
     def remove(self, name: str) -> None:
@@ -124,7 +124,7 @@ class Models:
         found = self._models.get(name) if name else self.default
         if found is None:
             there = ", ".join(map(repr, [*self._models, *list(self._adapters)][:_MAX_TOLD]))
-            raise ModelError(f"there is no model {name!r}, only {there}")
+            raise ModelError(f"there is no model {name!r}; available: {there}")
         return found
 
     def described(self) -> list[dict[str, Any]]:

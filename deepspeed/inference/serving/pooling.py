@@ -34,13 +34,13 @@ def pooling_of(folder: str) -> str | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): give --pooling") from None
+        raise ValueError(f"{path} is not JSON ({error}): set --pooling") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path}: an object is expected: give --pooling")
+        raise ValueError(f"{path}: expected an object: set --pooling")
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ValueError(
-            f"{path}: pooling by {' and '.join(modes) or 'nothing'} is not supported: give --pooling"
+            f"{path}: pooling by {' and '.join(modes) or 'nothing'} is not supported: set --pooling"
         )
     return _MODES[modes[0]]
 
@@ -59,7 +59,7 @@ def check_dimensions(asked: int | None, allowed: tuple[int, ...] | None) -> None
         return
     why = "the model was not trained for shorter vectors"
     raise RequestError(
-        f"dimensions: {why if allowed is None else f'one of {list(allowed)} is expected'}", "dimensions"
+        f"dimensions: {why if allowed is None else f'expected one of {list(allowed)}'}", "dimensions"
     )
 
 
@@ -73,9 +73,7 @@ def vectors_of(pooled: Sequence[Tensor], dimensions: int | None, normalized: boo
     made = (functional.normalize(cut, dim=1) if normalized else cut).cpu()
     finite = made.isfinite().all(1)
     if not finite.all():
-        raise NotFiniteError(
-            f"the model gives input.{int(finite.int().argmin())} a vector that is not finite"
-        )
+        raise NotFiniteError(f"the model gives input.{int(finite.int().argmin())} a non-finite vector")
     return made
 
 

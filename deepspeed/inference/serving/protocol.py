@@ -191,9 +191,9 @@ def texts_of(given: Any, name: str) -> list[str | list[int]]:
     for place, prompt in enumerate(prompts):
         where = f"{name}.{place}" if prompts is given else name
         if not isinstance(prompt, (str, list)):
-            raise RequestError(f"{where}: texts or tokens are expected, not {kind_of(prompt)}", where)
+            raise RequestError(f"{where}: expected strings or tokens, not {kind_of(prompt)}", where)
         if type(prompt) is not type(prompts[0]):
-            raise RequestError(f"{where}: either texts or tokens are expected, not both", where)
+            raise RequestError(f"{where}: expected either strings or tokens, not both", where)
         if not prompt:
             raise RequestError(f"the {name} is empty", where)
         if isinstance(prompt, list):
@@ -208,7 +208,7 @@ def check_tokens(tokens: list[Any], where: str) -> None:
             continue
         where = f"{where}.{place}"
         problem = (
-            f"{token} is no token" if type(token) is int else f"a token is an integer, not {kind_of(token)}"
+            f"{token} is not a token" if type(token) is int else f"expected an integer, not {kind_of(token)}"
         )
         raise RequestError(f"{where}: {problem}", where)
 
@@ -218,19 +218,19 @@ def messages_of(request: Any) -> list[dict[str, Any]]:
     object with a role, a part of its content is not text, or its calls are malformed."""
     given: Any = request.messages
     if not isinstance(given, list) or not given:
-        raise RequestError("messages: a list of at least one message is expected", "messages")
+        raise RequestError("messages: expected a list of at least one message", "messages")
     made, budget = [], JsonBudget()
     for place, message in enumerate(given):
         where = f"messages.{place}"
         if not isinstance(message, dict):
-            raise RequestError(f"{where}: an object is expected, not {kind_of(message)}", where)
+            raise RequestError(f"{where}: expected an object, not {kind_of(message)}", where)
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where}.role is missing", f"{where}.role")
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text_of(part, f"{where}.content") for part in content)
         elif not isinstance(content, (str, type(None))):
-            raise RequestError(f"{where}.content is neither a text nor a list of texts", f"{where}.content")
+            raise RequestError(f"{where}.content must be a string or a list of strings", f"{where}.content")
         made.append(with_calls({**message, "content": content or ""}, where, budget))
     return made
 
@@ -239,7 +239,7 @@ def _text_of(part: Any, where: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     if not isinstance(part, dict):
-        raise RequestError(f"{where}: a part is an object, not {kind_of(part)}", where)
+        raise RequestError(f"{where}: a part must be an object, not {kind_of(part)}", where)
     kind = part.get("type")
     shown = repr(kind[:NAME_LENGTH]) if isinstance(kind, str) else kind_of(kind)
     if kind == "text":
@@ -269,12 +269,12 @@ def template_of(request: Any) -> dict[str, Any]:
     goes_on = request.continue_final_message
     if goes_on and request.add_generation_prompt and "add_generation_prompt" in request.model_fields_set:
         raise RequestError(
-            "continue_final_message continues a message; add_generation_prompt begins one",
+            "continue_final_message and add_generation_prompt exclude each other",
             "continue_final_message",
         )
     for name in _NO_VARIABLES & set(request.chat_template_kwargs or {}):
         where = f"chat_template_kwargs.{name}"
-        raise RequestError(f"{where} is no variable of a template", where)
+        raise RequestError(f"{where} is not a template variable", where)
     own = {"add_generation_prompt": request.add_generation_prompt and not goes_on}
     own |= {"continue_final_message": True} if goes_on else {}
     return {**(request.chat_template_kwargs or {}), **own}
@@ -298,10 +298,10 @@ def stops_of(request: _Sampling) -> list[str]:
     stop: Any = request.stop
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or len(stops) > _STOPS:
-        raise RequestError(f"stop: a text or a list of up to {_STOPS} is expected", "stop")
+        raise RequestError(f"stop: expected a string or a list of up to {_STOPS}", "stop")
     for each in stops:
         if not isinstance(each, str) or len(each) > _STOP_LENGTH:
-            raise RequestError(f"stop: a text of up to {_STOP_LENGTH} characters is expected", "stop")
+            raise RequestError(f"stop: expected a string of up to {_STOP_LENGTH} characters", "stop")
     return stops
 
 
@@ -320,7 +320,7 @@ def params_of(
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
-        detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
+        detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, but {least} were requested"
         limit = f"this model's maximum context length is {most} tokens"
         raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
     new = min(default, room) if asked is None else asked

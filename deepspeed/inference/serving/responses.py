@@ -91,13 +91,13 @@ def chat_of(request: ResponsesRequest, store: ResponseStore) -> tuple[ChatReques
     """Return the request as a chat, and its messages without the instructions, which hold for one response only.
     RequestError: an item or field is malformed, or the previous response is unknown."""
     if request.n != 1:
-        raise RequestError("n: a response is one answer", "n")
+        raise RequestError("n: a response has exactly one answer", "n")
     history: list[dict[str, Any]] = []
     if request.previous_response_id is not None:
         previous = store.get(request.previous_response_id)
         if previous is None:
             where = "previous_response_id"
-            raise RequestError(f"{where}: there is no such response, or no more", where)
+            raise RequestError(f"{where}: no such response, or it expired", where)
         history = json.loads(previous.messages)
     history += messages_of_items(request.input)
     first = [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -112,7 +112,7 @@ def chat_of(request: ResponsesRequest, store: ResponseStore) -> tuple[ChatReques
 
 def _tools(given: Any) -> list[Any]:
     if not isinstance(given, list):
-        raise RequestError("tools: a list of functions is expected", "tools")
+        raise RequestError("tools: expected a list of functions", "tools")
     made = []
     for place, tool in enumerate(given):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -140,7 +140,7 @@ def _format(given: Any) -> dict[str, Any]:
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
     if not isinstance(form, dict):
-        raise RequestError(f"text.format: an object is expected, not {kind_of(form)}", "text.format")
+        raise RequestError(f"text.format: expected an object, not {kind_of(form)}", "text.format")
     return {"response_format": form}
 
 
@@ -149,13 +149,13 @@ def messages_of_items(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise RequestError("input: a text or a list of at least one item is expected", "input")
+        raise RequestError("input: expected a string or a list of at least one item", "input")
     made: list[dict[str, Any]] = []
     thought = ""
     for place, item in enumerate(given):
         where = f"input.{place}"
         if not isinstance(item, dict):
-            raise RequestError(f"{where}: an object is expected, not {kind_of(item)}", where)
+            raise RequestError(f"{where}: expected an object, not {kind_of(item)}", where)
         kind = item.get("type", "message")
         if kind == "reasoning":
             thought += _joined(item.get("content") or item.get("summary") or [], where)
@@ -187,12 +187,12 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _joined(parts: Any, where: str) -> str:
     if not isinstance(parts, list):
-        raise RequestError(f"{where}: a text or a list of texts is expected, not {kind_of(parts)}", where)
+        raise RequestError(f"{where}: expected a string or a list of strings, not {kind_of(parts)}", where)
     made = []
     for part in parts:
         known = isinstance(part, dict) and part.get("type") in (*_TEXTS, "reasoning_text", "summary_text")
         if not known or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}: only parts with a text are supported", where)
+            raise RequestError(f"{where}: only text parts are supported", where)
         made.append(part["text"])
     return "".join(made)
 
@@ -200,7 +200,7 @@ def _joined(parts: Any, where: str) -> str:
 def _add_call(made: list[dict[str, Any]], item: dict[str, Any], thought: str, where: str) -> None:
     """Add a call to the previous message if it is the assistant's and no reasoning intervenes, else to a new one."""
     if not isinstance(item.get("name"), str) or not isinstance(item.get("call_id"), str):
-        raise RequestError(f"{where}: a function_call has a name and a call_id", where)
+        raise RequestError(f"{where}: a function_call needs a name and a call_id", where)
     function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
     if not made or made[-1]["role"] != "assistant" or thought:
         made.append({"role": "assistant", "content": ""})

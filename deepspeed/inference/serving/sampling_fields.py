@@ -61,7 +61,7 @@ def constraint_of(request: Any) -> Constraint | None:
         ),
     ]
     if len(found) > 1:
-        raise RequestError("an answer follows one grammar: leave all but one out", "structured_outputs")
+        raise RequestError("only one grammar per response: keep one of them", "structured_outputs")
     return found[0] if found else None
 
 
@@ -89,7 +89,7 @@ def _of_structure(given: Any, name: str) -> list[Constraint]:
             continue
         if key not in _KINDS:
             known = ", ".join(_KINDS)
-            raise RequestError(f"{name}.{key[:64]} is not supported; there are {known}", f"{name}.{key[:64]}")
+            raise RequestError(f"{name}.{key[:64]} is not supported; use {known}", f"{name}.{key[:64]}")
         made.append(_constraint(key, value, f"{name}.{key}"))
     return made
 
@@ -100,12 +100,12 @@ def _constraint(kind: str, value: Any, where: str) -> Constraint:
     elif kind == "choice":
         texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
         if not texts or not 1 <= len(value) <= _MAX_CHOICES:
-            raise RequestError(f"{where}: a list of 1 to {_MAX_CHOICES} texts is expected", where)
+            raise RequestError(f"{where}: expected a list of 1 to {_MAX_CHOICES} strings", where)
         value = json.dumps(value)
     elif kind == "json_object":
         value = ""
     if not isinstance(value, str):
-        raise RequestError(f"{where}: a text is expected, not {kind_of(value)}", where)
+        raise RequestError(f"{where}: expected a string, not {kind_of(value)}", where)
     return Constraint(_KINDS[kind], value)
 
 
@@ -113,15 +113,15 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     if given is None:
         return ()
     if not isinstance(given, dict) or len(given) > _MAX_TOKENS:
-        raise RequestError(f"logit_bias: an object of up to {_MAX_TOKENS} tokens is expected", "logit_bias")
+        raise RequestError(f"logit_bias: expected an object of up to {_MAX_TOKENS} tokens", "logit_bias")
     made = []
     for token, value in given.items():
         where = f"logit_bias.{token[:64]}"
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise RequestError(f"{where}: its name is the number of a token", where)
+            raise RequestError(f"{where}: its name must be a token id", where)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or abs(value) > 100:
-            raise RequestError(f"{where}: a number from -100 to 100 is expected", where)
+            raise RequestError(f"{where}: expected a number from -100 to 100", where)
         made.append((int(token), float(value)))
     return tuple(made)
 
@@ -131,7 +131,7 @@ def _tokens(given: Any, name: str) -> tuple[int, ...]:
         return ()
     right = isinstance(given, list) and len(given) <= _MAX_TOKENS
     if not right or any(type(token) is not int or not 0 <= token < 2**31 for token in given):
-        raise RequestError(f"{name}: a list of up to {_MAX_TOKENS} tokens is expected", name)
+        raise RequestError(f"{name}: expected a list of up to {_MAX_TOKENS} tokens", name)
     return tuple(given)
 
 
@@ -140,12 +140,12 @@ def _bad_words(given: Any, encode: Callable[[str], list[int]]) -> tuple[tuple[in
     if given is None:
         return ()
     if not isinstance(given, list) or len(given) > _MAX_WORDS:
-        raise RequestError(f"bad_words: a list of up to {_MAX_WORDS} texts is expected", "bad_words")
+        raise RequestError(f"bad_words: expected a list of up to {_MAX_WORDS} strings", "bad_words")
     made: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(given):
         if not isinstance(word, str) or not 1 <= len(word) <= _WORD_LENGTH:
             where = f"bad_words.{place}"
-            raise RequestError(f"{where}: a text of 1 to {_WORD_LENGTH} characters is expected", where)
+            raise RequestError(f"{where}: expected a string of 1 to {_WORD_LENGTH} characters", where)
         made.update({tuple(encode(text)): None for text in (word, f" {word}")})
     return tuple(word for word in made if word)
 

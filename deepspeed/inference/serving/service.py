@@ -339,7 +339,7 @@ class Service:
     def _check_room(self, requests: int) -> None:
         there = len(self._tickets)
         if there + requests > self.max_requests:
-            raise BusyError(f"{there} requests are being served or wait: try again later")
+            raise BusyError(f"{there} requests are being served or waiting: try again later")
 
     def _closed(self) -> ClosedError:
         if self.failure is not None:

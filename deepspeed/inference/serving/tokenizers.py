@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
         try:
             text = self._tokenizer.apply_chat_template(list(messages), **{**arguments, "tokenize": False})
         except Exception as error:  # templates raise arbitrary exceptions
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
+            raise ValueError(f"the chat template rejected the messages: {error}") from error
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -43,23 +43,23 @@ def tools_of(request: Any) -> ToolUse:
             raise RequestError("tool_choice needs tools", "tool_choice")
         return ToolUse()
     if not isinstance(given, list) or len(given) > _MAX_TOOLS:
-        raise RequestError(f"tools: a list of up to {_MAX_TOOLS} functions is expected", "tools")
+        raise RequestError(f"tools: expected a list of up to {_MAX_TOOLS} functions", "tools")
     known: dict[str, Mapping[str, Any]] = {}
     for place, tool in enumerate(given):
         name, schema = _function(tool, f"tools.{place}")
         if name in known:
-            raise RequestError(f"tools.{place}: there are two functions {name!r}", f"tools.{place}")
+            raise RequestError(f"tools.{place}: duplicate function {name!r}", f"tools.{place}")
         known[name] = schema
     if choice == "none":
         return ToolUse()
     if isinstance(choice, str):
         if choice not in _CHOICES:
             allowed = f"{', '.join(_CHOICES)} or an object with a function"
-            raise RequestError(f"tool_choice: {allowed} is expected", "tool_choice")
+            raise RequestError(f"tool_choice: expected {allowed}", "tool_choice")
         return ToolUse(tuple(given), known, choice == "required", request.parallel_tool_calls)
     name = _chosen(choice)
     if name not in known:
-        raise RequestError("tool_choice names none of the functions in tools", "tool_choice")
+        raise RequestError("tool_choice is not one of the functions in tools", "tool_choice")
     return ToolUse(tuple(given), {name: known[name]}, is_forced=True, many=False)
 
 
@@ -71,16 +71,16 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
         else None
     )
     if not isinstance(function, dict):
-        raise RequestError(f"{where}: an object of type 'function' with a function is expected", where)
+        raise RequestError(f"{where}: expected an object of type 'function' with a function", where)
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         where = f"{where}.function.name"
-        raise RequestError(f"{where}: 1 to 128 letters, digits and any of _ . : / - are expected", where)
+        raise RequestError(f"{where}: expected 1 to 128 letters, digits and any of _ . : / -", where)
     if schema is None:
         schema = {"type": "object", "properties": {}}
     where = f"{where}.function.parameters"
     if not isinstance(schema, dict):
-        raise RequestError(f"{where}: the JSON schema of an object is expected", where)
+        raise RequestError(f"{where}: expected the JSON schema of an object", where)
     check_schema(schema, where)
     return name, schema
 
@@ -103,7 +103,7 @@ def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         raise RequestError(
-            f"{where}.tool_calls: a list is expected, not {kind_of(calls)}", f"{where}.tool_calls"
+            f"{where}.tool_calls: expected a list, not {kind_of(calls)}", f"{where}.tool_calls"
         )
     return {
         **message,
@@ -114,7 +114,7 @@ def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[
 def _past(call: Any, where: str, budget: JsonBudget) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{where}: an object with a function and its name is expected", where)
+        raise RequestError(f"{where}: expected an object with a function and its name", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -166,7 +166,7 @@ class AnswerForm:
         both are asked for."""
         if self.use.is_forced and self.tools is not None and self.use.callable:
             if given is not None:
-                raise RequestError("an answer is a call, or follows another grammar", "tool_choice")
+                raise RequestError("a tool call cannot be combined with another grammar", "tool_choice")
             rules = grammar(self.tools, self.use.callable, many=self.use.many, specials=specials)
             given = Constraint("grammar", rules)
         if given is None or self.reasoning is None:
@@ -183,8 +183,8 @@ def answer_form(
     if use.callable and name is None:
         if not use.is_forced:
             raise RequestError(
-                "tools: how this model calls them is not known: start the server with --tool-call-parser, or force "
-                "a call with tool_choice",
+                "tools: the tool-call format of this model is unknown: start the server with "
+                "--tool-call-parser, or force a call with tool_choice",
                 "tools",
             )
         name = "llama3_json"  # plain JSON, enforced by the grammar

@@ -22,19 +22,15 @@ def check_schema(schema: Any, where: str, depth: int = 0) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        problem = (
-            f"at most {_MAX_DEPTH} are inside of each other"
-            if depth > _MAX_DEPTH
-            else f"not {kind_of(schema)}"
-        )
-        raise RequestError(f"{where}: a JSON schema is expected, {problem}", where)
+        problem = f"nested at most {_MAX_DEPTH} deep" if depth > _MAX_DEPTH else f"not {kind_of(schema)}"
+        raise RequestError(f"{where}: expected a JSON schema, {problem}", where)
     kinds, needed, values = (schema.get(name) for name in ("type", "required", "enum"))
     if kinds is not None and not isinstance(kinds, str) and not _is_texts(kinds):
-        raise _wrong(f"{where}.type", "the name of a type or a list of these is expected", kinds)
+        raise _wrong(f"{where}.type", "expected the name of a type or a list of these", kinds)
     if needed is not None and not _is_texts(needed):
-        raise _wrong(f"{where}.required", "a list of names is expected", needed)
+        raise _wrong(f"{where}.required", "expected a list of names", needed)
     if values is not None and not isinstance(values, list):
-        raise _wrong(f"{where}.enum", "a list of values is expected", values)
+        raise _wrong(f"{where}.enum", "expected a list of values", values)
     for part, place in _parts(schema, where):
         check_schema(part, place, depth + 1)
 
@@ -44,12 +40,12 @@ def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str]]:
     for name in _BY_NAME:
         found = schema.get(name)
         if found is not None and not isinstance(found, dict):
-            raise _wrong(f"{where}.{name}", "an object of schemas is expected", found)
+            raise _wrong(f"{where}.{name}", "expected an object of schemas", found)
         yield from ((each, f"{where}.{name}.{key[:64]}") for key, each in (found or {}).items())
     for name in _EACH:
         found = schema.get(name)
         if found is not None and not isinstance(found, list):
-            raise _wrong(f"{where}.{name}", "a list of schemas is expected", found)
+            raise _wrong(f"{where}.{name}", "expected a list of schemas", found)
         yield from ((each, f"{where}.{name}.{at}") for at, each in enumerate(found or ()))
     if isinstance(schema.get("items"), dict):
         yield schema["items"], f"{where}.items"
@@ -60,7 +56,7 @@ def _is_texts(given: Any) -> bool:
 
 
 def _wrong(where: str, expected: str, given: Any) -> RequestError:
-    shown = "a list with something else" if isinstance(given, list) else kind_of(given)
+    shown = "a list with other items" if isinstance(given, list) else kind_of(given)
     return RequestError(f"{where}: {expected}, not {shown}", where)
 
 

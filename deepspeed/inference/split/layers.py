@@ -35,13 +35,14 @@ def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Comm
         world = dist.get_world_size()
         if world % size:
             raise DeepSpeedConfigError(
-                f"tensor_parallel.tp_size={size} with {world} ranks: start a multiple of {size} (deepspeed --num_gpus)"
+                f"tensor_parallel.tp_size={size} with {world} ranks: start a multiple of {size} ranks "
+                "(deepspeed --num_gpus)"
             )
         return ProcessMesh.build(tp=size).communicator("tp")
     found = communicator(given)
     if found.size != size:
         raise DeepSpeedConfigError(
-            f"tensor_parallel.tp_size={size}, but the group that is given has {found.size} ranks"
+            f"tensor_parallel.tp_size={size}, but the given group has {found.size} ranks"
         )
     return found
 
@@ -105,7 +106,7 @@ def spread_experts(module: nn.Module, size: int, group: Any = None) -> Communica
     dist.init_distributed()
     if group is not None and communicator(group).size != size:
         raise DeepSpeedConfigError(
-            f"moe.ep_size={size}, but the group that is given has {communicator(group).size} ranks"
+            f"moe.ep_size={size}, but the given group has {communicator(group).size} ranks"
         )
     mesh = ProcessMesh.build()
     try:

@@ -133,8 +133,8 @@ def _metadata(file: Path) -> dict[str, Any]:
         raise DeepSpeedConfigError(f"checkpoint: {file} cannot be read: {error}") from error
     if found is None:
         raise DeepSpeedConfigError(
-            f"checkpoint: {file} does not say which parts of the weights it has: give a description that "
-            "save_mp_checkpoint_path wrote here, or the files of whole weights as a list"
+            f"checkpoint: {file} does not say which parts of the weights it has: pass a description written "
+            "by save_mp_checkpoint_path, or a list of files with whole weights"
         )
     return json.loads(found)
 

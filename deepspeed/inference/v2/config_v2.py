@@ -32,7 +32,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
 
     tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig(), "Tensor parallelism.", alias="tp")
     state_manager: DSStateManagerConfig = key(
-        DSStateManagerConfig(), "Sequences, tokens and caches.", alias="manager"
+        DSStateManagerConfig(), "Limits on sequences, tokens and caches.", alias="manager"
     )
     quantization: RaggedQuantConfig = key(RaggedQuantConfig(), "Quantized weights.")
 

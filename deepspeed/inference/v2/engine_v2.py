@@ -121,7 +121,7 @@ class InferenceEngineV2:
         tokens = [[int(token) for token in each.flatten().tolist()] for each in batch_tokens]
         if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not all(tokens) or not uids:
             raise ValueError(
-                f"{len(uids)} uids, {len(tokens)} lists of tokens: each uid once, with its tokens"
+                f"{len(uids)} uids, {len(tokens)} lists of tokens: expected each uid once, with its tokens"
             )
         if do_checks:
             result = self.can_schedule(uids, [len(each) for each in tokens])
@@ -311,8 +311,8 @@ class InferenceEngineV2:
             blocks = int(-least.item())
         if blocks < 1:
             raise DeepSpeedConfigError(
-                f"state_manager.memory_config: no block of {self.runner.block_bytes} bytes is left beside the "
-                f"{memory.size} bytes that are to stay free"
+                f"state_manager.memory_config: no block of {self.runner.block_bytes} bytes fits beside the "
+                f"{memory.size} bytes to keep free"
             )
         return blocks
 
@@ -373,6 +373,6 @@ def build_engine_from_ds_checkpoint(
     """
     if not (Path(path) / MARK).is_file():
         pickled = (Path(path) / _MARK_OF_OTHERS).is_file()
-        why = "holds pickled layers of another implementation" if pickled else f"has no {MARK}"
-        raise DeepSpeedConfigError(f"{path} {why}: give the folder of the model to build_hf_engine instead")
+        why = "contains pickled layers of another implementation" if pickled else f"has no {MARK}"
+        raise DeepSpeedConfigError(f"{path} {why}: pass the model folder to build_hf_engine instead")
     return InferenceEngineV2(InferenceV2Policy(HuggingFaceCheckpointEngine(path)), engine_config)

@@ -47,7 +47,7 @@ def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         request: Request, work: Callable[[bytes, Any], str], threads: ThreadPoolExecutor | None = None
     ) -> Response:
         if intake.authorize(request) and request.scope.get(CALLER) != OPERATOR:
-            message = "adapters are loaded and unloaded only if the server has a token, by who knows it"
+            message = "loading and unloading adapters requires a server token"
             return refusal(403, message, "permission_error")
         done = await intake.take(request, work, threads)
         return done if isinstance(done, Response) else PlainTextResponse(done)

@@ -52,7 +52,7 @@ class Embedder:
     def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
         """Check all inputs before any is computed. RequestError: too many, or one cannot be computed."""
         if len(inputs) > MAX_INPUTS:
-            raise RequestError(f"{name}: at most {MAX_INPUTS:,} are computed in one request", name)
+            raise RequestError(f"{name}: at most {MAX_INPUTS:,} inputs per request", name)
         for place, tokens in enumerate(inputs):
             try:
                 self.model.service.engine.check(tokens, self._params)
@@ -111,7 +111,7 @@ def add_embedding_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         embedder = Embedder(models, request)
         model, tokenizer = embedder.model, embedder.model.tokenizer
         if model.encode_pair is not None:
-            raise RequestError("the model scores pairs of texts: it has no vectors of one")
+            raise RequestError("the model scores pairs of texts and has no embeddings")
         check_dimensions(request.dimensions, model.dimensions)
         given = protocol.texts_of(request.input, "input")
         encode = tokenizer.encode if request.add_special_tokens else tokenizer.words

@@ -48,7 +48,7 @@ class ScoreRequest(_TextPairs):
         left, right = _texts(self.text_1, "text_1"), _texts(self.text_2, "text_2")
         if len(left) not in (1, len(right)):
             raise RequestError(
-                f"text_1 has {len(left)} texts and text_2 {len(right)}: one, or as many, are expected",
+                f"text_1 has {len(left)} texts and text_2 {len(right)}: expected one, or as many",
                 "text_1",
             )
         return left * (len(right) // len(left)), right
@@ -73,7 +73,7 @@ class RerankRequest(_TextPairs):
 
     def pairs(self) -> tuple[list[str], list[str]]:
         if not isinstance(self.query, str) or not isinstance(self.documents, list):
-            raise RequestError("query: a text is expected, and a list of texts as documents", "query")
+            raise RequestError("query: expected a string, and a list of strings as documents", "query")
         texts = [each.get("text") if isinstance(each, dict) else each for each in self.documents]
         documents = _texts(texts, "documents")
         return _texts(self.query, "query") * len(documents), documents
@@ -91,7 +91,7 @@ def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
             asked = protocol.fields_as(kind, body)
             left, right = asked.pairs()
             if len(right) > MAX_INPUTS:
-                raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} are expected")
+                raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} per request")
             embedder = Embedder(models, asked)
             encode, encode_pair = embedder.model.tokenizer.encode, embedder.model.encode_pair
             if encode_pair is not None:
@@ -154,5 +154,5 @@ def _texts(given: Any, name: str) -> list[str]:
     """Return a list of texts. RequestError: it is empty, or has something else."""
     found: Any = protocol.texts_of(given, name)
     if not isinstance(found[0], str):
-        raise RequestError(f"{name}: texts are expected", name)
+        raise RequestError(f"{name}: expected strings", name)
     return found

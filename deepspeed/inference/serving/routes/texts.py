@@ -47,7 +47,7 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         request = protocol.fields_as(DetokenizeRequest, body)
         model, _ = models.find(request.model)
         if not isinstance(request.tokens, list):
-            raise RequestError(f"tokens: a list is expected, not {kind_of(request.tokens)}", "tokens")
+            raise RequestError(f"tokens: expected a list, not {kind_of(request.tokens)}", "tokens")
         protocol.check_tokens(request.tokens, "tokens")
         return {"prompt": model.tokenizer.decode_all(request.tokens)}
 
@@ -72,13 +72,16 @@ def add_text_routes(app: FastAPI, intake: Intake, models: Models) -> None:
 
 def _tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
-        raise RequestError("either prompt or messages is expected", "prompt")
+        raise RequestError("expected either prompt or messages", "prompt")
     if request.messages is not None:
         if request.add_special_tokens:
-            raise RequestError("add_special_tokens: the chat template adds its own", "add_special_tokens")
+            raise RequestError(
+                "add_special_tokens: the chat template adds its own",
+                "add_special_tokens",
+            )
         return tokenizer.chat(protocol.messages_of(request), protocol.template_of(request))
     if not isinstance(request.prompt, str):
-        raise RequestError(f"prompt: a text is expected, not {kind_of(request.prompt)}", "prompt")
+        raise RequestError(f"prompt: expected a string, not {kind_of(request.prompt)}", "prompt")
     bare = request.add_special_tokens is False
     return tokenizer.words(request.prompt) if bare else tokenizer.encode(request.prompt)
 

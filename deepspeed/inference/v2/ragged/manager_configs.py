@@ -25,9 +25,9 @@ class AllocationMode(Enum):
 class KVCacheConfig(DeepSpeedConfigModel):
     """One cache."""
 
-    type: KVCacheType = key(KVCacheType.DENSE, "Kind of attention that it serves.")
+    type: KVCacheType = key(KVCacheType.DENSE, "Attention type that the cache serves.")
     block_size: int = key(128, "Tokens per block.", ge=1)
-    num_allocation_groups: PositiveInt = key(1, "Layers that are allocated together.")
+    num_allocation_groups: PositiveInt = key(1, "Layers allocated together.")
     max_blocks_per_allocation_group: PositiveInt = key(64, "Blocks per sequence and group.")
     cache_shape: tuple[PositiveInt, PositiveInt, PositiveInt] = Field(
         description="(layers, heads, head size)."
@@ -38,21 +38,22 @@ class KVCacheConfig(DeepSpeedConfigModel):
 class MemoryConfig(DeepSpeedConfigModel):
     """Memory for the caches."""
 
-    mode: AllocationMode = key(AllocationMode.RESERVE, "`size` counts bytes kept free, or blocks taken.")
+    mode: AllocationMode = key(AllocationMode.RESERVE, "`size`: bytes to keep free, or blocks to allocate.")
     size: PositiveInt = key(1_000_000_000, "Bytes kept free (reserve), or blocks (allocate).")
 
 
 class DSStateManagerConfig(DeepSpeedConfigModel):
     """Sequences and tokens in flight."""
 
-    max_tracked_sequences: PositiveInt = key(2048, "Sequences tracked at one time.")
-    max_ragged_batch_size: PositiveInt = key(768, "Tokens in one forward.")
+    max_tracked_sequences: PositiveInt = key(2048, "Maximum number of tracked sequences.")
+    max_ragged_batch_size: PositiveInt = key(768, "Maximum number of tokens per forward.")
     max_ragged_sequence_count: PositiveInt = key(
-        512, "Sequences in one forward; at most `max_tracked_sequences` and `max_ragged_batch_size`."
+        512,
+        "Maximum number of sequences per forward; at most `max_tracked_sequences` and `max_ragged_batch_size`.",
     )
-    max_context: PositiveInt = key(8192, "Tokens of the longest sequence.")
+    max_context: PositiveInt = key(8192, "Maximum sequence length in tokens.")
     memory_config: MemoryConfig = key(MemoryConfig(), "Memory for the caches.")
-    offload: bool = key(False, "Move idle caches to the host.")
+    offload: bool = key(False, "Offload idle caches to the host.")
 
     @field_validator("max_ragged_sequence_count")
     @classmethod
