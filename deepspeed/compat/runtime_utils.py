@@ -119,7 +119,7 @@ def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tu
     """
     if not isinstance(inputs, tuple):
         raise TypeError(
-            f"detach_variable takes a tuple of tensors and other values, not a {type(inputs).__name__}"
+            f"detach_variable needs a tuple of tensors and other values, not a {type(inputs).__name__}"
         )
 
     def detached(item: Any) -> Any:
@@ -191,8 +191,8 @@ class PartitionedTensor:
         ranks = torch.distributed.get_world_size(group)
         if num_parts != ranks or partition[rank + 1] - partition[rank] != local_part.numel():
             raise RuntimeError(
-                f"The meta tensor describes {partition[rank + 1] - partition[rank]} elements on each of {num_parts} "
-                f"ranks; here are {local_part.numel()} elements in a group of {ranks}."
+                f"The meta tensor describes {partition[rank + 1] - partition[rank]} elements on each of "
+                f"{num_parts} ranks, but got {local_part.numel()} elements in a group of {ranks}."
             )
         made = cls.__new__(cls)
         made.group, made.num_parts, made.rank, made.partition = group, num_parts, rank, partition

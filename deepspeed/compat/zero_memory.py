@@ -187,7 +187,8 @@ def _print_planned(
 ) -> None:
     """Print the same rows from the planner: bf16 with Adam, at the peak of a step, without activations."""
     print(
-        "Planned for this package (ds plan tells more):\n  per CPU  |  per GPU |   Options", file=sys.stderr
+        "Planned for this package (see ds plan for details):\n  per CPU  |  per GPU |   Options",
+        file=sys.stderr,
     )
     for options, section, zero_init in rows:
         config = {

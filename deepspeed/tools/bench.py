@@ -43,7 +43,7 @@ def parser() -> ArgumentParser:
             "measure only our transports, or only torch.distributed", choices=("deepspeed", "torch")
         ),
         "--transport": takes("measure only these transports", choices=TRANSPORTS, nargs="+"),
-        "--async-op": "issue all trials before waiting for them",
+        "--async-op": "issue all trials before waiting for any",
         "--raw": "print numbers without units",
         "--debug": "also print the result of each rank",
         "--json FILE": takes("write the rows as JSON"),
@@ -55,7 +55,7 @@ def parser() -> ArgumentParser:
 
 
 def _only(operation: str) -> dict[str, Any]:
-    about = "measure only the collectives given"
+    about = "measure only the given collectives"
     return takes(about, action="append_const", dest="operations", const=operation)
 
 
@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     options, of_launcher = made.parse_known_args(arguments)
     if options.trials < 1 or options.warmups < 0 or not 0 <= options.minsize <= options.maxsize <= 40:
-        made.error("--trials is at least 1, --warmups 0, and 0 <= --minsize <= --maxsize <= 40")
+        made.error("--trials must be at least 1, --warmups at least 0, and 0 <= --minsize <= --maxsize <= 40")
     if not 0 < options.mem_factor <= 1:
-        made.error(f"--mem-factor {options.mem_factor}: above 0, at most 1")
+        made.error(f"--mem-factor {options.mem_factor}: must be above 0 and at most 1")
     if options.transport is None and options.dist is not None:
         options.transport = [name for name in TRANSPORTS if (name == "torch") == (options.dist == "torch")]
     options.operations = options.operations or list(OPERATIONS)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     init_distributed(options.backend, verbose=False)
     if dist.get_world_size() == 1:
         print(
-            "ds_bench: one rank has nobody to exchange with: start it with --num_gpus 2 or more",
+            "ds_bench: a single rank has no peer: start it with --num_gpus 2 or more",
             file=sys.stderr,
         )
         return 2

@@ -67,14 +67,12 @@ def calibrate(
     """Run the calibration. CalibrationError: it is not possible here, or failed; with the output of the ranks."""
     if not is_shape(request.model) and request.batch is None:
         raise CalibrationError(
-            f"--model {request.model}: a calibration trains, so it needs a batch: give --batch module:function, which "
-            "returns what the model is called with; or a named shape such as gpt:10m"
+            f"--model {request.model}: a calibration trains, so it needs a batch: give --batch "
+            "module:function, which returns the model's inputs, or a named shape such as gpt:10m"
         )
     device_type = get_accelerator().device_name().partition(":")[0]
     if device_type != "cpu" and get_accelerator().device_count() < 2:
-        raise CalibrationError(
-            f"a calibration needs two devices; there is {get_accelerator().device_count()}"
-        )
+        raise CalibrationError(f"a calibration needs two devices, found {get_accelerator().device_count()}")
     cores = len(available_cores())
     threads = request.threads or max(1, cores // 2)
     found: dict[str, Any] = {"steps": {}}
@@ -172,7 +170,7 @@ def _start(command: list[str], ranks: int, threads: int, place: Place | None) ->
             if failed is not None:
                 log.seek(0)
                 raise CalibrationError(
-                    f"a rank of the calibration ended with status {failed}:\n{log.read()[-3000:]}"
+                    f"a calibration rank exited with status {failed}:\n{log.read()[-3000:]}"
                 )
         finally:
             for process in running:
@@ -191,7 +189,7 @@ def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
             return failed
         if time.monotonic() > deadline:
             raise CalibrationError(
-                f"the calibration was not done after {LIMIT_S:.0f} s; take a smaller model, such as gpt:10m"
+                f"the calibration did not finish within {LIMIT_S:.0f} s; use a smaller model, such as gpt:10m"
             )
         time.sleep(0.05)
 

@@ -68,7 +68,7 @@ def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
     else:
         yield f"compared: {what}, every bit"
     if found.reasons:
-        yield f"other arithmetic: {'; '.join(found.reasons)}"
+        yield f"different arithmetic: {'; '.join(found.reasons)}"
     first, tensor = found.first, found.first_tensor
     if first is None:
         yield "the same"

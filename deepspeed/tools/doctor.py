@@ -163,7 +163,7 @@ def _rendezvous_port(facts: Facts, machine: str) -> DoctorFinding:
         machine,
         "rendezvous port",
         f"{facts['port']} is {'free' if facts['port_free'] else 'in use'}",
-        "`deepspeed` takes another one by itself; with other launchers set MASTER_PORT, or end the older job",
+        "`deepspeed` picks another one automatically; with other launchers set MASTER_PORT, or stop the older job",
     )
 
 
@@ -175,7 +175,7 @@ def _shared_memory(facts: Facts, machine: str) -> DoctorFinding:
         machine,
         "/dev/shm",
         "none" if shared is None else f"{shared / GIB:.2f} GiB free",
-        "data loader workers and NCCL use it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
+        "data loader workers and NCCL need it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
     )
 
 
@@ -190,7 +190,7 @@ def _network_interface(facts: Facts, machine: str) -> DoctorFinding:
         machine,
         "network interface",
         f"{written}; there are {', '.join(interfaces)}",
-        f"unset {' '.join(wrong)}, or name one that there is",
+        f"unset {' '.join(wrong)}, or set an existing one",
     )
 
 
@@ -201,8 +201,8 @@ def _environment(facts: Facts, machine: str) -> DoctorFinding:
         WARNING,
         machine,
         "environment",
-        f"{', '.join(left)} set" if left else "no identity of an earlier job",
-        f"a plain `python train.py` would believe to be a rank: unset {' '.join(left)}",
+        f"{', '.join(left)} set" if left else "no rank variables of an earlier job",
+        f"a plain `python train.py` would take itself for a rank: unset {' '.join(left)}",
     )
 
 
@@ -214,7 +214,7 @@ def _folder(facts: Facts, machine: str) -> DoctorFinding:
         machine,
         "folder",
         f"{facts['folder']}: {'writable' if writable else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free",
-        "checkpoints need room: give save_checkpoint another folder",
+        "checkpoints need space: pass another folder to save_checkpoint",
     )
 
 
@@ -226,8 +226,8 @@ def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
         WARNING,
         machine,
         "names",
-        f"{unknown} not known there" if unknown else "all known",
-        "mpirun and other tools look machines up by name: add them to DNS or to /etc/hosts",
+        f"{unknown} unknown there" if unknown else "all known",
+        "mpirun and other tools look up machines by name: add them to DNS or to /etc/hosts",
     )
     own = facts["own_address"]
     chosen = "GLOO_SOCKET_IFNAME" in facts["chosen"]
@@ -236,8 +236,8 @@ def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
         WARNING,
         machine,
         "own name",
-        f"{facts['host']} is {own or 'not known'}",
-        "gloo gives this address to the others: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts",
+        f"{facts['host']} is {own or 'unknown'}",
+        "gloo sends this address to other ranks: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts",
     )
 
 
@@ -263,15 +263,15 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
         machine,
         "clock",
         f"{offset_s:+.1f} s",
-        "the order in which ranks failed would be told wrongly: run chrony or ntpd",
+        "the order of rank failures would be reported wrongly: run chrony or ntpd",
     )
     yield _line(
         other["sees_token"],
         WARNING,
         machine,
         "shared folder",
-        "yes" if other["sees_token"] else f"{other['folder']} is another folder there",
-        "checkpoints of all ranks belong into one folder: use a file system that every machine mounts",
+        "yes" if other["sees_token"] else f"{other['folder']} is a different folder there",
+        "all ranks save checkpoints into one folder: use a file system mounted on every machine",
     )
     if other["reaches"] is not None:
         yield _line(
@@ -280,7 +280,7 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
             machine,
             "reaches rank 0",
             other["reaches"] or "yes",
-            "open the ports between the machines in the firewall, or give --master_addr an address that it reaches",
+            "open the ports between the machines in the firewall, or set --master_addr to a reachable address",
         )
 
 
@@ -302,7 +302,9 @@ def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[DoctorFindi
             "; ".join([*failed, *filter(None, [text])]),
             "open the ports between the machines in the firewall"
             if failed
-            else f"less than 1/{SLOW} of the others' median: look at the cable, the switch's port and the route",
+            else (
+                f"less than 1/{SLOW} of the others' median: check the cable, the switch port and the route"
+            ),
         )
 
 
@@ -329,16 +331,16 @@ def _names_one(value: str, interfaces: Sequence[str]) -> bool:
 def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="ds doctor",
-        description="Check that this machine, and those of a hostfile, are ready for a job.",
+        description="Check that this machine and the machines of a hostfile are ready for a job.",
         allow_abbrev=False,
     )
     options = {
-        "--port": takes("port of the rendezvous", TORCH_DISTRIBUTED_DEFAULT_PORT),
+        "--port": takes("rendezvous port", TORCH_DISTRIBUTED_DEFAULT_PORT),
         "-f -H --hostfile FILE": takes("file of lines 'HOST slots=N': also check these machines, over ssh"),
         "-i --include SPEC": takes("only these hosts: HOST[@HOST...]", ""),
         "-e --exclude SPEC": takes("all hosts but these", ""),
         "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
-        "--launcher_args TEXT": takes("options for ssh, as one word", ""),
+        "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
         "--facts JSON": takes("used on remote machines: the arguments of `collect`"),
     }
     add_options(made, options)
@@ -441,7 +443,7 @@ def _facts_of(
     except LaunchError as error:
         return str(error), 0.0
     except (ValueError, IndexError):
-        return "it answers by ssh, but deepspeed does not run there", 0.0
+        return "ssh works, but deepspeed does not run there", 0.0
     end = time.time()
     early, late = facts["time"] - end, facts["time"] - begin  # bounds: it read its clock in between
     return facts, max(early, 0.0) if early > 0 else min(late, 0.0)

@@ -37,14 +37,14 @@ TOOLS = {
         "deepspeed.tools.starter.command",
         "main",
         "[FOLDER] --model MODEL --goal GOAL",
-        "write a config, a training script and a launch command that fit your machines",
+        "write a config, a training script and a launch command for your machines",
         starter.parser,
     ),
     "plan": Tool(
         "deepspeed.tools.plan",
         "main",
         "CONFIG --model MODEL --gpus N",
-        "predict the memory per rank before anything is allocated, and the step time",
+        "predict the memory per rank before allocating anything, and the step time",
         parsers.plan,
     ),
     "check": Tool(
@@ -98,7 +98,7 @@ TOOLS = {
         "deepspeed.tools.doctor",
         "main",
         "[--hostfile FILE]",
-        "check that this machine, or those of a hostfile, are ready for a job",
+        "check that this machine or the machines of a hostfile are ready for a job",
     ),
     "bench": Tool(
         "deepspeed.tools.bench", "main", "--num_gpus N", "benchmark collectives by size and transport"

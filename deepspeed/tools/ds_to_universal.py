@@ -21,14 +21,13 @@ def parse_arguments() -> argparse.Namespace:
     options = {
         "--input_folder": takes("folder of one checkpoint, such as global_step3", required=True),
         "--output_folder": takes("folder for the universal checkpoint", required=True),
-        "--num_extract_workers": takes("accepted without effect: there are no temporary files", 4),
+        "--num_extract_workers": takes("accepted, no effect: there are no temporary files", 4),
         "--num_merge_workers": takes("number of processes; each holds one tensor in memory", 2),
-        "--keep_temp_folder": "accepted without effect: there are no temporary files",
-        "--no_strict": takes("do not check the result by opening it", dest="strict", action="store_false"),
-        "--inject_missing_state": "also write weights that no optimizer holds, and zeros for state that does not exist "
-        "yet",
+        "--keep_temp_folder": "accepted, no effect: there are no temporary files",
+        "--no_strict": takes("do not verify the result by opening it", dest="strict", action="store_false"),
+        "--inject_missing_state": "also write weights without optimizer state, and zeros for missing state",
         "--zero_stage": takes(
-            "stage at which release 0.19 will load it (default: the stage of the checkpoint)",
+            "ZeRO stage at which release 0.19 will load it (default: the checkpoint's stage)",
             type=int,
             choices=(1, 2, 3),
         ),

@@ -79,8 +79,8 @@ def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None =
     speeds (file ops are timed in ``bench_dir``).
     """
     print(RULE)
-    print("DeepSpeed op report: kernels come with the package, nothing is compiled when a program runs")
-    print(f"{BUILD_PREFIX}* variables are accepted and have no effect{_build_variables()}")
+    print("DeepSpeed op report: kernels come with the package; nothing is compiled at run time")
+    print(f"{BUILD_PREFIX}* variables are accepted but have no effect{_build_variables()}")
     print(RULE)
     print(f"{'op name':{NAME_WIDTH}} status    path")
     hints: dict[str, None] = {}  # an ordered set
@@ -126,13 +126,13 @@ def _build_variables() -> str:
 def _path_hints() -> Iterator[str]:
     isa, wanted = native.isa(), os.environ.get("DS_NATIVE_ISA")
     if isa is not None and wanted:
-        yield f"DS_NATIVE_ISA={wanted}: native kernels use {isa}; unset it for the best that this CPU has."
+        yield (f"DS_NATIVE_ISA={wanted}: native kernels use {isa}; unset it for the best on this CPU.")
 
 
 def _load_hints() -> Iterator[str]:
     load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), len(available_cores())
     if load > cores + 1:
-        yield f"The load is {load:.1f} on {cores} cores: other programs work, and all times are too long."
+        yield (f"The load is {load:.1f} on {cores} cores: other programs run, so all times are too high.")
 
 
 # --- Environment ----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _devices() -> Iterator[tuple[str, object]]:
         yield "devices", "none"
         return
     dtypes = [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()]
-    yield "data types to train in", ", ".join(dtypes)
+    yield "data types for training", ", ".join(dtypes)
     if accelerator.device_name() == "cpu":
         return
     for index in range(accelerator.device_count()):
@@ -239,7 +239,9 @@ def _environment_hints() -> Iterator[str]:
     accelerator = get_accelerator()
     backend = accelerator.communication_backend_name()
     if backend in BACKENDS and not BACKENDS[backend]():
-        yield f"This torch has no {backend}, which {accelerator.device_name()} needs: install another build."
+        yield (
+            f"This torch has no {backend}, which {accelerator.device_name()} needs: install another build."
+        )
     if not accelerator.is_available():
         yield f"No {accelerator.device_name()} device was found; unset DS_ACCELERATOR to use what is available."
     size = get_shm_size()

@@ -84,10 +84,10 @@ def main(args: Sequence[str] | None = None) -> None:
         description="Convert a Transformers checkpoint to a universal checkpoint."
     )
     options = {
-        "--hf_checkpoint_dir": takes("folder of the model's weights", required=True),
+        "--hf_checkpoint_dir": takes("folder with the model's weights", required=True),
         "--save_dir": takes("folder for the universal checkpoint", required=True),
-        "--safe_serialization": "refuse weights that are not .safetensors files",
-        "--num_workers": takes("accepted without effect: files are converted in order", 4),
+        "--safe_serialization": "reject weights other than .safetensors files",
+        "--num_workers": takes("accepted, no effect: files are converted in order", 4),
     }
     add_options(parser, options)
     given = parser.parse_args(args)

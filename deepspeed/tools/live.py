@@ -37,14 +37,14 @@ class Follower:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",
-        description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
-        "it. Ctrl-C stops it.",
+        description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or "
+        "after it. Stop with Ctrl-C.",
     )
     options = {
         "folder": takes("the run's monitor.live.folder, or an older record in it", type=Path),
         "--host": takes(
-            f"address to listen on (default: %(default)s). If other machines can connect, a token is required: that "
-            f"of {TOKEN_VARIABLE}, or one that is written to the folder",
+            "address to listen on (default: %(default)s). If other machines can connect, a token is "
+            f"required: set {TOKEN_VARIABLE}, or one is written to the folder",
             "127.0.0.1",
         ),
         "--port": takes("port to listen on, or the next free one (default: 8470)", 8470),
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.folder / NAME if args.folder.is_dir() else args.folder
     follower = Follower(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; a run with monitor.live writes it")
+        raise FileNotFoundError(f"{path} does not exist; it is written by runs with monitor.live")
     follower.look()
     server = PageServer(follower.history, args.host, args.port, token_for(args.host, path.parent))
     print(f"{path}: {server.address}   (Ctrl-C stops)", flush=True)

@@ -76,8 +76,8 @@ _RUN = {
     "--nodes M": takes("number of nodes (default: 1)", 1, type=positive),
     "--micro-batch B": takes("samples per micro-batch (default: the config's, else 1)", type=positive),
     "--sequence S": takes("tokens per sample, for activations and time", type=positive),
-    "--checkpointing": "the model uses activation checkpointing",
-    "--zero-init": "the model is built under zero.Init (stage 3)",
+    "--checkpointing": "assume activation checkpointing",
+    "--zero-init": "assume that the model is built under zero.Init (stage 3)",
     "--dtype": takes(
         "dtype in which the training script builds the model", "fp32", choices=("fp32", "bf16", "fp16")
     ),
@@ -96,7 +96,7 @@ MACHINE = {
 
 _LINK = {
     "--link-mbits RATE": takes(
-        "Mbit/s between nodes: also predict the step time, with and without options that send less",
+        "Mbit/s between nodes: also predict the step time, with and without options that reduce communication",
         type=positive_number,
     ),
     "--compute-seconds T": takes(
@@ -157,13 +157,13 @@ def check() -> argparse.ArgumentParser:
 
 def report() -> argparse.ArgumentParser:
     made = ArgumentParser(
-        prog="ds_report", description="Report which ops can be used on this machine, and the environment."
+        prog="ds_report", description="Report the available ops and the environment of this machine."
     )
     options = {
         "--hide_operator_status": "leave out the table of ops",
         "--hide_errors_and_warnings": "leave out the lines that start with [WARNING]",
         "--bench": "time each op and each inference kernel on the path it takes here, against memory bandwidth and "
-        "PyTorch's operations (half a minute at most)",
+        "PyTorch's operations (takes up to half a minute)",
         "--bench_dir": takes("folder for the file used to time async_io (default: a temporary one)"),
     }
     add_options(made, options)
@@ -173,7 +173,7 @@ def report() -> argparse.ArgumentParser:
 def elastic() -> argparse.ArgumentParser:
     made = ArgumentParser(
         prog="ds_elastic",
-        description="Print the batch size and the numbers of ranks that an `elasticity` section results in.",
+        description="Print the batch size and the possible numbers of ranks of an `elasticity` section.",
     )
     options = {
         "-c --config FILE": takes("the config, in JSON or HJSON", required=True),
@@ -200,8 +200,8 @@ _IO = {
     "--block_size": takes("bytes per request", "1M", type=_bytes),
     "--queue_depth": takes("requests in flight", 32, type=positive),
     "--single_submit": "one system call per request",
-    "--sequential_requests": "do not overlap submission and waiting",
-    "--validate": "verify the transferred bytes, within the measured time",
+    "--sequential_requests": "do not overlap submission and completion",
+    "--validate": "verify the transferred bytes (counted in the measured time)",
     "--engine": takes("how files are accessed", "aio_handle", choices=IO_ENGINES),
     "--loops": takes("measured repetitions", 3, type=positive),
     "--io_parallel": takes("threads that share one transfer", 1, type=positive),
@@ -211,7 +211,7 @@ _IO = {
     "--torch_legacy_save": "use torch's legacy format instead of zip files",
     "--use_accelerator_pin_memory": "use memory pinned for the accelerator (locked memory already is, if there is "
     "an accelerator)",
-    "--warmup_loops": takes("repetitions before those that are measured", 1),
+    "--warmup_loops": takes("warm-up repetitions before the measured ones", 1),
     "--include_warmup_time": "average the warm-up repetitions too",
     "--different_file_each_iteration": "use a new file for each repetition",
 }

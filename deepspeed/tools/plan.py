@@ -120,7 +120,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
         _set(config, text)
     module = build_model(args.model, _DTYPES[args.dtype])
     device_type = args.device or _device_type(args)
-    axes = axes_of(config, args.gpus * args.nodes, "as asked for")
+    axes = axes_of(config, args.gpus * args.nodes, "as requested")
     if axes.problems:
         raise DeepSpeedConfigError.of(axes.problems)
     _spread_experts(module, config.get("expert_parallel"))
@@ -166,7 +166,7 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
         try:
             expert_parallel_size(replica_group, ranks)
         except ValueError as error:
-            raise ModelError(f"--model {name}: {error}; --gpus says how many there are") from None
+            raise ModelError(f"--model {name}: {error}; set their number with --gpus") from None
 
 
 def read_config(given: str, ranks: int) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _call(name: str) -> nn.Module:
 
 def _check_callable(name: str, found: Any) -> None:
     """Raise ModelError unless ``found`` can be called without arguments."""
-    remedy = "give a function without arguments that returns the model, as module:function"
+    remedy = "give a function that takes no arguments and returns the model, as module:function"
     if isinstance(found, nn.Module) or not callable(found):
         raise ModelError(f"--model {name} is an object of {type(found).__name__}; {remedy}")
     try:
@@ -242,7 +242,7 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
         import transformers
     except ImportError:
         raise ModelError(
-            f"--model {name} is read by transformers, which is not installed: "
+            f"--model {name} needs transformers, which is not installed: "
             f"{install_hint('transformers', extra='transformers')}, or give module:function"
         ) from None
     path = Path(name)

@@ -30,7 +30,7 @@ def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list
     """Run the calibration, write its file, and return lines that describe it."""
     folder = Path(args.calibrate).absolute().parent
     if not folder.is_dir():  # checked before the run, not after it
-        raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
+        raise TimeError(f"--calibrate {args.calibrate}: no such folder: {folder}")
     micro = config.get("train_micro_batch_size_per_gpu")
     request = CalibrationRequest(
         model=args.model,
@@ -88,7 +88,7 @@ def times_of(
     measured = load(args.calibration) if args.calibration is not None else None
     if measured is not None and measured.device_type != found.request.device_type:
         raise TimeError(
-            f"--calibration {args.calibration} is of {measured.device_type}, the plan of "
+            f"--calibration {args.calibration} was measured on {measured.device_type}, but the plan is for "
             f"{found.request.device_type}: give --device {measured.device_type}"
         )
     job = _job(found, joined, chosen, measured, args)
@@ -114,7 +114,7 @@ def _job(
 ) -> ParallelJob:
     request = found.request
     if request.shape is not None and request.sequence is None:
-        raise TimeError("how long a step takes depends on the tokens of a sample: give --sequence")
+        raise TimeError("the step time depends on the tokens per sample: give --sequence")
     dtype = found.plan.precision.param or torch.float32
     tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
     return ParallelJob(

@@ -110,15 +110,15 @@ def problem_of(args: argparse.Namespace) -> str | None:
     """Return why a server with these options cannot be started; None: it can."""
     if not is_local(args.host) and not (args.token or args.api_key_file):
         return (
-            f"--host {args.host} can be reached from other hosts: set --token or ${serve_options.TOKEN_VARIABLE}, "
-            "or --api-key-file, so that only those who know a key are served"
+            f"--host {args.host} can be reached from other hosts: set --token or "
+            f"${serve_options.TOKEN_VARIABLE}, or --api-key-file, so that only clients with a key are served"
         )
     try:
         clients_of(args)
     except (OSError, ValueError) as problem:
         return f"--api-key-file: {problem}"
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
-        return "--ssl-keyfile is the key of a certificate: set --ssl-certfile too"
+        return "--ssl-keyfile needs its certificate: set --ssl-certfile too"
     if (certificate := _certificate_of(args)) is not None:
         try:
             certificate.context()
@@ -130,10 +130,10 @@ def problem_of(args: argparse.Namespace) -> str | None:
         except ValueError as problem:
             return str(problem)
     if len(args.each) > 1 and args.tp_size > 1:
-        return "--model: several models are served on one rank each: --tp-size 1"
+        return "--model: several models need one rank each: --tp-size 1"
     if len({one.name for one in args.each}) < len(args.each):
         names = ", ".join(one.name for one in args.each)
-        return f"--model: the models need different names, not {names}: --model name=folder"
+        return f"--model: the models need different names, not {names}: use --model name=folder"
     for one in args.each:
         try:
             if (problem := _problem_of_model(one)) is not None:
@@ -155,18 +155,16 @@ def _problem_of_model(args: argparse.Namespace) -> str | None:
     try:
         config = args.speculative_config and SpeculativeConfig.of(args.speculative_config)
         if config and config.model is not None and (kind := classifier_in(config.model)):
-            raise ValueError(f"{config.model}: {kind} classifies texts and generates none")
+            raise ValueError(f"{config.model}: {kind} is a classifier and does not generate text")
     except (OSError, ValueError) as problem:
         return f"--speculative-config: {problem}"
     args.pooling or pooling_of(args.model)
     if kind := classifier_in(args.model):
         if args.tp_size > 1:
-            return f"{args.model}: {kind} is served on one rank: --tp-size 1"
+            return f"{args.model}: {kind} runs on one rank only: --tp-size 1"
         for option in ("lora_modules", "speculative_config"):
             if getattr(args, option):
-                return (
-                    f"--{option.replace('_', '-')} is for models that generate, not for {args.model}: {kind}"
-                )
+                return f"--{option.replace('_', '-')} is for generative models, not for {args.model}: {kind}"
     return None
 
 

@@ -129,7 +129,7 @@ class _Causal:
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
         announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
-        formats_line = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
+        formats_line = f"tool calls: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
         self.summary = f"model {args.name}, {memory_line(generator)}; {formats_line}"
         load_one = None
         if args.tp_size == 1:
@@ -160,16 +160,16 @@ class _Encoder:
 
         if not source.is_encoder:
             raise ValueError(
-                f"{source.config.architectures[0]} is no encoder, whose pairs of texts are scored"
+                f"{source.config.architectures[0]} is not an encoder, which scoring pairs of texts needs"
             )
         if args.tp_size > 1 or args.speculative_config:
-            raise ValueError("an encoder is served on one rank (--tp-size 1), without --speculative-config")
+            raise ValueError("an encoder runs on one rank (--tp-size 1), without --speculative-config")
         model: Any = source.load_encoder()
         module = init_inference(model, dtype=dtype_of(args) or model.dtype).module
         self.args, kind = args, CrossEncoder if source.is_classifier else TextEncoder
         self.engine: TextEncoder = kind(module, source.load_tokenizer(), token_budget=args.token_budget)
         self.tokenizer = HuggingFaceTokenizer(source.load_tokenizer(), max_tokens=self.engine.max_length)
-        ability = "scores pairs of texts" if source.is_classifier else "gives vectors of texts"
+        ability = "scores pairs of texts" if source.is_classifier else "computes embeddings"
         self.summary = f"model {args.name}, which {ability}"
 
     def serve(self, _: int) -> ServedModel:
@@ -204,9 +204,9 @@ def check_memory(args: argparse.Namespace, sources: Sequence[tuple[argparse.Name
     if whole > (free := get_accelerator().available_memory()):
         sizes = (f"{name} {each[0] / 2**30:.2f} and {each[1] / 2**30:.3f}" for name, each in least.items())
         raise ValueError(
-            f"at least {whole / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB of memory are free (weights and "
-            f"cache of one sequence, GiB: {', '.join(sizes)}): serve fewer models or smaller ones, with fewer bits "
-            "(--dtype int8), or shorter sequences (--max-length)"
+            f"at least {whole / 2**30:.2f} GiB are needed, but only {free / 2**30:.2f} GiB of memory are "
+            f"free (weights and cache of one sequence, GiB: {', '.join(sizes)}): serve fewer models or "
+            "smaller ones, with fewer bits (--dtype int8), or shorter sequences (--max-length)"
         )
 
 
@@ -220,8 +220,8 @@ def cache_parts(args: argparse.Namespace, largest: Sequence[int]) -> list[int]:
     sharing = [at for at, each in enumerate(own) if each is None and largest[at]]
     if sharing and left <= 0 < total:
         raise ValueError(
-            f"{args.each[sharing[0]].name}: the caches of other models take the {total / 2**30:.2f} GiB that there are "
-            "for all: give more (--cache-gb), or them less"
+            f"{args.each[sharing[0]].name}: the caches of other models take the {total / 2**30:.2f} GiB "
+            "available: raise --cache-gb, or give them less"
         )
     parts = divide(left, [largest[at] for at in sharing], [args.each[at].cache_share for at in sharing])
     of_sharing = dict(zip(sharing, parts, strict=True))
@@ -249,7 +249,7 @@ def _adapters_of(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
                 yield adapter["name"], adapter["path"], adapter.get("base_model_name") or one.name
             except (ValueError, LookupError):
                 raise ValueError(
-                    f"--lora-modules: {entry!r}: name=folder is expected, or an object with 'name' and 'path'"
+                    f"--lora-modules: {entry!r}: expected name=folder, or an object with 'name' and 'path'"
                 ) from None
 
 
@@ -294,8 +294,8 @@ def cache_bytes_of(args: argparse.Namespace) -> int | None:
     if left <= 0:
         used = (whole - free) / whole
         raise ValueError(
-            f"--gpu-memory-utilization {args.gpu_memory_utilization}: {used:.2f} of the memory is in use already, "
-            "which leaves none for the key-value cache"
+            f"--gpu-memory-utilization {args.gpu_memory_utilization}: {used:.2f} of the memory is already "
+            "in use, which leaves none for the key-value cache"
         )
     return left
 
@@ -314,8 +314,8 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
     source = Pretrained(config.model)
     if source.load_tokenizer().get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"--speculative-config: the tokenizers of {config.model} and {args.model} differ; a draft model has the "
-            "vocabulary of the model that it drafts for"
+            f"--speculative-config: the tokenizers of {config.model} and {args.model} differ; a draft model "
+            "needs the vocabulary of its target model"
         )
     draft = source.load_causal(dtype=model.dtype, keeps_integers=args.tp_size == 1)
     engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})

@@ -72,13 +72,13 @@ def _options_of_model(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{text} is no JSON: {error}") from None
+        raise ValueError(f"{text} is not JSON: {error}") from None
     values = _values_of(given)
     if "model" not in values:
-        raise ValueError(f"{text}: 'model' is missing, the folder or the name on the hub")
+        raise ValueError(f"{text}: 'model' is missing (the folder or the name on the hub)")
     if others := values.keys() - _OF_ONE:
         option = min(others).replace("_", "-")
-        raise ValueError(f"{text}: {option!r} holds for all models of a server: give it outside")
+        raise ValueError(f"{text}: {option!r} applies to all models of a server: set it outside")
     return values
 
 
@@ -99,10 +99,10 @@ def _values_of(given: Mapping[Any, Any]) -> dict[str, Any]:
         name = str(key).replace("_", "-")
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{key!r} is no option{f', did you mean {close[0]!r}?' if close else ''}")
+            raise ValueError(f"{key!r} is not an option{f', did you mean {close[0]!r}?' if close else ''}")
         several = name == "model" or options[name].nargs == "+"
         if value is None or (isinstance(value, list) and not (several and value)):
-            raise ValueError(f"{key!r} is {json.dumps(value)}: leave it out, or give it a value")
+            raise ValueError(f"{key!r} is {json.dumps(value)}: set a value, or leave it out")
         if name == "model" and not isinstance(value, (dict, list)):
             arguments.insert(0, str(value))
         elif isinstance(value, bool):
@@ -131,7 +131,7 @@ def _mapping_in(path: str) -> dict[Any, Any]:
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(found, dict):
-        raise ValueError("it holds no options: write lines such as `max-model-len: 4096`")
+        raise ValueError("it contains no options: write lines such as `max-model-len: 4096`")
     return found
 
 
@@ -149,122 +149,117 @@ def _text_of_pipe(path: str) -> str:
 
 _MODEL = {
     "--model NAME=FOLDER": takes(
-        "a further model, which requests choose by its name (default: the folder); or its options as an object, which "
-        'override those given for all: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
+        "an additional model, selected in requests by its name (default: the folder); or an object with its options, "
+        'which override the common ones: {"name": "small", "model": folder, "dtype": "fp32", "cache-gb": 2}',
         [],
         action="append",
         dest="models",
     ),
     "--name --served-model-name": takes("model name in responses (default: as given)"),
     "--dtype": takes("dtype of the weights, or int8; auto: the folder's (default: %(default)s)", "bf16"),
-    "--quantization -q": takes(
-        "how weights are stored, such as gptq; without it, as the folder's config says"
-    ),
+    "--quantization -q": takes("how weights are stored, such as gptq (default: as in the folder's config)"),
     "--tp-size --tensor-parallel-size -tp": takes(
         "ranks that share each layer; start the server with `deepspeed`", 1
     ),
     "--lora-modules NAME=FOLDER": takes(
-        'adapters of PEFT, which requests choose as their model; or {"name": ..., "path": folder, "base_model_name": '
+        'PEFT adapters, selected in requests as the model; or {"name": ..., "path": folder, "base_model_name": '
         "...}",
         [],
         nargs="+",
     ),
     "--speculative-config JSON": takes(
-        "propose tokens that one forward verifies, which changes no answer: by a draft model of the same "
-        'vocabulary {"model": folder, "num_speculative_tokens": 4}, or those that repeat earlier ones {"method": '
+        "propose tokens for one forward to verify, without changing answers: from a draft model with the same "
+        'vocabulary {"model": folder, "num_speculative_tokens": 4}, or from repeated text {"method": '
         '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
     ),
     "--pooling": takes(
-        "hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: as "
-        "in the folder's 1_Pooling/config.json, else last)",
+        "hidden state that /v1/embeddings returns: of the last token, the mean, or of the first token "
+        "(default: as in the folder's 1_Pooling/config.json, else last)",
         choices=("last", "mean", "cls"),
     ),
-    "--seed": takes("of requests that give none (default: drawn)", type=int),
+    "--seed": takes("for requests without a seed (default: random)", type=int),
 }
 _ADDRESS = {
     "--host": takes("address to listen on (default: %(default)s)", "127.0.0.1"),
     "--port": takes("port to listen on (default: %(default)s)", 8000),
 }
 _CLIENTS = {
-    "--api-key-file FILE": takes("further keys, a line for each: a name, and the key"),
+    "--api-key-file FILE": takes("file with additional keys, one line each: a name and the key"),
     "--requests-per-minute N": takes(
-        "of one client: of its key, or without keys of its address (default: any number)",
+        "limit per client: by key, or by address without keys (default: none)",
         type=positive_number,
     ),
     "--allowed-origins ORIGIN": takes(
-        "origins whose pages may ask from a browser (CORS), such as https://chat.example.com; *: any",
+        "origins allowed for browsers (CORS), such as https://chat.example.com; *: any",
         [],
         nargs="+",
     ),
-    "--ssl-certfile FILE": takes("certificate in PEM's format: speak TLS"),
-    "--ssl-keyfile FILE": takes("its private key (default: in the file of the certificate)"),
+    "--ssl-certfile FILE": takes("certificate in PEM format: enables TLS"),
+    "--ssl-keyfile FILE": takes("its private key (default: in the certificate file)"),
     "--drain-seconds": takes("time to finish answers after SIGTERM (default: %(default)s)", 30, type=float),
 }
 _LOGS = {
-    "--access-log FILE": takes("write a line per request; -: to standard error (default: none)"),
-    "--otlp-traces-endpoint URL": takes(
-        "send a span per request there, by OpenTelemetry's protocol over HTTP"
-    ),
+    "--access-log FILE": takes("log a line per request to this file; -: to standard error (default: none)"),
+    "--otlp-traces-endpoint URL": takes("send a span per request there, by OTLP over HTTP"),
 }
 _LIMITS = {
     "--token-budget --max-num-batched-tokens": takes("tokens per forward (default: %(default)s)", 512),
     "--short-share": takes(
-        "fraction of the tokens for prompts that short prompts may use to overtake long ones; 0: serve in order of "
+        "fraction of the prompt tokens that short prompts may use to overtake long ones; 0: in order of "
         "arrival (default: %(default)s)",
         0.5,
     ),
     "--scheduling-policy": takes(
-        "fcfs: serve by arrival; priority: requests whose field `priority` is lower first (default: %(default)s)",
+        "fcfs: in order of arrival; priority: lowest `priority` field first (default: %(default)s)",
         "fcfs",
         choices=["fcfs", "priority"],
     ),
-    "--max-sequences --max-num-seqs": takes("most sequences served at a time (default: %(default)s)", 64),
-    "--max-requests": takes("most requests served or waiting (default: %(default)s)", 256),
+    "--max-sequences --max-num-seqs": takes("maximum concurrent sequences (default: %(default)s)", 64),
+    "--max-requests": takes("maximum requests running or waiting (default: %(default)s)", 256),
     "--request-seconds S": takes(
-        "end a request that is not answered within so long with an error (default: never)",
+        "fail a request that takes longer than this (default: never)",
         type=positive_number,
     ),
     "--max-length --max-model-len": takes(
-        "most tokens of prompt and answer together (default: the model's, up to 2048)", type=int
+        "maximum tokens of prompt plus answer (default: the model's, up to 2048)", type=int
     ),
     "--default-tokens": takes(
-        "most tokens of an answer if the request does not say (default: %(default)s)", 1024
+        "maximum tokens of an answer if the request sets none (default: %(default)s)", 1024
     ),
 }
 _CACHE_SIZES = {
     "--cache-gb": takes("size of the key-value cache (default: what fits in 0.4 of free memory)", type=float),
     "--kv-cache-memory-bytes": takes("the same, in bytes", type=int),
     "--gpu-memory-utilization": takes(
-        "the same, as what is left of this fraction of the device's memory (of the machine's, without an "
-        "accelerator) beside the weights and all else that is there",
+        "the same, as the rest of this fraction of device memory (host memory without an accelerator) after "
+        "weights and everything else in use",
         type=float,
     ),
 }
 _CACHE = {
     "--enable-prefix-caching": takes(
-        "share keys and values of prompts that begin alike (default: %(default)s)",
+        "reuse keys and values of common prompt prefixes (default: %(default)s)",
         True,
         action=argparse.BooleanOptionalAction,
     ),
     "--block-size": takes("tokens per block of the cache", 16),
     "--cache-share": takes(
-        "of several models: how much of the memory for caches the first gets, where the others get 1 each; a model's "
-        "own options may say it, too (default: %(default)s)",
+        "with several models: share of the cache memory for the first, where the others get 1 each; can "
+        "also be set per model (default: %(default)s)",
         1.0,
         type=positive_number,
     ),
 }
 _CHATS = {
     "--chat-template FILE": takes("file with a chat template, or the template itself"),
-    "--trust-request-chat-template": "accept the field chat_template: a client's template may compute without end",
+    "--trust-request-chat-template": "accept the field chat_template: a client's template may run forever",
     "--tool-call-parser": takes(
-        "how the model writes calls of tools (default: guessed from the chat template)",
+        "format of the model's tool calls (default: guessed from the chat template)",
         choices=("none", *TOOL_CALL_PARSERS),
     ),
-    "--enable-auto-tool-choice": "end with an error if it is not known how the model writes calls, instead of "
-    "refusing requests with tools",
+    "--enable-auto-tool-choice": "exit if the tool-call format is unknown, instead of rejecting requests with tools",
     "--reasoning-parser": takes(
-        "how the model writes reasoning (default: guessed from the chat template)",
+        "format of the model's reasoning (default: guessed from the chat template)",
         choices=("none", *REASONING_PARSERS),
     ),
 }
@@ -291,11 +286,11 @@ def parser() -> argparse.ArgumentParser:
         "model", nargs="?", help="folder written by save_pretrained, or a model name on the hub"
     )
     token = takes(
-        f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
+        f"API key that clients must send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
         os.environ.get(TOKEN_VARIABLE) or None,
     )
     clients = {**_ADDRESS, "--token --api-key": token, **_CLIENTS}
-    file = "YAML or JSON with options by their names; the command line overrides it"
+    file = "YAML or JSON file with options by name; the command line takes precedence"
     add_options(made, {"--config FILE": takes(file), "--local_rank": takes(argparse.SUPPRESS, -1)})
     add_options(made.add_argument_group("model"), _MODEL)
     add_options(made.add_argument_group("address and clients"), clients)

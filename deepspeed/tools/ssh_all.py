@@ -29,7 +29,7 @@ def parser() -> ArgumentParser:
         "-i --include SPEC": takes("only these hosts: HOST[@HOST...]", ""),
         "-e --exclude SPEC": takes("all hosts but these", ""),
         "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
-        "--launcher_args TEXT": takes("options for ssh, as one word", ""),
+        "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
         "command": takes("command for the shell of each host", nargs=argparse.REMAINDER),
     }
     add_options(made, options)
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None:
         raise LaunchError(
-            f"--hostfile={args.hostfile}: no such file; name one with lines 'HOST slots=N' (-f FILE)"
+            f"--hostfile={args.hostfile}: no such file; pass a file with lines 'HOST slots=N' (-f FILE)"
         )
     if not args.command:
-        raise LaunchError("which command? ds_ssh [options] COMMAND [ARGUMENT ...]")
+        raise LaunchError("no command: ds_ssh [options] COMMAND [ARGUMENT ...]")
     names = [checked_host(host) for host in parse_inclusion_exclusion(hosts, args.include, args.exclude)]
     return run(names, " ".join(args.command), ssh_command(args))
 
@@ -70,7 +70,7 @@ def run(hosts: Sequence[str], command: str, ssh: Sequence[str]) -> int:
                 stderr=subprocess.PIPE,
             )
         except FileNotFoundError:
-            raise LaunchError("there is no ssh on PATH") from None
+            raise LaunchError("no ssh on PATH") from None
         running.append(
             (process, _carry(process.stdout, sys.stdout, host), _carry(process.stderr, sys.stderr, host))
         )

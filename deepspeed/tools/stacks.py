@@ -21,7 +21,7 @@ from deepspeed.base.tool_arguments import add_options, exit_quietly, takes
 
 ANSWER_S = 5.0
 CALLS = 5
-STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
+STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "blocked in the kernel", "Z": "ended"}
 
 
 @exit_quietly("ds stacks")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             type=int,
             nargs="?",
         ),
-        "--all": "print the stacks of threads without code of the script, too",
+        "--all": "also print the stacks of threads without code of the script",
         "--json": "print one JSON object per rank",
     }
     add_options(parser, options)
@@ -100,7 +100,7 @@ def state_of(process: int) -> str:
         letter = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return "ended"
-    return STATES.get(letter, "running native code that holds the interpreter's lock")
+    return STATES.get(letter, "running native code that holds the GIL")
 
 
 def rank_lines(process: int, answer: dict[str, Any] | None, *, every: bool = False) -> list[str]:

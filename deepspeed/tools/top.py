@@ -31,8 +31,8 @@ Job = dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds top",
-        description="Show your runs on this machine that have the config key `monitor.live`, and what their ranks are "
-        "doing. Ctrl-C stops it.",
+        description="Show your runs on this machine that have the config key `monitor.live`, and what their ranks "
+        "are doing. Stop with Ctrl-C.",
     )
     options = {
         "--once": "print once and exit; the default without a terminal",

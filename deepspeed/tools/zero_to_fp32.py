@@ -185,7 +185,7 @@ def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
     """Return the matching files in natural order. FileNotFoundError if there is none."""
     files = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)), key=natural_keys)
     if not files:
-        raise CheckpointNotFoundError(f"there is no {glob_pattern} in {checkpoint_dir}")
+        raise CheckpointNotFoundError(f"no {glob_pattern} in {checkpoint_dir}")
     return files
 
 
@@ -210,12 +210,12 @@ def command_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser of this command and of ``zero_to_torch.py``."""
     parser = argparse.ArgumentParser(description=description)
     options = {
-        "checkpoint_dir": "folder of checkpoints that contains the file 'latest'",
+        "checkpoint_dir": "checkpoint folder that contains the file 'latest'",
         "output_dir": "folder for the weights",
         "--max_shard_size": takes("size limit of each file, such as 5GB or 200MB", "5GB"),
         "--safe_serialization": "write safetensors instead of torch files",
         "-t --tag": takes(
-            "checkpoint to convert, such as global_step100 (default: the one that 'latest' names)"
+            "checkpoint to convert, such as global_step100 (default: the one named in 'latest')"
         ),
         "--exclude_frozen_parameters": "write only trained parameters",
         "-d --debug": "show tracebacks",

@@ -211,8 +211,8 @@ def _recorded_degrees(model_state_metadata: Sequence[tuple[str, dict[str, Any]]]
         return None
     if missing := [path for path in found if path not in recorded]:
         raise CheckpointDegreesError(
-            f"{CHECKPOINT_PARALLEL_DIMS} is missing from model-state files {missing}, but {next(iter(recorded))} holds "
-            "it: they are of different checkpoints"
+            f"{CHECKPOINT_PARALLEL_DIMS} is missing from model-state files {missing}, but "
+            f"{next(iter(recorded))} has it: they belong to different checkpoints"
         )
     first = next(iter(recorded.values()))
     if any(degrees != first for degrees in recorded.values()):

@@ -65,7 +65,7 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[A
     """Split into consecutive runs of equal length. ValueError: not divisible."""
     length, left = divmod(len(data_list), num_partitions)
     if left or not length:
-        raise ValueError(f"{len(data_list)} items cannot be divided into {num_partitions} equal runs")
+        raise ValueError(f"{len(data_list)} items cannot be divided into {num_partitions} equal parts")
     return [list(data_list[start : start + length]) for start in range(0, len(data_list), length)]
 
 

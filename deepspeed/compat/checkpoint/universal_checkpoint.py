@@ -49,9 +49,11 @@ def load_hp_checkpoint_state(
     access: Any = getattr(self, "_ds_state_access", None)
     name = access.name_of(self) if access is not None else None
     if access is None or name is None:
-        raise ValueError("no engine trains this parameter: there is no state to load")
+        raise ValueError("no engine trains this parameter, so there is no state to load")
     if not 0 <= tp_rank < tp_world_size or not 0 <= ep_rank < ep_size:
-        raise ValueError(f"rank {tp_rank} of {tp_world_size}, expert rank {ep_rank} of {ep_size}: not a rank")
+        raise ValueError(
+            f"rank {tp_rank} of {tp_world_size}, expert rank {ep_rank} of {ep_size}: rank out of range"
+        )
     catalog = open_parameter(Path(folder), name, placement_of(self).global_shape)
     reader, held, values = Reader(catalog), catalog.fragments[name], catalog.values.get(name, {})
     access.ensure_state()

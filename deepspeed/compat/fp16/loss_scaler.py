@@ -102,7 +102,7 @@ def _dynamic_plan(args: Mapping[str, Any]) -> LossScalePlan:
     known = {INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT, CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE}
     missing = {INITIAL_LOSS_SCALE, SCALE_WINDOW, MIN_LOSS_SCALE} - args.keys()
     if missing or args.keys() - known:
-        raise ValueError(f"dynamic_loss_args has the keys {sorted(args)}; it takes {sorted(known)}")
+        raise ValueError(f"dynamic_loss_args has the keys {sorted(args)}; expected {sorted(known)}")
     return LossScalePlan(
         static=None,
         initial=_finite(args[INITIAL_LOSS_SCALE], f"dynamic_loss_args[{INITIAL_LOSS_SCALE!r}]"),

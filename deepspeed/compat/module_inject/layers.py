@@ -85,7 +85,7 @@ def extents_of(module: nn.Module, shape: Shape, partition_dim: int, dim: int) ->
         count = int(stated) if stated > 0 else 1
         extents = (size // count,) * count
     if sum(extents) != size:
-        raise ValueError(f"the shape {tuple(shape)} does not fit a weight that is {size} wide in dim {dim}")
+        raise ValueError(f"the shape {tuple(shape)} does not match a weight that is {size} wide in dim {dim}")
     return extents
 
 
@@ -134,7 +134,8 @@ class VocabParallelLinear(LinearLayer):
         self.vocab_size = self.cut.size
         if 0 in sizes:
             raise ValueError(
-                f"{self.vocab_size} words cannot be shared by {len(sizes)} ranks: use at most as many"
+                f"{self.vocab_size} vocabulary entries cannot be split over {len(sizes)} ranks: use at "
+                "most that many ranks"
             )
         self.vocab_start_index = sum(sizes[:rank])
         self.vocab_end_index = self.vocab_start_index + sizes[rank]

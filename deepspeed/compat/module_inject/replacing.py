@@ -49,8 +49,8 @@ def replace_transformer_layer(
         config = DeepSpeedInferenceConfig(**config)
     elif not isinstance(config, DeepSpeedInferenceConfig):
         raise DeepSpeedConfigError(
-            f"config is a {type(config).__name__}: give a DeepSpeedInferenceConfig, or micro_batch_size= and "
-            "bert_config= for training layers"
+            f"config is a {type(config).__name__}: pass a DeepSpeedInferenceConfig, or micro_batch_size= "
+            "and bert_config= for training layers"
         )
     if checkpoint_dict is not None:
         config = config.model_copy(update={"checkpoint": checkpoint_dict})

@@ -36,9 +36,9 @@ def given_config(arguments: Sequence[str]) -> dict[str, Any]:
         return read_config_of_accelerate(of_accelerate)
     if given is None:
         raise ValueError(
-            "autotuning changes the config that the script is given, and there is none among its arguments: pass "
-            "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer. A script that names the file in "
-            "deepspeed.initialize(config=...) has to take the name from such an argument"
+            "autotuning changes the script's config, but there is none among its arguments: pass "
+            "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer. A script that names "
+            "the file in deepspeed.initialize(config=...) must take the name from such an argument"
         )
     return read_config(given).data
 
@@ -57,7 +57,7 @@ def read_config_of_accelerate(file: str) -> dict[str, Any]:
     """Return the DeepSpeed config that Accelerate builds from its own file. Raises ValueError."""
     client = read_client(read_any(file), 1)
     if client is None or client.errors:
-        problem = "; ".join(map(str, client.errors)) if client is not None else "it is no file of Accelerate"
+        problem = "; ".join(map(str, client.errors)) if client is not None else "not an Accelerate config"
         raise ValueError(f"--config_file {file}: {problem}")
     return dict(client.source.data)
 

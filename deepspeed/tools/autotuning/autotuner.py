@@ -184,8 +184,8 @@ class Autotuner(Results):
                 self._learn(exp, point)
                 return self.model_info
         raise AutotuningError(
-            f"the first run of {self.args.user_script} did not reach its end ({error or 'no stage fits the memory'}); "
-            f"{Path(self.results_dir) / MODEL_INFO / 'stderr.log'} has what it said"
+            f"the first run of {self.args.user_script} did not finish ({error or 'no stage fits the memory'}); "
+            f"{Path(self.results_dir) / MODEL_INFO / 'stderr.log'} has its output"
         )
 
     def _first_points(self) -> Iterator[Point]:
@@ -347,9 +347,7 @@ class Autotuner(Results):
             if not self._exhausts_data(samples, point.size):
                 self._refuse_fixed_size(samples, point.size)
             self._samples_per_rank = samples
-            logger.info(
-                "autotuning: %s: the data set has only %d samples for each rank", exp["name"], samples
-            )
+            logger.info("autotuning: %s: the data set has only %d samples per rank", exp["name"], samples)
             self.search.measured(point)
             return None
         self._followed.add(point.size)
@@ -367,8 +365,8 @@ class Autotuner(Results):
 
     def _refuse_fixed_size(self, samples: int, size: int) -> None:
         raise AutotuningError(
-            f"train_micro_batch_size_per_gpu was {size}, but the script gave the model {samples} samples: name the "
-            "argument that sets its batch size in the config, as "
+            f"train_micro_batch_size_per_gpu was {size}, but the script passed {samples} samples to the model: set "
+            "the argument for its batch size in the config, as "
             '"autotuning": {"arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}}, '
             "or let the script read engine.train_micro_batch_size_per_gpu()"
         )
@@ -488,7 +486,7 @@ class Autotuner(Results):
     def run_after_tuning(self) -> int:
         """Run the script with the best config. Returns its exit code. AutotuningError: there is no best config."""
         if self.optimal_cmd is None:
-            raise AutotuningError("no config was found that the script runs with")
+            raise AutotuningError("found no config that the script runs with")
         logger.info("autotuning: running %s", shlex.join(self.optimal_cmd))
         environment = environment_for(
             Path(self.results_dir).absolute() / OPTIMAL_CONFIG, self.optimal_environment

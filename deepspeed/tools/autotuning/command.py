@@ -23,7 +23,7 @@ def run_autotuning(args: Any, active_resources: Mapping[str, Sequence[int]]) -> 
     try:
         tuner.tune()
     except KeyboardInterrupt:
-        tuner.reason = "interrupted; the same command goes on where it was"
+        tuner.reason = "interrupted; rerun the same command to resume"
         code = INTERRUPTED
     except ValueError as error:
         logger.error("autotuning: %s", error)

@@ -141,7 +141,7 @@ class Results:
             f"The best is {exp['name']} with {value:.6g} {self._unit()}"
             + (f": {self.reason}." if self.reason else "."),
             *self.why(),
-            f"{Path(self.results_dir) / OPTIMAL_CONFIG} has its config, {OPTIMAL_COMMAND} beside it the command."
+            f"{Path(self.results_dir) / OPTIMAL_CONFIG} holds its config, {OPTIMAL_COMMAND} its command."
             + self._draw(),
         ]
         (Path(self.results_dir) / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -200,7 +200,7 @@ class Results:
             from deepspeed.tools.autotuning.picture import draw
         except ImportError:
             hint = install_hint("matplotlib", extra="demo")
-            logger.info("autotuning: no picture is drawn without matplotlib (%s)", hint)
+            logger.info("autotuning: no plot without matplotlib (%s)", hint)
             return ""
         rows = [
             (self.points[name].name(), self.points[name], value)

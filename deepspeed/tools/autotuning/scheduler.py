@@ -64,7 +64,7 @@ class ResourceManager:
         if not self.overwrite and metrics_of(exp) is not None:
             return None
         if exp["num_nodes"] > len(self.hosts):
-            return f"{exp['num_nodes']} machines with {exp['num_gpus']} slots each are not there"
+            return f"{exp['num_nodes']} machines with {exp['num_gpus']} slots each are not available"
         folder = Path(exp["result_dir"])
         (folder / METRICS).unlink(missing_ok=True)
         exp["launcher"] = start_command(self.args, self.devices())
@@ -76,7 +76,7 @@ class ResourceManager:
             return None
         end = int(get_val_by_key(exp["ds_config"], "end_profile_step") or 0)
         reported = search_error(str(folder / "stderr.log"))
-        return reported or f"it ended with code {code} before step {end}"
+        return reported or f"it exited with code {code} before step {end}"
 
     def devices(self) -> str:
         """Return the launcher option that selects the machines' slots."""

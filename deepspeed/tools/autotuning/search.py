@@ -116,7 +116,7 @@ class Search:
             for point in _firsts(candidates, rank)
         ]
         self.reason = (
-            f"no other config promises {PLATEAU:.0%} more"
+            f"no other config is expected to gain {PLATEAU:.0%}"
             if candidates
             else "every config that fits was measured"
         )

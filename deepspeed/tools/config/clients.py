@@ -165,11 +165,11 @@ def _with_file(
         result.errors.append(
             Problem(
                 name,
-                f"Accelerate refuses it together with {key}: move its value into {section[key]} and remove it here",
+                f"Accelerate rejects it together with {key}: move its value into {section[key]} and remove it here",
             )
         )
     if "zero_optimization" not in result.source.data:
-        result.errors.append(Problem("zero_optimization", "Accelerate asks for this section; add it"))
+        result.errors.append(Problem("zero_optimization", "Accelerate requires this section; add it"))
     result.source.data.setdefault("gradient_accumulation_steps", 1)
 
 
@@ -244,7 +244,7 @@ def _fill_or_compare(key: str, name: str, value: Any, result: ClientConfig) -> N
         result.filled[key] = value
     elif written is not None and written != value:
         place = result.source.place(tuple(key.split(".")))
-        text = f'{shown(written)}, but {name} works out to {shown(value)}: the Trainer refuses that; write "auto"'
+        text = f'{shown(written)}, but {name} is {shown(value)}: the Trainer rejects that; write "auto"'
         result.errors.append(Problem(key, text, place))
 
 

@@ -35,7 +35,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
     except UnreadableConfig as error:
         raise CannotFix(f"{error}; fix this by hand") from None
     if client := client_of(source.data):
-        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it names")
+        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it uses")
     before = source.text or ""
     text, report = corrected(
         start_text(source, in_place=output is None), path, lambda attempt: check_source(attempt, world_size)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parsers.check()
     args = parser.parse_args(argv)
     if args.output is not None and not args.fix:
-        parser.error("--output goes with --fix")
+        parser.error("--output needs --fix")
     report = check_config(args.config, args.gpus)
     if args.fix:
         report = fix_file(args.config, args.gpus, output=args.output)
@@ -139,8 +139,8 @@ def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
 
 def _only_hjson(source: ConfigSource) -> str:
     return (
-        f"{source.name} is not JSON ({source.not_json}): only DeepSpeed's reader, which takes HJSON, accepts it; "
-        "Transformers and Accelerate refuse the file"
+        f"{source.name} is not JSON ({source.not_json}): only DeepSpeed's reader accepts it, as HJSON; "
+        "Transformers and Accelerate reject the file"
     )
 
 
@@ -149,7 +149,7 @@ def _ranks(count: int | None) -> tuple[int, str]:
         return world_size()
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"world_size must be a whole number of at least 1, not {count!r}")
-    return count, "as asked for"
+    return count, "as requested"
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:

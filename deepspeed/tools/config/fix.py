@@ -46,8 +46,8 @@ def start_text(source: ConfigSource, *, in_place: bool) -> str:
     except json.JSONDecodeError:
         if in_place:
             raise CannotFix(
-                f"{source.name} is HJSON, whose comments would be lost: give --output FILE, and the corrected config "
-                "is written there as plain JSON"
+                f"{source.name} is HJSON, whose comments would be lost: give --output FILE to write the "
+                "corrected config there as plain JSON"
             ) from None
         return json.dumps(source.data, indent=2) + "\n"
     return text

@@ -110,7 +110,7 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
     if report.auto_keys:
         yield (
             '"auto"',
-            f"{cut_list(report.auto_keys)} (Trainer or Accelerate fills them in, else the defaults hold)",
+            f"{cut_list(report.auto_keys)} (filled in by Trainer or Accelerate, else defaults)",
         )
 
 
@@ -128,7 +128,7 @@ def precision(config: TrainingConfig) -> str:
         return f"bf16, {'bf16' if config.bf16.bf16_master_weights_and_grads else 'fp32'} master weights"
     if config.torch_autocast.enabled:
         dtype = config.torch_autocast.dtype or Dtype.bf16
-        return f"weights as in the model, products in {dtype.long_name} (torch.autocast)"
+        return f"weights as in the model, matrix products in {dtype.long_name} (torch.autocast)"
     if config.amp.enabled:
         return "mixed precision by torch.amp"
     return "as in the model (fp32 unless it says otherwise)"

@@ -67,7 +67,7 @@ def _reported_by(host: str, ssh: Sequence[str]) -> str:
         except ValueError:
             continue
         return word
-    raise LaunchError(f"{host} reports no address of its own; give the address of rank 0 with --master_addr")
+    raise LaunchError(f"{host} reports no address; set the address of rank 0 with --master_addr")
 
 
 def ask(host: str, ssh: Sequence[str], command: str) -> str:
@@ -81,13 +81,13 @@ def ask(host: str, ssh: Sequence[str], command: str) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise LaunchError("there is no ssh on PATH; start each machine with --no_ssh --node_rank N") from None
+        raise LaunchError("no ssh on PATH; start each machine with --no_ssh --node_rank N") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{host} does not answer by ssh within {SSH_TIMEOUT_S:.0f} s") from None
+        raise LaunchError(f"{host} does not answer ssh within {SSH_TIMEOUT_S:.0f} s") from None
     if answer.returncode != 0:
         reason = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         raise LaunchError(
-            f"ssh to {host} fails: {reason}. 'ssh {host} true' must work without a password; or start each machine "
-            "with --no_ssh --node_rank N"
+            f"ssh to {host} failed: {reason}. 'ssh {host} true' must work without a password; or start each "
+            "machine with --no_ssh --node_rank N"
         )
     return answer.stdout

@@ -31,14 +31,14 @@ def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation
     While the reservation is open, other launchers on this host that are not given a port choose another one.
     """
     if not 1 <= args.master_port <= ports.MAX_PORT:
-        raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.MAX_PORT}")
+        raise LaunchError(f"--master_port={args.master_port}: must be a port from 1 to {ports.MAX_PORT}")
     if args.master_port_given:
         if not ports.is_free(address, args.master_port):
             raise LaunchError(port_in_use(address, args.master_port))
         return ports.PortReservation(args.master_port)
     reservation = ports.reserve(address, args.master_port)
     if reservation.port != args.master_port:
-        logger.info("port %d is in use at %s: using %d", args.master_port, address, reservation.port)
+        logger.info("port %d is in use at %s, using %d", args.master_port, address, reservation.port)
     return reservation
 
 

@@ -77,5 +77,5 @@ def binding(core_list: str | None, ranks: int) -> list[list[int]]:
     cores = sorted(parse_range_list(core_list))
     missing = sorted(set(cores) - os.sched_getaffinity(0))
     if missing:
-        raise LaunchError(f"--bind_core_list: core {missing[0]} is not one that this process may use")
+        raise LaunchError(f"--bind_core_list: core {missing[0]} is not available to this process")
     return divide(cores, ranks)

@@ -46,7 +46,7 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
         )
     given = getattr(args, "num_gpus_given", args.num_gpus != -1)  # the default, -1, stands for "all"
     if args.num_gpus < 1 and given:
-        raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
+        raise LaunchError(f"--num_gpus={args.num_gpus}: must be at least 1")
     if given:
         checked_slots(args.num_gpus, f"--num_gpus={args.num_gpus}")
     hosts = fetch_hostfile(args.hostfile)
@@ -70,8 +70,8 @@ def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -
         return here
     if not args.no_ssh:
         raise LaunchError(
-            f"--num_nodes={args.num_nodes}: which machines? Name them in a --hostfile, or start each with "
-            "--no_ssh --node_rank N --master_addr ADDRESS"
+            f"--num_nodes={args.num_nodes}: list the machines in a --hostfile, or start each with --no_ssh "
+            "--node_rank N --master_addr ADDRESS"
         )
     if args.num_nodes > MAX_NODES:
         raise LaunchError(f"--num_nodes={args.num_nodes}: at most {MAX_NODES} machines")
@@ -90,7 +90,7 @@ def slurm_hosts(args: argparse.Namespace) -> OrderedDict[str, int] | None:
         )
     except (OSError, subprocess.CalledProcessError):
         raise LaunchError(
-            f"'scontrol show hostnames {nodes}' fails; name the machines in a --hostfile"
+            f"'scontrol show hostnames {nodes}' failed; list the machines in a --hostfile"
         ) from None
     given = os.environ.get("SLURM_GPUS_ON_NODE", "")
     slots = (
@@ -114,11 +114,11 @@ def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]
     if visible and not chosen_here:
         if not all(device.strip().isdigit() for device in visible.split(",")):
             raise LaunchError(
-                f"{VISIBLE_DEVICES}={visible} does not list numbers; choose devices with --include"
+                f"{VISIBLE_DEVICES}={visible} is not a list of numbers; choose devices with --include"
             )
         return OrderedDict({THIS_MACHINE: [int(device) for device in visible.split(",")]})
     if visible:
-        logger.warning("%s=%s is ignored: the command line chooses devices", VISIBLE_DEVICES, visible)
+        logger.warning("%s=%s is ignored: the command line selects the devices", VISIBLE_DEVICES, visible)
     count = args.num_gpus if args.num_gpus > 0 else accelerators
     return parse_inclusion_exclusion({THIS_MACHINE: count}, args.include, args.exclude)
 
@@ -139,7 +139,7 @@ def accelerator_count() -> int | None:
     answer = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
         raise LaunchError(
-            "the accelerator of this machine cannot be asked (see above); DS_ACCELERATOR=cpu does without"
+            "cannot query the accelerator of this machine (see above); DS_ACCELERATOR=cpu skips it"
         )
     device, count = answer.stdout.split()[-2:]
     return None if device == "cpu" else int(count)

@@ -100,7 +100,7 @@ class Failure:
         if self.exit_code >= 0:
             code = f"exit code {self.exit_code}"
             return f"{self.message} ({code})" if self.message else code
-        hint = ", perhaps because memory ran out" if self.exit_code == -signal.SIGKILL else ""
+        hint = ", perhaps out of memory" if self.exit_code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
 
 
@@ -161,7 +161,7 @@ def report_lines(failures: Sequence[Failure], script: str) -> list[str]:
         departed = [failure for failure in failures if failure.departed]
         places = ", ".join(failure.place for failure in sorted(departed, key=lambda failure: failure.rank))
         several = "s" if len(departed) > 1 else ""
-        lines = [f"rank{several} {places} of {script} ended with code 0 while others were training"]
+        lines = [f"rank{several} {places} of {script} exited with code 0 while others were training"]
         others = [failure for failure in others if not failure.departed]
     ends: dict[str, list[Failure]] = {}
     for failure in others:
@@ -193,7 +193,7 @@ def show(
             "deepspeed --no_local_rank ..."
         )
     if log_dir is not None:
-        lines.append(f"  everything that the ranks wrote is in {log_dir}{os.sep}*_rank*.log")
+        lines.append(f"  full output of the ranks: {log_dir}{os.sep}*_rank*.log")
     if first.traceback and not first.on_screen:
         sys.stderr.write(first.traceback)
     for failure in others:

@@ -51,12 +51,10 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
         host = match.group(1)
         slots = checked_slots(match.group(2), f"hostfile line {number}, {text!r}")
         if host in hosts:
-            raise LaunchError(
-                f"hostfile line {number} names host {host!r} a second time; write one line per host"
-            )
+            raise LaunchError(f"hostfile line {number} repeats host {host!r}; write one line per host")
         hosts[host] = slots
     if not hosts:
-        raise LaunchError("the hostfile names no host; write at least one line 'HOST slots=N'")
+        raise LaunchError("the hostfile has no hosts; write at least one line 'HOST slots=N'")
     return hosts
 
 
@@ -65,7 +63,7 @@ def checked_slots(given: str | int, where: str) -> int:
     range."""
     digits = str(given).lstrip("0")
     if not digits:
-        raise LaunchError(f"{where}: a host has at least one slot; remove one that is not to be used")
+        raise LaunchError(f"{where}: a host needs at least one slot; remove unused hosts")
     if len(digits) > len(str(MAX_SLOTS)) or int(digits) > MAX_SLOTS:
         raise LaunchError(
             f"{where}: a host has at most {MAX_SLOTS} slots, one for each of its devices or ranks"
@@ -78,8 +76,8 @@ def checked_host(host: str) -> str:
     list. Raises LaunchError."""
     if not HOST_NAME.fullmatch(host):
         raise LaunchError(
-            f"the host name {host!r} holds other characters than letters, digits and '_.:@-', or starts with one of "
-            "these"
+            f"the host name {host!r} may only contain letters, digits and '_.:@-', and must start with a "
+            "letter or digit"
         )
     return host
 
@@ -89,7 +87,7 @@ def parse_range_list(text: str) -> list[int]:
     numbers = parse_ranges(text)
     repeated = next((number for number in numbers if numbers.count(number) > 1), None)
     if repeated is not None:
-        raise LaunchError(f"{text!r} names {repeated} twice")
+        raise LaunchError(f"{text!r} lists {repeated} twice")
     return numbers
 
 
@@ -104,7 +102,7 @@ def parse_ranges(text: str) -> list[int]:
             raise LaunchError(f"{part.strip()!r} in {text!r}: numbers have at most {MAX_DIGITS} digits")
         low, high = int(bounds[0]), int(bounds[-1])
         if high < low:
-            raise LaunchError(f"the range {part.strip()!r} in {text!r} runs backwards")
+            raise LaunchError(f"the range {part.strip()!r} in {text!r} is reversed")
         numbers.extend(range(low, high + 1))
     return numbers
 
@@ -175,8 +173,8 @@ def apply_num_nodes_and_gpus(
     LaunchError if there are fewer."""
     if num_nodes > len(active_resources):
         raise LaunchError(
-            f"--num_nodes={num_nodes}: only {_counted(len(active_resources), 'host')} to use "
-            f"({', '.join(list(active_resources)[:8])}); name more in the hostfile, or ask for fewer"
+            f"--num_nodes={num_nodes}: only {_counted(len(active_resources), 'host')} available "
+            f"({', '.join(list(active_resources)[:8])}); add more to the hostfile, or request fewer"
         )
     hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
     for host, slots in hosts:

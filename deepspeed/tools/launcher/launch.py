@@ -76,14 +76,14 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     options = {
-        "--node_rank": takes("number of this machine (default: 0)", 0),
+        "--node_rank": takes("index of this machine (default: 0)", 0),
         "--master_addr": takes("address of rank 0 (default: 127.0.0.1)", "127.0.0.1"),
         "--master_port": takes("a free port there", TORCH_DISTRIBUTED_DEFAULT_PORT),
         "--world_info": takes("base64 of the JSON dictionary host -> list of slots", "None"),
-        "--job": takes("a name by which the job's processes are found", ""),
+        "--job": takes("a name to find the job's processes by", ""),
         "--enable_elastic_training": "continue after the loss of ranks or machines",
-        "--min_elastic_nodes": takes("with as many machines (default: 1)", -1),
-        "--max_elastic_nodes": takes("at most as many (default: those of --world_info)", -1),
+        "--min_elastic_nodes": takes("with at least this many machines (default: 1)", -1),
+        "--max_elastic_nodes": takes("with at most this many (default: those of --world_info)", -1),
         "--save_pid PID": takes("write this pid to /tmp/PID.ds", 0),
         **PASSED_ON,
         "training_script": "script, module or program to start",
@@ -219,8 +219,8 @@ def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
     most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else nodes
     if not fewest <= nodes <= most:
         raise LaunchError(
-            f"--min_elastic_nodes={fewest} and --max_elastic_nodes={most}: the job begins with {nodes} machines, "
-            "which must be within these limits"
+            f"--min_elastic_nodes={fewest} and --max_elastic_nodes={most}: the job starts with {nodes} "
+            "machines, which must be within these limits"
         )
     return fewest, most
 
@@ -241,7 +241,7 @@ def make_log_dir(folder: str | None) -> Path | None:
 def port_in_use(address: str, port: int) -> str:
     return (
         f"--master_port={port} is in use at {address}, perhaps by another run. Choose another, such as "
-        f"{ports.find_free(address)}, which is free now, or leave the option out to have one chosen"
+        f"{ports.find_free(address)}, which is free now, or leave the option out to pick one automatically"
     )
 
 

@@ -49,13 +49,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     options = {
-        "--launcher": takes("who starts the ranks", MPICH_LAUNCHER, choices=sorted(RANK_NAMES)),
+        "--launcher": takes("launcher that starts the ranks", MPICH_LAUNCHER, choices=sorted(RANK_NAMES)),
         "--world_info": takes("base64 of the JSON dictionary host -> list of slots", "None"),
         "--master_addr": takes("address of rank 0", "127.0.0.1"),
         "--master_port": takes("its port", TORCH_DISTRIBUTED_DEFAULT_PORT),
         "--module": "run the script as a module, as 'python -m' would",
         "--no_python": "run the script as a program, without Python",
-        "--bind_cores_to_rank": "give the rank CPU cores of its own",
+        "--bind_cores_to_rank": "bind the rank to its own CPU cores",
         "--bind_core_list": takes("the cores to bind to, such as 0,2-5"),
         "user_script": "script, module or program to start",
         "user_args": takes("its arguments", nargs=argparse.REMAINDER),
@@ -78,7 +78,7 @@ def env_mapping(
         values = {name: env[name] for name in names or () if name in env}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise OSError(f"{target} is not clear: {listed}")
+            raise OSError(f"{target} is ambiguous: {listed}")
         if values:
             env[target] = next(iter(values.values()))
     return env
@@ -95,7 +95,7 @@ def environment_of(
     env_mapping(env, RANK_NAMES[args.launcher], LOCAL_RANK_NAMES[args.launcher])
     if "RANK" not in env:
         names = " or ".join(RANK_NAMES[args.launcher])
-        raise OSError(f"{names} is not set: --launcher={args.launcher} has not started this process")
+        raise OSError(f"{names} is not set: --launcher={args.launcher} did not start this process")
     places = [(host, slot) for host, slots in enumerate(world.values()) for slot in range(len(slots))]
     host, place = places[int(env["RANK"])]
     slots = list(world.values())[host]

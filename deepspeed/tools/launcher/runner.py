@@ -104,13 +104,13 @@ _SEVERAL_MACHINES = {
         action=_MarkGiven,
     ),
     "--launcher_args --launcher_arg TEXT": takes(
-        "options for the launcher, as one word: '-F my_ssh_config'", ""
+        "options for the launcher, as one argument: '-F my_ssh_config'", ""
     ),
     "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
     "--venv_script FILE": takes("shell script that each host sources before Python starts"),
     "--no_ssh_check": "do not test the connection to the first host (pdsh)",
-    "--no_ssh": "you run this command on each machine yourself",
-    "--node_rank N": takes("with --no_ssh: this machine's number", -1),
+    "--no_ssh": "run this command on each machine yourself",
+    "--node_rank N": takes("with --no_ssh: index of this machine", -1),
     "--force_multi": "use the launcher even for a single machine or for this one",
     "--elastic_training": "restart the ranks after the loss of ranks or machines",
     "--min_elastic_nodes N": takes("fewest machines to continue with (default: 1)", -1),
@@ -178,7 +178,7 @@ def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, in
     except ValueError:
         raise LaunchError(f"--num_nodes={str_num_nodes}: expected a number, or MIN:MAX") from None
     if colon and not elastic_training:
-        raise LaunchError(f"--num_nodes={str_num_nodes}: MIN:MAX is for --elastic_training")
+        raise LaunchError(f"--num_nodes={str_num_nodes}: MIN:MAX needs --elastic_training")
     return numbers
 
 
@@ -191,7 +191,7 @@ def check_elastic(args: argparse.Namespace) -> None:
         args.min_elastic_nodes, args.max_elastic_nodes, args.num_nodes = low, high, -1
     for name in ("min_elastic_nodes", "max_elastic_nodes"):
         if getattr(args, name) > 0 and not args.elastic_training:
-            raise LaunchError(f"--{name} is for --elastic_training: add that, or leave it out")
+            raise LaunchError(f"--{name} needs --elastic_training: add that, or leave it out")
     if 0 < args.max_elastic_nodes < args.min_elastic_nodes:
         raise LaunchError(
             f"--min_elastic_nodes={args.min_elastic_nodes} is above --max_elastic_nodes={args.max_elastic_nodes}"
@@ -256,9 +256,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.PortRese
     if args.no_ssh:
         return _this_machine_of_several(args, active)
     if args.node_rank >= 0:
-        raise LaunchError(
-            f"--node_rank={args.node_rank} is for machines that are started by hand: add --no_ssh"
-        )
+        raise LaunchError(f"--node_rank={args.node_rank} is for machines started by hand: add --no_ssh")
     if args.force_multi or len(active) > 1 or not is_this_machine(next(iter(active)).rpartition("@")[2]):
         return several.prepare(args, active)
     address = args.master_addr or "127.0.0.1"
@@ -274,7 +272,7 @@ def _this_machine_of_several(
     ``--node_rank``."""
     if not 0 <= args.node_rank < len(active):
         raise LaunchError(
-            f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(active) - 1} ({', '.join(active)})"
+            f"--no_ssh needs --node_rank, the index of this machine: 0 to {len(active) - 1} ({', '.join(active)})"
         )
     if len(active) > 1 and not args.master_addr:
         raise LaunchError("--no_ssh needs --master_addr, an address of the machine with --node_rank 0")

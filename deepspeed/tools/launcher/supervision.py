@@ -58,7 +58,7 @@ def supervise(
     with handled_by(requests.forward):
         code = process.wait()
         if code < 0 and (not requests.received or code == -signal.SIGKILL):
-            logger.error("%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name)
+            logger.error("%s was terminated by %s; stopping its ranks", what, signal.Signals(-code).name)
         if code != 0:
             kill_descendants(not_ours)
         if code < 0:

@@ -161,7 +161,7 @@ def check_devices(gpu: bool) -> None:
     """Raise ValueError if `gpu` is set and there is no accelerator: host memory would be measured instead."""
     if gpu and get_accelerator().device_name() == "cpu":
         raise ValueError(
-            "--gpu: this machine has no accelerator that torch can use; leave --gpu out to measure host memory"
+            "--gpu: torch found no accelerator on this machine; leave --gpu out to measure host memory"
         )
 
 

@@ -37,7 +37,7 @@ def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         name = _OTHER_NAMES.get(key, key)
         if name not in DEFAULT_SPACE:
             raise ValueError(
-                f"sweep configuration: unknown setting {key!r}; there are {', '.join(DEFAULT_SPACE)}"
+                f"sweep configuration: unknown setting {key!r}; expected one of {', '.join(DEFAULT_SPACE)}"
             )
         lists[name] = [_value(name, value) for value in (values if isinstance(values, list) else [values])]
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
@@ -123,7 +123,7 @@ def _read_sweep(path: Path) -> Any:
     except ValueError as error:
         raise ValueError(f"--sweep_config {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"--sweep_config {path} is no object with settings and lists of their values")
+        raise ValueError(f"--sweep_config {path} is not an object that maps settings to lists of values")
     return found
 
 

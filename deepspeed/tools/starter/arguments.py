@@ -14,7 +14,7 @@ GOALS = ("finetune", "pretrain", "lora", "serve")
 CLIENTS = ("torch", "transformers", "accelerate", "lightning")
 
 _EPILOG = """\
-In a terminal, what is needed and not given is asked for; without one it must be given. Nothing is allocated: the
+In a terminal, missing values are prompted for; without one they are required. Nothing is allocated: the
 memory of each choice is planned, as `ds plan` does, and the first that fits is written, the cheapest in time first.
 
 examples:
@@ -28,8 +28,8 @@ examples:
 def parser() -> argparse.ArgumentParser:
     made = ArgumentParser(
         prog="ds init",
-        description="Write ds_config.json, a training script and a launch command for a model, a goal and your\n"
-        "machines, and say in CHOICES.md why each is chosen.",
+        description="Write ds_config.json, a training script and a launch command for a model, a goal and "
+        "your\nmachines, and explain the choices in CHOICES.md.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,15 +43,13 @@ def parser() -> argparse.ArgumentParser:
         "--gpus N": takes("devices per node (default: 1)", type=positive),
         "--nodes M": takes("number of nodes (default: 1)", 1, type=positive),
         **parsers.MACHINE,
-        "--nvme FOLDER": takes("local storage that model states may be moved to"),
+        "--nvme FOLDER": takes("local storage for offloaded model states"),
         "--link-mbits RATE": takes(
-            "Mbit/s between nodes: also say what would send less", type=parsers.positive_number
+            "Mbit/s between nodes: also report what would reduce communication", type=parsers.positive_number
         ),
         "--sequence S": takes("tokens per sample (default: %(default)s)", 1024, type=positive),
-        "--batch B": takes(
-            "samples per step, of all ranks (default: 32, or one of each rank)", type=positive
-        ),
-        "--force": "overwrite files that exist",
+        "--batch B": takes("samples per step over all ranks (default: 32, or one per rank)", type=positive),
+        "--force": "overwrite existing files",
     }
     add_options(made, options)
     return made
@@ -64,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asks = sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
     missing = [name for name in ("model", "goal") if getattr(args, name) is None]
     if missing and not asks:
-        made.error(f"give {' and '.join(f'--{name}' for name in missing)} (there is no terminal to ask in)")
+        made.error(f"give {' and '.join(f'--{name}' for name in missing)} (no terminal to ask in)")
     if missing:
         _ask_all(made, args)
     args.client = args.client or "torch"

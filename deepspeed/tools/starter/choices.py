@@ -55,7 +55,7 @@ def decide(args: argparse.Namespace) -> Decision:
     ranks = args.gpus * args.nodes
     batch = args.batch or max(1, USUAL_BATCH // ranks) * ranks
     if batch % ranks:
-        raise DeepSpeedConfigError(f"--batch {batch} cannot be divided among {ranks} ranks: give a multiple")
+        raise DeepSpeedConfigError(f"--batch {batch} cannot be divided among {ranks} ranks: pass a multiple")
     request = _request(args, batch)
     if args.client == "lightning" and request.device_type != "cuda":
         raise DeepSpeedConfigError(
@@ -70,8 +70,8 @@ def decide(args: argparse.Namespace) -> Decision:
         best = link_times(decision.answer, 1.0, args.link_mbits * 1e6 / 8).recommended
         if best.change:
             decision.reasons.append(
-                f"Between nodes at {args.link_mbits:g} Mbit/s, {best.name} would send less ({best.change}); it is not "
-                "set, as it changes numbers: see docs/slow_links.md."
+                f"Between nodes at {args.link_mbits:g} Mbit/s, {best.name} would send less ({best.change}); "
+                "not enabled, as it changes the numerics: see docs/slow_links.md."
             )
     return decision
 
@@ -144,12 +144,10 @@ def _smallest_that_fits(request: PlanRequest) -> Decision:
         advice = advise(answer(_at(found.request, stage)))
         if advice.result is not None:
             changes = "; ".join(advice.changes)
-            reasons.append(
-                f"Stage {stage} fits with {changes}. What is moved off the device costs time in each step."
-            )
+            reasons.append(f"Stage {stage} fits with {changes}. Offloading costs time in each step.")
             return Decision(advice.result, reasons)
     lines = "\n".join(report.advice_lines(advice))
-    raise DeepSpeedConfigError(f"no config known here fits:\n{report.headline(found)}\n{lines}")
+    raise DeepSpeedConfigError(f"no known config fits:\n{report.headline(found)}\n{lines}")
 
 
 def _name(request: PlanRequest) -> str:
@@ -168,6 +166,6 @@ def _enlarge(decision: Decision, per_rank: int) -> None:
             break
         micro, decision.answer = 2 * micro, found
     decision.reasons.append(
-        f"Of the {per_rank} samples that a rank takes in a step, {micro} are computed at a time: more would use the "
-        "device better, fewer need less memory."
+        f"A rank processes {micro} of its {per_rank} samples per step at a time: more would use the device "
+        "better, fewer would need less memory."
     )

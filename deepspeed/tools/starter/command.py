@@ -41,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.goal in ("finetune", "lora", "serve") and is_shape(args.model):
         raise RefusedInit(
-            f"--model {args.model} has no weights to {args.goal}: give a Hugging Face folder or name"
+            f"--model {args.model} has no weights to {args.goal}: pass a Hugging Face folder or name"
         )
     if args.goal == "lora" and ":" in args.model and not Path(args.model).exists():
-        raise RefusedInit(f"--goal lora takes a Hugging Face folder or name, not --model {args.model}")
+        raise RefusedInit(f"--goal lora needs a Hugging Face folder or name, not --model {args.model}")
 
 
 def _write(folder: Path, texts: Mapping[str, str], force: bool) -> None:
     """Write all files or none."""
     there = [name for name in texts if (folder / name).exists()]
     if there and not force:
-        raise RefusedInit(f"{folder} has {', '.join(there)} already: --force overwrites")
+        raise RefusedInit(f"{folder} already has {', '.join(there)}: use --force to overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -165,7 +165,7 @@ def choices_page(args: argparse.Namespace, decision: Decision) -> str:
         f"# {args.model}: {args.goal} with {args.client} on {args.gpus * args.nodes} x {device}",
         "",
         *(f"- {reason}" for reason in decision.reasons),
-        "- The learning rate is a usual one for this goal; sweep it.",
+        "- The learning rate is a common default for this goal; sweep it.",
         "",
         f"Start it here with `{launch_command(args)}`. Without `--data text.txt` it trains on random tokens, which",
         "shows speed and memory only. Data and model are in `task.py`, the loop is in `train.py`.",

@@ -32,7 +32,7 @@ def files(args: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     args.gpus = fitting[0]
     of = "unknown memory: give --device-memory to check it" if memory is None else f"{size(memory)} each"
     reasons = [
-        f"Weights in bf16 take {size(weights)}: {args.gpus} of {ways[-1]} possible ranks hold them ({of}), and the "
-        "cache of keys and values has the rest."
+        f"Weights in bf16 take {size(weights)}: {args.gpus} of {ways[-1]} possible ranks hold them ({of}), "
+        "the rest is for the key-value cache."
     ]
     return {"CHOICES.md": f"# Serving {args.model}\n\n- {reasons[0]}\n"}, reasons

@@ -237,7 +237,7 @@ def test_machines_and_slots(tmp_path: Path) -> None:
     rm = scheduler.ResourceManager(argparse.Namespace(), ["a", "b"], 4, str(tmp_path), str(tmp_path), None)
     assert rm.devices() == "--include=a:0,1,2,3@b:0,1,2,3"
     wanted = {"name": "large", "num_nodes": 3, "num_gpus": 4, "result_dir": str(tmp_path / "large")}
-    assert rm.run(wanted) == "3 machines with 4 slots each are not there"
+    assert rm.run(wanted) == "3 machines with 4 slots each are not available"
 
 
 def test_runs_without_a_number_count_and_are_never_the_best(tmp_path, monkeypatch) -> None:

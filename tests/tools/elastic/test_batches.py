@@ -194,7 +194,7 @@ def test_version_2_refuses_more_ranks_than_samples() -> None:
     [
         ({"max_train_batch_size": ...}, "max_train_batch_size is missing"),
         ({"micro_batch_sizes": ...}, "micro_batch_sizes is missing"),
-        ({"version": "0.3"}, "version 0.3 is not known"),
+        ({"version": "0.3"}, "version 0.3 is unknown"),
         ({"micro_batch_sizes": [8, -1]}, "micro_batch_sizes"),
         ({"micro_batch_sizes": 8}, "micro_batch_sizes"),
         ({"micro_batch_sizes": []}, "micro_batch_sizes"),

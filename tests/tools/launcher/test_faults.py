@@ -72,7 +72,7 @@ HOW = {
     "raise": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "finally": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "exit": (3, "exit code 3"),
-    "leave": (1, "ended with code 0 while others were training"),
+    "leave": (1, "exited with code 0 while others were training"),
     "text": (1, "out of luck (exit code 1)"),
     "thread": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "os._exit": (3, "exit code 3"),

@@ -150,7 +150,7 @@ def test_options_of_ssh(folder):
 @pytest.mark.parametrize("how, code, said", [
     ("raise", 1, "rank 1 (worker-1) of end.py failed first: ValueError: boom (exit code 1)"),
     pytest.param("kill", 137, "rank 1 (worker-1) of end.py failed first: killed by SIGKILL", marks=pytest.mark.slow),
-    ("leave", 1, "rank 1 (worker-1) of end.py ended with code 0 while others were training\n"
+    ("leave", 1, "rank 1 (worker-1) of end.py exited with code 0 while others were training\n"
      "  rank 0 (worker-0): ConnectionError: gloo/transport: Connection closed by peer, "),
 ])  # fmt: skip
 def test_the_first_failure_is_told_once_for_all_machines(folder, how, code, said):
@@ -388,14 +388,14 @@ def test_the_network_of_open_mpi_can_be_chosen(folder):
 
 
 @pytest.mark.parametrize("options, words", [
-    ("--launcher rsh", "--launcher=rsh: there are ssh, pdsh"),
-    ("--launcher mpich --include worker-0:0@worker-1:0,1", "equally many ranks"),
+    ("--launcher rsh", "--launcher=rsh: must be one of ssh, pdsh"),
+    ("--launcher mpich --include worker-0:0@worker-1:0,1", "the same number of ranks"),
     ("--launcher openmpi --enable_each_rank_log logs", "--enable_each_rank_log is an option of"),
     ("--no_ssh", "--no_ssh needs --node_rank"),
     ("--no_ssh --node_rank 2", "0 to 1"),
     ("--no_ssh --node_rank 0", "--master_addr"),
     ("--node_rank 0", "add --no_ssh"),
-    ("--num_nodes 1:2", "MIN:MAX is for --elastic_training"),
+    ("--num_nodes 1:2", "MIN:MAX needs --elastic_training"),
 ])  # fmt: skip
 def test_what_cannot_be_started_is_refused(folder, monkeypatch, options, words):
     monkeypatch.chdir(folder)
@@ -409,7 +409,7 @@ def test_a_launcher_that_is_missing_is_named(folder, monkeypatch):
     (folder / "bin" / "mpirun").unlink()
     monkeypatch.setenv("PATH", str(folder / "bin"))
     monkeypatch.chdir(folder)
-    with pytest.raises(LaunchError, match="--launcher=openmpi: it is not installed"):
+    with pytest.raises(LaunchError, match="--launcher=openmpi: not installed"):
         runner.main(["-H", "hosts", "--master_addr", "127.0.0.1", "--launcher", "openmpi", "show.py"])
 
 
@@ -422,7 +422,7 @@ def test_host_names_that_would_be_something_else_are_refused(host):
 def test_the_check_of_the_first_host(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "hosts").write_text("unreachable slots=1\nworker-1 slots=1\n")
-    with pytest.raises(LaunchError, match="ssh to unreachable fails: .*No route to host"):
+    with pytest.raises(LaunchError, match="ssh to unreachable failed: .*No route to host"):
         runner.main(["-H", "hosts", "--launcher", "pdsh", "--master_addr", "127.0.0.1", "show.py"])
 
 
@@ -470,7 +470,7 @@ def test_ranks_from_the_variables_of_a_launcher():
         {"PMI_RANK": "3", "MPI_LOCALRANKID": "1"}, ["PMIX_RANK", "PMI_RANK"], ["MPI_LOCALRANKID"]
     )
     assert (env["RANK"], env["LOCAL_RANK"]) == ("3", "1")
-    with pytest.raises(EnvironmentError, match="RANK is not clear: A=1, B=2"):
+    with pytest.raises(EnvironmentError, match="RANK is ambiguous: A=1, B=2"):
         env_mapping({"A": "1", "B": "2"}, ["A", "B"])
 
 

@@ -35,18 +35,18 @@ WRONG = [
     ("elastic", ["-c", "binary"], "is not text in UTF-8"),
     ("elastic", ["-c", "empty"], "is a folder"),
     ("plan", ["binary", "--model", "x"], "is not text in UTF-8"),
-    ("trace", ["nowhere"], "does not exist: name the folder of the config key trace.path"),
+    ("trace", ["nowhere"], "does not exist: pass the trace.path folder"),
     ("trace", ["binary"], "is not a timeline"),
     ("trace", ["list"], "is not a timeline"),
     ("trace", ["other"], "is not a timeline"),
-    ("diff", ["run", "run"], "is not a file of an audit"),
-    ("diff", ["binary", "text"], "name the folder of the config key audit.record"),
+    ("diff", ["run", "run"], "is not an audit file"),
+    ("diff", ["binary", "text"], "pass the audit.record folder"),
     ("ssh", ["-f", "binary", "ls"], "is not text in UTF-8; a hostfile has lines 'HOST slots=N'"),
-    ("ssh", ["-f", "nowhere", "ls"], "no such file; name one with lines 'HOST slots=N'"),
+    ("ssh", ["-f", "nowhere", "ls"], "no such file; pass a file with lines 'HOST slots=N'"),
     ("doctor", ["--hostfile", "binary"], "is not text in UTF-8"),
     ("nvme_tune", ["--nvme_dir", "text"], "no such directory"),
     ("nvme_tune", ["--nvme_dir", "empty", "--sweep_config", "text"], "is not JSON"),
-    ("nvme_tune", ["--nvme_dir", "empty", "--sweep_config", "list"], "is no object"),
+    ("nvme_tune", ["--nvme_dir", "empty", "--sweep_config", "list"], "is not an object"),
 ]
 
 

@@ -97,10 +97,10 @@ def test_adapters_are_what_is_trained() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--model", "gpt:1.3b", *LARGE, "--device-memory", "200M"], "no config known here fits"),
+        (["--model", "gpt:1.3b", *LARGE, "--device-memory", "200M"], "no known config fits"),
         (
             [*TINY, "--gpus", "4", "--batch", "6"],
-            "--batch 6 cannot be divided among 4 ranks: give a multiple",
+            "--batch 6 cannot be divided among 4 ranks: pass a multiple",
         ),
         (["--model", "gpt:10m", "--goal", "finetune"], "has no weights to finetune"),
         (["--model", "gpt:nonsense", "--goal", "pretrain"], "gpt:nonsense: expected gpt:LAYERS"),
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_an_error(
 def test_nothing_is_overwritten_unless_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("mine")
     assert main([str(tmp_path), *TINY]) == 2
-    assert "has train.py already: --force overwrites" in capsys.readouterr().err
+    assert "already has train.py: use --force to overwrite" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     assert main([str(tmp_path), *TINY, "--force"]) == 0
     assert (tmp_path / "train.py").read_text() != "mine"

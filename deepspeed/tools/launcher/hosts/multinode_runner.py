@@ -166,8 +166,8 @@ class _StartsRanks(MultiNodeRunner):
         if self.args.no_ssh or self.args.enable_each_rank_log is not None:
             option = "--no_ssh" if self.args.no_ssh else "--enable_each_rank_log"
             raise LaunchError(
-                f"{option} is an option of this package's own launchers; with --launcher {self.name} use its own "
-                "options (--launcher_args)"
+                f"{option} is only supported by this package's own launchers; with --launcher {self.name} "
+                "use its options (--launcher_args)"
             )
 
     def helper(self) -> list[str]:
@@ -199,8 +199,8 @@ class _StartsRanks(MultiNodeRunner):
         counts = {len(each) for each in slots.values()}
         if len(counts) > 1:
             raise LaunchError(
-                f"--launcher {self.name} starts equally many ranks on each machine, but the hosts have "
-                f"{_spelled(slots)}; choose with --include"
+                f"--launcher {self.name} starts the same number of ranks on each machine, but the hosts "
+                f"have {_spelled(slots)}; choose with --include"
             )
         return counts.pop()
 
@@ -310,8 +310,8 @@ class SlurmRunner(_StartsRanks):
         slots = slots_of(active_resources)
         if len(set(map(len, slots.values()))) > 1:
             raise LaunchError(
-                "--launcher slurm needs the same slot count on every host, as srun starts equally many ranks on each; "
-                f"here: {_spelled(slots)}. Choose with --include"
+                "--launcher slurm needs the same slot count on every host, as srun starts the same number "
+                f"of ranks on each; here: {_spelled(slots)}. Choose with --include"
             )
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:

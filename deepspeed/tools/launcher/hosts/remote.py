@@ -32,7 +32,7 @@ def main() -> int:
         request = json.loads(sys.stdin.readline())
         os.chdir(request["folder"])
     except (ValueError, KeyError, TypeError):
-        print("[deepspeed] error: this is started by `deepspeed --launcher ssh` only", file=sys.stderr)
+        print("[deepspeed] error: for use by `deepspeed --launcher ssh` only", file=sys.stderr)
         return USAGE_ERROR
     except OSError as error:
         folder = request["folder"]

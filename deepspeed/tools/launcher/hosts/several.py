@@ -64,14 +64,14 @@ def _launcher_of(args: argparse.Namespace) -> str:
     if args.elastic_training:
         if args.launcher_given and name != SSH_LAUNCHER:
             raise LaunchError(
-                f"--launcher={args.launcher} with --elastic_training: it ends the job when a machine is lost; use "
-                f"--launcher {SSH_LAUNCHER}"
+                f"--launcher={args.launcher} with --elastic_training: it aborts the job when a machine is "
+                f"lost; use --launcher {SSH_LAUNCHER}"
             )
         return SSH_LAUNCHER
     if name == PDSH_LAUNCHER and not args.launcher_given and shutil.which("pdsh") is None:
         return SSH_LAUNCHER
     if name != SSH_LAUNCHER and name not in RUNNERS:
-        raise LaunchError(f"--launcher={args.launcher}: there are {', '.join([SSH_LAUNCHER, *RUNNERS])}")
+        raise LaunchError(f"--launcher={args.launcher}: must be one of {', '.join([SSH_LAUNCHER, *RUNNERS])}")
     return name
 
 
@@ -93,7 +93,7 @@ def _over_ssh(
         for number, host in enumerate(active)
     ]
     if shutil.which("ssh") is None and not all(node.local for node in nodes):
-        raise LaunchError("there is no ssh on PATH; start each machine with --no_ssh --node_rank N")
+        raise LaunchError("no ssh on PATH; start each machine with --no_ssh --node_rank N")
     job = ssh.RemoteJob(
         script=args.user_script,
         environment=exports(),
@@ -133,9 +133,7 @@ def _by_program(
         made = cast("Callable[..., MultiNodeRunner]", RUNNERS[name])
         runner = made(args, world_info, {host: len(slots) for host, slots in active.items()})
     if not runner.backend_exists():
-        raise LaunchError(
-            f"--launcher={name}: it is not installed here; --launcher ssh needs nothing but ssh"
-        )
+        raise LaunchError(f"--launcher={name}: not installed here; --launcher ssh only needs ssh")
     for variable, value in exports().items():
         runner.add_export(variable, value)
     environment = dict(os.environ)

@@ -293,4 +293,4 @@ def _silence_message(node: SshNode, after_start: bool) -> str:
             f"{node.host}: ssh could not connect (its message is above). Check 'ssh {node.host} true': it must work "
             "without a password; --ssh_port and --launcher_args pass options to ssh"
         )
-    return f"{node.host}: ended with exit code {node.exit_code} before its ranks were started (its message is above)"
+    return f"{node.host}: exited with code {node.exit_code} before starting its ranks (its message is above)"
