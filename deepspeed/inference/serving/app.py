@@ -46,7 +46,6 @@ from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service, Services
 from deepspeed.inference.serving.text import TextStream
-from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
 from deepspeed.observe.live.access import names_this_machine
 from deepspeed.observe.live.server import policy_of
@@ -223,6 +222,8 @@ class _Server:
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
         model, adapter = self.models.find(request.model)
+        if model.no_text:
+            raise RequestError(model.no_text, "model")
         response, name = None, request.model or model.name
         if isinstance(request, ResponsesRequest):
             given = request
@@ -340,12 +341,12 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
     if isinstance(request, ChatRequest):
         _check_count(model.service, 1, request.n)
         tokens, form = _chat(model, request)
-        prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
+        prompts = iter([("", _cut(tokens, request, model))])
     else:
         given = protocol.prompts_of(request)
         _check_count(model.service, len(given), request.n)
-        # Lazily: prompts after the first one that does not fit are not tokenized.
-        prompts = (_tokens(model.tokenizer, each, request) for each in given)
+        # One by one: those after the first that does not fit are not tokenized.
+        prompts = (_tokens(model, each, request) for each in given)
     shared = {**sampling_of(request, model.tokenizer.words), "adapter": adapter}
     if form is not None:
         shared["constraint"] = form.constraint(shared["constraint"], model.special_ids)
@@ -391,19 +392,17 @@ def _check_count(service: Service, prompts: int, n: int) -> None:
         )
 
 
-def _tokens(
-    tokenizer: Tokenizer, prompt: str | list[int], request: CompletionRequest
-) -> tuple[str, list[int]]:
-    """Return the text to echo, and the tokens."""
-    whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def _tokens(model: ServedModel, prompt: str | list[int], request: CompletionRequest) -> tuple[str, list[int]]:
+    """Return the text to repeat, and the tokens."""
+    whole = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if not whole:
         raise RequestError("the prompt is empty", "prompt")
-    tokens = _cut(whole, request.truncate_prompt_tokens)
+    tokens = _cut(whole, request, model)
     if not request.echo:
         return "", tokens
     if isinstance(prompt, str) and tokens is whole:
         return prompt, tokens
-    return tokenizer.decode(tokens), tokens
+    return model.tokenizer.decode(tokens), tokens
 
 
 def _submit(
@@ -471,9 +470,13 @@ def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
     return [Piece("text", prefix), *pieces] if prefix else pieces
 
 
-def _cut(tokens: list[int], most: int | None) -> list[int]:
-    """Return the last ``most`` tokens; None: all."""
-    return tokens if most is None or len(tokens) <= most else tokens[-most:]
+def _cut(tokens: list[int], request: Any, model: ServedModel) -> list[int]:
+    """Return the last tokens of a prompt: as many as are asked for, or as leave room for the answer."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        asked = protocol.asked_tokens(request)
+        most = max(1, model.max_length - (1 if asked is None else asked))
+    return protocol.last_of(tokens, most)
 
 
 def _event(content: dict[str, Any], name: str | None = None) -> str:

@@ -152,13 +152,15 @@ class LoadingAnswers:
         return sockets
 
     async def _cancel(self) -> None:
-        # Accepted connections are answered first: a task that has not started would not close its connection.
-        await asyncio.sleep(_POLL_S)
-        begun = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in begun:
-            task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.sleep(_POLL_S)  # lets the transports close
+        """Wait for accepted connections to be answered and closed; those that take longer are cut off."""
+        for cut_off in (False, True, True):  # the last time in the midst of closing
+            until = self._loop.time() + _POLL_S
+            # Tasks that accept a connection make the one that answers it, and that one ends with its transport.
+            while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < until:
+                if cut_off:
+                    for task in tasks:
+                        task.cancel()
+                await asyncio.wait(tasks, timeout=until - self._loop.time())
 
     def close(self) -> None:
         """Close the sockets, unless they were handed over."""
@@ -183,6 +185,8 @@ async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWr
             writer.write_eof()
         await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the response
     writer.close()
+    with contextlib.suppress(*failures):
+        await writer.wait_closed()
 
 
 async def _until_end(reader: asyncio.StreamReader) -> None:

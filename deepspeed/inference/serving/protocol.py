@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -46,6 +47,16 @@ _NO_VARIABLES = {
 """Other arguments with which a chat template is applied."""
 
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("-1 (as many tokens as the model takes) or at least 1 is expected")
+    return value
+
+
+Truncation = Annotated[int | None, Field(ge=-1), AfterValidator(_not_zero)]
+"""Of a prompt, to its last tokens."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -84,7 +95,7 @@ class _Sampling(BaseModel):
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: SkipValidation[list[int] | None] = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: Truncation = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
@@ -305,6 +316,16 @@ def stops_of(request: _Sampling) -> list[str]:
     return stops
 
 
+def asked_tokens(request: _Sampling) -> int | None:
+    """Return how many new tokens a request asks for at most; None: it does not say."""
+    return getattr(request, "max_completion_tokens", None) or request.max_tokens
+
+
+def last_of(tokens: list[int], most: int | None) -> list[int]:
+    """Return the last ``most`` tokens; None: all, the same object."""
+    return tokens if most is None or len(tokens) <= most else tokens[-most:]
+
+
 def params_of(
     request: _Sampling,
     index: int,
@@ -314,10 +335,10 @@ def params_of(
     stop_token_ids: tuple[int, ...],
     shared: Mapping[str, Any],
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens. ``most``: maximum tokens of
-    both; ``default``: new tokens if the request does not set them; ``shared``: parameters of all sequences
-    (`sampling_fields.py`). RequestError: the requested length does not fit."""
-    asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens, with which it has at most
+    ``most``; ``default`` new ones if the request does not say how many; ``shared``: those of all sequences
+    (`sampling_fields.py`). RequestError: more are asked for than fit."""
+    asked = asked_tokens(request)
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
         detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
