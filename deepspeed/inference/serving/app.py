@@ -212,7 +212,7 @@ class _Server:
             return await self._respond(request, begun.response, begun.sequences, begun.stream)
         answer = Answer(kind is ChatRequest, begun.model)
         if begun.stream:
-            events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
+            events = self._events(answer, begun.sequences, begun.logprobs, *begun.counts)
             return _EventStream(events, begun.sequences)
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
@@ -231,8 +231,8 @@ class _Server:
             response = ResponseAnswer(given, name, messages)
         choices, form = _choices(model, request, adapter)
         sequences = _submit(model, choices, request, loop, form)
-        counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), name, response)
+        counts = protocol.counts_of(request)
+        return _Begun(sequences, request.stream, counts, protocol.wants_logprobs(request), name, response)
 
     async def _respond(
         self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
@@ -304,7 +304,12 @@ class _Server:
         return JSONResponse(answer.whole(choices, usage_of(sequences)))
 
     async def _events(
-        self, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool, counted: bool
+        self,
+        answer: Answer,
+        sequences: Sequence[RunningAnswer],
+        logprobs: bool,
+        counted: bool,
+        continuous: bool,
     ) -> AsyncIterator[str]:
         """Yield the events of a stream. A client that disconnects closes this iterator, which cancels its sequences."""
         news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
@@ -324,10 +329,11 @@ class _Server:
                     pieces = _with_prefix(sequence, pieces)
                 entries = sequence.take_logprobs() if logprobs else None
                 reason = sequence.finish_reason if last else None
-                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)]))
+                usage = {"usage": usage_of(sequences) if continuous else None} if counted else {}
+                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **usage))
                 open_ones -= last
             if counted:
-                yield _event(answer.part([], usage_of(sequences)))
+                yield _event(answer.part([], usage=usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
@@ -370,6 +376,7 @@ def _chat(model: ServedModel, request: ChatRequest) -> tuple[list[int], AnswerFo
     use, own = tools_of(request), protocol.own_template_of(request, model.trust_templates)
     arguments = {
         **protocol.template_of(request),
+        **protocol.effort_of(request, request.chat_template or model.tokenizer.template),
         **own,
         **({"tools": list(use.given)} if use.given else {}),
     }
@@ -394,7 +401,8 @@ def _check_count(service: Service, prompts: int, n: int) -> None:
 
 def _tokens(model: ServedModel, prompt: str | list[int], request: CompletionRequest) -> tuple[str, list[int]]:
     """Return the text to repeat, and the tokens."""
-    whole = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    encode = model.tokenizer.encode if request.add_special_tokens else model.tokenizer.words
+    whole = encode(prompt) if isinstance(prompt, str) else prompt
     if not whole:
         raise RequestError("the prompt is empty", "prompt")
     tokens = _cut(whole, request, model)
@@ -454,11 +462,11 @@ class _EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A submitted request: its sequences, and the form of the response. ``counted``: a stream ends with its usage."""
+    """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``protocol.counts_of``."""
 
     sequences: list[RunningAnswer]
     stream: bool
-    counted: bool
+    counts: tuple[bool, bool]
     logprobs: bool
     model: str
     response: ResponseAnswer | None = None

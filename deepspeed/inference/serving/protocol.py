@@ -46,6 +46,7 @@ _NO_VARIABLES = {
 }  # fmt: skip
 """Other arguments with which a chat template is applied."""
 
+Effort = Annotated[str, Field(max_length=NAME_LENGTH)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -109,7 +110,7 @@ class CompletionRequest(_Sampling):
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         default=None, ge=0, le=MAX_LOGPROBS
     )
-    add_special_tokens: Literal[True] = True
+    add_special_tokens: bool = True
 
 
 class ChatRequest(_Sampling):
@@ -121,6 +122,7 @@ class ChatRequest(_Sampling):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     tools: SkipValidation[list[Any] | None] = None
     tool_choice: SkipValidation[str | dict[str, Any]] = "auto"
     parallel_tool_calls: bool = True
@@ -144,6 +146,7 @@ class ResponsesRequest(_Sampling):
     previous_response_id: str | None = None
     store: bool = True
     metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Effort | None] = {}
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: SkipValidation[list[Any] | None] = None
@@ -258,6 +261,12 @@ def _text_of(part: Any, where: str) -> str:
     raise RequestError(f"{where}: parts of type {shown} are not supported, only 'text'", where)
 
 
+def counts_of(request: _Sampling) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether each of its events has the usage so far."""
+    asked = request.stream_options or {}
+    return bool(asked.get("include_usage")), bool(asked.get("continuous_usage_stats"))
+
+
 def wants_logprobs(request: _Sampling) -> bool:
     """Return whether log-probabilities are requested: by 0 or more in completions, by True in chats."""
     asked = getattr(request, "logprobs", None)
@@ -302,6 +311,16 @@ def own_template_of(request: ChatRequest, trusted: bool) -> dict[str, Any]:
             "chat_template",
         )
     return {"chat_template": request.chat_template}
+
+
+def effort_of(request: ChatRequest, template: str) -> dict[str, Any]:
+    """Return the variable of ``template`` that tells how long to reason. RequestError: it has no such variable."""
+    effort, name = request.reasoning_effort, "reasoning_effort"
+    if effort is None or (effort == "none" and name not in template):
+        return {}
+    if name not in template:
+        raise RequestError(f"{name} is not supported, other than none: the chat template has no {name}", name)
+    return {name: effort}
 
 
 def stops_of(request: _Sampling) -> list[str]:
@@ -388,13 +407,10 @@ class Answer:
         name = "chat.completion" if self.chat else "text_completion"
         return {**self._head(name), "choices": list(choices), "usage": dict(usage)}
 
-    def part(
-        self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int] | None = None
-    ) -> dict[str, Any]:
-        """Return an event of a stream."""
+    def part(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """One event of a stream, with the fields ``more``."""
         name = "chat.completion.chunk" if self.chat else "text_completion"
-        made = {**self._head(name), "choices": list(choices)}
-        return made if usage is None else {**made, "usage": dict(usage)}
+        return {**self._head(name), "choices": list(choices), **more}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None
