@@ -83,7 +83,9 @@ def test_answers_follow_their_grammars(tokenizer) -> None:
 def test_white_space_ends(tokenizer) -> None:
     """As greedy answers of weak models may go on with it until they are cut short."""
     grammars = Grammars(tokenizer, [END])
-    call = Constraint("grammar", grammar(tool_format("llama3_json", ()), {"f": SCHEMA}, many=False, specials={}))
+    call = Constraint(
+        "grammar", grammar(tool_format("llama3_json", ()), {"f": SCHEMA}, many=False, specials={})
+    )
     begin = '{"name": "f", "parameters": {'
     for constraint, before in (
         (Constraint("json_schema", json.dumps(SCHEMA)), "{"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -212,7 +212,7 @@ class _Server:
             return await self._respond(request, begun.response, begun.sequences, begun.stream)
         answer = Answer(kind is ChatRequest, begun.model)
         if begun.stream:
-            events = self._events(answer, begun.sequences, begun.logprobs, *begun.counts)
+            events = self._events(answer, begun.sequences, begun.logprobs, begun.counts)
             return _EventStream(events, begun.sequences)
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
@@ -231,8 +231,8 @@ class _Server:
             response = ResponseAnswer(given, name, messages)
         choices, form = _choices(model, request, adapter)
         sequences = _submit(model, choices, request, loop, form)
-        counts = protocol.counts_of(request)
-        return _Begun(sequences, request.stream, counts, protocol.wants_logprobs(request), name, response)
+        counts, logprobs = request.stream_options or {}, protocol.wants_logprobs(request)
+        return _Begun(sequences, request.stream, counts, logprobs, name, response)
 
     async def _respond(
         self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
@@ -249,7 +249,6 @@ class _Server:
     async def _response_events(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
     ) -> AsyncIterator[str]:
-        """Yield the events of a streamed response; see `_events`."""
         try:
             for event in response.begin():
                 yield _event(event, event["type"])
@@ -260,9 +259,6 @@ class _Server:
                 yield _event(event, event["type"])
         except ClosedError as problem:
             yield _event(response.fail(str(problem)), "response.failed")
-        finally:
-            for each in sequences:
-                each.cancel()
 
     async def _end(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
@@ -308,10 +304,9 @@ class _Server:
         answer: Answer,
         sequences: Sequence[RunningAnswer],
         logprobs: bool,
-        counted: bool,
-        continuous: bool,
+        counts: Mapping[str, Any],
     ) -> AsyncIterator[str]:
-        """Yield the events of a stream. A client that disconnects closes this iterator, which cancels its sequences."""
+        """``counts``: a stream's options of usage. A client that leaves closes this iterator."""
         news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
         readers = [asyncio.ensure_future(read_into(news, each)) for each in sequences]
         open_ones, begun = len(sequences), set[int]()
@@ -329,17 +324,16 @@ class _Server:
                     pieces = _with_prefix(sequence, pieces)
                 entries = sequence.take_logprobs() if logprobs else None
                 reason = sequence.finish_reason if last else None
-                usage = {"usage": usage_of(sequences) if continuous else None} if counted else {}
-                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **usage))
+                usage = usage_of(sequences) if counts.get("continuous_usage_stats") else None
+                more = {"usage": usage} if counts.get("include_usage") else {}
+                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **more))
                 open_ones -= last
-            if counted:
+            if counts.get("include_usage"):
                 yield _event(answer.part([], usage=usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
                 reader.cancel()
-            for each in sequences:
-                each.cancel()
 
 
 def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
@@ -358,15 +352,7 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
         shared["constraint"] = form.constraint(shared["constraint"], model.special_ids)
     for prefix, tokens in prompts:
         for index in range(request.n):
-            params = protocol.params_of(
-                request,
-                index,
-                len(tokens),
-                model.max_length,
-                model.default_tokens,
-                model.stop_token_ids,
-                shared,
-            )
+            params = protocol.params_of(request, index, len(tokens), model, shared)
             made.append(Choice(len(made), tokens, params, prefix))
     return made, form
 
@@ -462,11 +448,11 @@ class _EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``protocol.counts_of``."""
+    """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``_Server._events``."""
 
     sequences: list[RunningAnswer]
     stream: bool
-    counts: tuple[bool, bool]
+    counts: Mapping[str, Any]
     logprobs: bool
     model: str
     response: ResponseAnswer | None = None

@@ -261,12 +261,6 @@ def _text_of(part: Any, where: str) -> str:
     raise RequestError(f"{where}: parts of type {shown} are not supported, only 'text'", where)
 
 
-def counts_of(request: _Sampling) -> tuple[bool, bool]:
-    """Return whether a stream ends with its usage, and whether each of its events has the usage so far."""
-    asked = request.stream_options or {}
-    return bool(asked.get("include_usage")), bool(asked.get("continuous_usage_stats"))
-
-
 def wants_logprobs(request: _Sampling) -> bool:
     """Return whether log-probabilities are requested: by 0 or more in completions, by True in chats."""
     asked = getattr(request, "logprobs", None)
@@ -346,24 +340,17 @@ def last_of(tokens: list[int], most: int | None) -> list[int]:
 
 
 def params_of(
-    request: _Sampling,
-    index: int,
-    prompt: int,
-    most: int,
-    default: int,
-    stop_token_ids: tuple[int, ...],
-    shared: Mapping[str, Any],
+    request: _Sampling, index: int, prompt: int, model: Any, shared: Mapping[str, Any]
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens, with which it has at most
-    ``most``; ``default`` new ones if the request does not say how many; ``shared``: those of all sequences
-    (`sampling_fields.py`). RequestError: more are asked for than fit."""
-    asked = asked_tokens(request)
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens. ``model``: a ``ServedModel``;
+    ``shared``: those of all sequences (`sampling_fields.py`). RequestError: more tokens are asked for than fit."""
+    asked, most = asked_tokens(request), model.max_length
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
         detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, {least} are asked for"
         limit = f"this model's maximum context length is {most} tokens"
         raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
-    new = min(default, room) if asked is None else asked
+    new = min(model.default_tokens, room) if asked is None else asked
     logprobs = wants_logprobs(request)
     return SamplingParams(
         max_new_tokens=new,
@@ -373,7 +360,7 @@ def params_of(
         top_p=request.top_p,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
-        stop_token_ids=(() if request.ignore_eos else stop_token_ids) + stop_tokens_of(request),
+        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stop_tokens_of(request),
         seed=None if request.seed is None else request.seed + index,
         logprobs=logprobs,
         top_logprobs=top_logprobs_of(request),

@@ -56,18 +56,16 @@ class Embedder:
         most = self.model.max_length if most == -1 else most
         if not isinstance(given, str):
             return protocol.last_of(given, most)
-        tokenizer = self.model.tokenizer
-        words = tokenizer.words(given)
-        whole = tokenizer.encode(given) if specials else words
-        extra, cut = len(whole) - len(words), len(whole) - (most or len(whole))
-        if cut <= 0 or extra <= 0:
-            return protocol.last_of(whole, most)
+        words = self.model.tokenizer.words(given)
+        whole = self.model.tokenizer.encode(given) if specials else words
+        cut = len(whole) - (most or len(whole))
+        if cut <= 0:
+            return whole
         if cut >= len(words):
-            raise RequestError(
-                f"truncate_prompt_tokens={most}: at least {extra + 1} is expected, with special tokens of a text",
-                "truncate_prompt_tokens",
-            )
-        begin = next((at for at in range(extra + 1) if whole[at : at + len(words)] == words), extra)
+            least = len(whole) - len(words) + 1
+            where = "truncate_prompt_tokens"
+            raise RequestError(f"{where}={most}: at least {least} is expected, with special tokens", where)
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(words)] == words), 0)
         return whole[:begin] + whole[begin + cut :]
 
     def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
