@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from deepspeed.checkpoint.foreign.packed_weights import (
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.split.rank_files import DESCRIPTION, whole_tensors
+
+_MAX_TOLD = 4
 
 Checkpoint = str | dict[str, Any] | Sequence[str]
 
@@ -151,10 +154,25 @@ def load_weights(
         tie()
     if any(each.is_meta for each in module.buffers()):
         compute_buffers(module)
-    empty = [name for name, each in _state(module) if each.is_meta]
+    ignored = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+    empty = [
+        name
+        for name, each in _state(module)
+        if each.is_meta
+        or (
+            isinstance(each, nn.Parameter)
+            and each is known.get(name)  # neither loaded, nor tied, nor kept packed
+            and not any(re.search(pattern, name) for pattern in ignored)
+        )
+    ]
     if empty:
-        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise DeepSpeedConfigError(f"{source}: no values for {empty[0]}{more}")
+        raise DeepSpeedConfigError(f"{source}: no values for {some_of(empty)}")
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first few of many names, for a message."""
+    more = f" and {len(names) - _MAX_TOLD} more" if len(names) > _MAX_TOLD else ""
+    return f"{', '.join(names[:_MAX_TOLD])}{more}"
 
 
 def _whole(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.base.extras import install_hint
 from deepspeed.checkpoint.foreign.packed_weights import can_unpack, method_of
+from deepspeed.inference.loading import some_of
 from deepspeed.inference.model.facts import DEFAULT_LENGTH
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
@@ -44,6 +45,7 @@ class Pretrained:
         from transformers import AutoConfig
 
         self.name = name
+        self.no_text = ""  # why it generates none, as `load_causal` finds
         self._arguments = _from_pretrained_arguments(name)
         self.config: Any = None
         if "gguf_file" not in self._arguments:
@@ -56,14 +58,14 @@ class Pretrained:
         return _classifier_of(getattr(self.config, "architectures", None)) is not None
 
     def load_causal(self, *, dtype: torch.dtype | None = None, keeps_integers: bool = False) -> nn.Module:
-        """Load the model on the host, in evaluation mode. If it is split over ranks, each rank's part is moved to its
-        device then.
+        """Load the model, in evaluation mode, on the host: whoever splits it over ranks moves a rank's part to its
+        device. A folder without a head that is not tied, as of ``LlamaModel``, is loaded too, and noted.
 
         Args:
             dtype: of weights that were packed; None: that of the config. Other weights keep the dtype of the folder.
             keeps_integers: keep integer weights for which there are kernels (`quantized/stored.py`).
 
-        OSError, ValueError: the weights cannot be read.
+        OSError, ValueError: its weights cannot be read, or some are missing.
         """
         import transformers
         from transformers import AutoModelForCausalLM
@@ -74,7 +76,22 @@ class Pretrained:
         more = {} if self.config is None else {"config": self.config}
         if self.config is not None and int(transformers.__version__.split(".")[0]) < 5:
             more["torch_dtype"] = "auto"  # later releases do so by themselves
-        return AutoModelForCausalLM.from_pretrained(**self._arguments, **more)
+        module, missing = self._loaded(AutoModelForCausalLM, **self._arguments, **more)
+        head = module.get_output_embeddings()
+        of_head = {name for name, part in module.named_modules() if part is head}
+        self._refuse([name for name in missing if name.rpartition(".")[0] not in of_head])
+        if missing:
+            self.no_text = f"{self.name} has no {some_of(missing)}, so it generates no text"
+        return module
+
+    def _loaded(self, kind: Any, **arguments: Any) -> tuple[Any, list[str]]:
+        """Return a model of ``kind``, and the names of parameters that it has and the files lack, which are random."""
+        module, found = kind.from_pretrained(**arguments, output_loading_info=True)
+        return module, sorted(found["missing_keys"])
+
+    def _refuse(self, missing: Sequence[str]) -> None:
+        if missing:
+            raise ValueError(f"{self.name}: there are no values for {some_of(missing)}")
 
     @property
     def is_encoder(self) -> bool:
@@ -96,8 +113,13 @@ class Pretrained:
         return AutoModel if self.is_encoder else AutoModelForCausalLM
 
     def load_encoder(self) -> nn.Module:
-        """Load an encoder, with its head if it classifies. OSError, ValueError: the weights cannot be read."""
-        return self._kind.from_pretrained(self.name, config=self.config)
+        """Load an encoder, with its head if it classifies. OSError, ValueError: its weights cannot be read, or some
+        that are needed are missing."""
+        given = {"pretrained_model_name_or_path": self.name, "config": self.config}
+        module, missing = self._loaded(self._kind, **given)
+        # Hidden states need no pooler, which models that fill in masked words do not have.
+        self._refuse([name for name in missing if self.is_classifier or not name.startswith("pooler.")])
+        return module
 
     def load_tokenizer(self) -> Any:
         """Load the tokenizer; for a GGUF file, the one next to it, else the one in it. OSError, ValueError: there is

@@ -89,6 +89,9 @@ class _Causal:
             dtype=None if given is torch.int8 else given,
             keeps_integers=args.tp_size == 1 and given is not torch.int8,
         )
+        self.no_text = source.no_text
+        if self.no_text and args.speculative_config:
+            raise ValueError(f"--speculative-config is for models that generate: {self.no_text}")
         tensor_parallel = {"tp_size": args.tp_size}
         engine = init_inference(model, dtype=given or model.dtype, tensor_parallel=tensor_parallel)
         self.args, self.group, self.known = args, engine.mp_group, source.load_tokenizer()
@@ -130,11 +133,10 @@ class _Causal:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
         announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
         formats_line = f"tool calls: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
-        self.summary = f"model {args.name}, {memory_line(generator)}; {formats_line}"
-        load_one = None
-        if args.tp_size == 1:
-            # Find the layers now: later the model is in use.
-            load_one = partial(load_adapter, runner.module, adaptable=adaptable_layers(runner.module))
+        self.summary = f"model {args.name}, {memory_line(generator)}; {self.no_text or formats_line}"
+        # The layers are found now, as later the model is in use.
+        adaptable = adaptable_layers(runner.module) if args.tp_size == 1 else set()
+        load_one = partial(load_adapter, runner.module, adaptable=adaptable)
         return ServedModel(
             name=args.name,
             service=_service_of(args, generator, announcer),
@@ -146,7 +148,8 @@ class _Causal:
             trust_templates=args.trust_request_chat_template,
             pooling=args.pooling or pooling_of(args.model) or "last",
             dimensions=dimensions_of(runner.facts.config),
-            load_adapter=load_one,
+            load_adapter=load_one if args.tp_size == 1 else None,
+            no_text=self.no_text,
         )
 
 
@@ -178,7 +181,7 @@ class _Encoder:
             service=_service_of(self.args, self.engine),
             tokenizer=self.tokenizer,
             max_length=self.engine.max_length,
-            generates=False,
+            no_text=self.engine.use,
             pooling=self.args.pooling or pooling_of(self.args.model) or "mean",
             dimensions=dimensions_of(self.engine.module.config),
             encode_pair=getattr(self.engine, "encode_pair", None),
@@ -318,5 +321,7 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
             "needs the vocabulary of its target model"
         )
     draft = source.load_causal(dtype=model.dtype, keeps_integers=args.tp_size == 1)
+    if source.no_text:
+        raise ValueError(f"--speculative-config: {source.no_text}")
     engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
     return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)

@@ -85,6 +85,7 @@ def test_scores_are_those_of_transformers(kind: str) -> None:
             tokenizer=Bytes(),
             max_length=engine.max_length,
             encode_pair=engine.encode_pair,
+            no_text=engine.use,
         ) as running:
             status, found = running.post({"text_1": QUERY, "text_2": TEXTS}, "/v1/score")
             assert status == 200 and [each["score"] for each in found["data"]] == pytest.approx(
@@ -150,7 +151,9 @@ def test_vectors_are_those_of_transformers(kind: str) -> None:
     model = encoder(kind).base_model
     engine = TextEncoder(model, tokenizer(), token_budget=30)
     for pooling in ("mean", "cls", "last"):
-        with server(engine, tokenizer=Words(), max_length=40, pooling=pooling, generates=False) as running:  # type: ignore[arg-type]
+        with server(
+            engine, tokenizer=Words(), max_length=40, pooling=pooling, no_text=TextEncoder.use
+        ) as running:  # type: ignore[arg-type]
             status, found = running.post({"input": TEXTS, "normalize": False}, "/v1/embeddings")
             assert status == 200, found
             for text, each in zip(TEXTS, found["data"], strict=True):
@@ -158,10 +161,16 @@ def test_vectors_are_those_of_transformers(kind: str) -> None:
                     rows = model(**tokenizer()(text, return_tensors="pt")).last_hidden_state[0]
                 expected = {"mean": rows.mean(0), "cls": rows[0], "last": rows[-1]}[pooling]
                 assert each["embedding"] == pytest.approx(expected.tolist(), abs=1e-5)
-    with server(engine, tokenizer=Words(), max_length=40, generates=False) as running:  # type: ignore[arg-type]
+    with server(engine, tokenizer=Words(), max_length=engine.max_length, no_text=TextEncoder.use) as running:  # type: ignore[arg-type]
         assert running.call("GET", "/v1/models")[1]["data"][0]["type"] == "embedding"
+        # The last words of a text stay, between the tokens that every text has.
+        for cut, kept in ((5, "is a large"), (-1, " ".join(["city"] * (engine.max_length - 2)))):
+            body = {"input": f"berlin {'city ' * 60 * (cut < 0)} {kept}", "truncate_prompt_tokens": cut}
+            found, expected = (running.post(each, "/v1/embeddings")[1] for each in (body, {"input": kept}))
+            assert found["data"] == expected["data"] and found["usage"] == expected["usage"]
         for body, words in (
             ({"input": [[]]}, "is empty"),
+            ({"input": "a city", "truncate_prompt_tokens": 2}, "at least 3 is expected"),
             ({"input": "a " * 50}, "52 tokens, but the model supports"),
             ({"input": [[1, len(WORDS)]]}, f"outside the vocabulary, 0 to {len(WORDS) - 1}"),
         ):
@@ -178,6 +187,9 @@ class Words(Bytes):
 
     def encode(self, text: str) -> list[int]:
         return tokenizer()(text)["input_ids"]
+
+    def words(self, text: str) -> list[int]:
+        return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_folder_of_an_encoder(tmp_path: Path) -> None:

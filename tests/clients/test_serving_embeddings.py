@@ -100,7 +100,17 @@ def test_forms_of_input_and_output(module: Any) -> None:
                 ]
             assert text.result()[0] in (200, 429)
         assert not running.service._tickets
+        for given in (TEXTS[2], list(TEXTS[2].encode())):
+            for cut, kept in ((7, 7), (-1, 81), (500, 81)):
+                body = {"input": [given] * 2, "truncate_prompt_tokens": cut}
+                status, found = running.post(body, path)
+                assert status == 200 and found["usage"]["prompt_tokens"] == 2 * kept, (cut, found)
+                expected = wanted(module, tokens[2][-kept:], "last")
+                assert found["data"][0]["embedding"] == unit(expected)
+        assert running.post({"input": TEXTS[2] * 2, "truncate_prompt_tokens": -1}, path)[0] == 200
         for body, words in (
+            ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+            ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
             ({}, "input: Field required"),
             ({"input": []}, "the input is empty"),
             ({"input": ["a", ""]}, "the input is empty"),

@@ -200,7 +200,7 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
             finally:
                 connection.close()
 
-        wait_for(is_ready, seconds=60)
+        wait_for(is_ready, seconds=300)
         storm = Storm(port, answers)
         storm.run(WARM_UP)
         wait_for(lambda: not numbers(port)["deepspeed_requests"], seconds=30)
@@ -223,10 +223,10 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
             f"{sum(storm.counts.values())} requests {storm.counts}, own memory {memory:.0f} MB, then",
             resident(server.pid),
         )
-        # SIGTERM without open requests
+        # SIGTERM without open requests: far below the 30 s that others would get, on a busy machine too
         began = time.monotonic()
         server.terminate()
-        assert server.wait(60) == 0 and time.monotonic() - began < 2
+        assert server.wait(60) == 0 and time.monotonic() - began < 10
     finally:
         server.terminate()
         server.wait(60)

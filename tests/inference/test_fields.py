@@ -63,8 +63,11 @@ def test_what_changes_nothing_is_accepted(kind: Any) -> None:
         assert request.top_k == 0 and not protocol.wants_logprobs(request)
     special = {"add_special_tokens": kind is CompletionRequest}
     assert parsed(kind, **special) == plain
+    if kind is CompletionRequest:
+        assert not parsed(kind, add_special_tokens=False).add_special_tokens
+        return
     with pytest.raises(RequestError, match="add_special_tokens"):
-        parsed(kind, add_special_tokens=not special["add_special_tokens"])
+        parsed(kind, add_special_tokens=True)
 
 
 def test_zero_asks_for_logprobs_of_completions() -> None:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.generation.sampling import Sampler
 from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams
+from deepspeed.inference.serving.formats import grammar, tool_format
 
 pytest.importorskip("llguidance", reason="the serve extra is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the demo extra is not installed")
@@ -77,6 +78,30 @@ def test_answers_follow_their_grammars(tokenizer) -> None:
     assert re.fullmatch(r"[a-c]{3}-\d{2}", expression)
     assert choice in {"yes", "no", 'per"haps'}
     assert re.fullmatch(r"(\(*)x(\)*)", brackets) and brackets.count("(") == brackets.count(")")
+
+
+def test_white_space_ends(tokenizer) -> None:
+    """As greedy answers of weak models may go on with it until they are cut short."""
+    grammars = Grammars(tokenizer, [END])
+    call = Constraint(
+        "grammar", grammar(tool_format("llama3_json", ()), {"f": SCHEMA}, many=False, specials={})
+    )
+    begin = '{"name": "f", "parameters": {'
+    for constraint, before in (
+        (Constraint("json_schema", json.dumps(SCHEMA)), "{"),
+        (Constraint("json_object"), '{"a":'),
+        (call, begin),
+    ):
+        matcher = grammars(constraint, SIZE)
+        for token in tokenizer.encode(before).ids:
+            assert bool(matcher.allowed()[token])
+            matcher.advance(token)
+        (blank,) = tokenizer.encode(" ").ids
+        for _ in range(32):
+            assert bool(matcher.allowed()[blank])
+            matcher.advance(blank)
+        assert not bool(matcher.allowed()[blank])
+        assert bool(matcher.allowed().any())
 
 
 def test_reasoning_stands_before_what_follows_a_grammar(tokenizer) -> None:

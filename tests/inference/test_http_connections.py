@@ -197,6 +197,28 @@ def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
         assert going_on.call("GET", "/ready") == (200, {"status": "ok"})
 
 
+def test_a_server_is_handed_over_when_its_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for a clock, and whoever was accepted has an answer."""
+    monkeypatch.setattr(listening, "_POLL_S", 60.0)
+    for clients in range(3):
+        loading = LoadingAnswers("127.0.0.1", 0)
+        running = Running.__new__(Running)
+        running.port = loading._server.sockets[0].getsockname()[1]
+        asking = [raw(running) for _ in range(clients)]
+        for each in asking:
+            each.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
+            each.shutdown(socket.SHUT_WR)
+        if clients:  # as connections are accepted in their order
+            assert running.call("GET", "/health")[0] == 200
+        began = time.monotonic()
+        for each in loading.hand_over():
+            each.close()
+        assert time.monotonic() - began < 30
+        for each in asking:
+            with each:
+                assert heard(each, b"}}").startswith(b"HTTP/1.1 503")
+
+
 def test_a_server_is_alive_but_not_ready_while_it_drains() -> None:
     """New connections are accepted until the last answer is finished, and new requests told 503."""
     with server(Parrot(delay=0.01)) as running, raw(running) as open_one, raw(running) as late:

@@ -21,6 +21,9 @@ from deepspeed.inference.scheduling.requests import Constraint
 _MAX_CHARACTERS = 100_000
 """Maximum characters of a grammar: llguidance is fast, but its time grows with the size."""
 
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+"""Of llguidance. Where any number of blanks may follow, a greedy answer of a weak model may have nothing else."""
+
 _CHECKED = 64
 """Number of constraints whose check is cached: a server checks each twice, and clients repeat theirs."""
 
@@ -132,10 +135,12 @@ class GrammarMatcher:
 def _grammar(constraint: Constraint) -> str:
     """Return the grammar in llguidance's form. ValueError: the text of the constraint is malformed."""
     library, text = _library().LLMatcher, constraint.text
-    if constraint.kind == "json_schema":
-        return library.grammar_from_json_schema(text)
-    if constraint.kind == "json_object":
-        return library.grammar_from_json_schema('{"type": "object"}')
+    if constraint.kind in ("json_schema", "json_object"):
+        schema = text if constraint.kind == "json_schema" else '{"type": "object"}'
+        try:
+            return library.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        except ValueError as error:
+            raise ValueError(f"the schema is no JSON: {error}") from None
     if constraint.kind == "regex":
         return library.grammar_from_regex(text)
     if constraint.kind == "choice":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service, Services
 from deepspeed.inference.serving.text import TextStream
-from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
 from deepspeed.observe.live.access import names_this_machine
 from deepspeed.observe.live.server import policy_of
@@ -213,7 +212,7 @@ class _Server:
             return await self._respond(request, begun.response, begun.sequences, begun.stream)
         answer = Answer(kind is ChatRequest, begun.model)
         if begun.stream:
-            events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
+            events = self._events(answer, begun.sequences, begun.logprobs, begun.counts)
             return _EventStream(events, begun.sequences)
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
@@ -223,6 +222,8 @@ class _Server:
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
         model, adapter = self.models.find(request.model)
+        if model.no_text:
+            raise RequestError(model.no_text, "model")
         response, name = None, request.model or model.name
         if isinstance(request, ResponsesRequest):
             given = request
@@ -230,8 +231,8 @@ class _Server:
             response = ResponseAnswer(given, name, messages)
         choices, form = _choices(model, request, adapter)
         sequences = _submit(model, choices, request, loop, form)
-        counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), name, response)
+        counts, logprobs = request.stream_options or {}, protocol.wants_logprobs(request)
+        return _Begun(sequences, request.stream, counts, logprobs, name, response)
 
     async def _respond(
         self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
@@ -248,7 +249,6 @@ class _Server:
     async def _response_events(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
     ) -> AsyncIterator[str]:
-        """Yield the events of a streamed response; see `_events`."""
         try:
             for event in response.begin():
                 yield _event(event, event["type"])
@@ -259,9 +259,6 @@ class _Server:
                 yield _event(event, event["type"])
         except ClosedError as problem:
             yield _event(response.fail(str(problem)), "response.failed")
-        finally:
-            for each in sequences:
-                each.cancel()
 
     async def _end(
         self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
@@ -303,9 +300,13 @@ class _Server:
         return JSONResponse(answer.whole(choices, usage_of(sequences)))
 
     async def _events(
-        self, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool, counted: bool
+        self,
+        answer: Answer,
+        sequences: Sequence[RunningAnswer],
+        logprobs: bool,
+        counts: Mapping[str, Any],
     ) -> AsyncIterator[str]:
-        """Yield the events of a stream. A client that disconnects closes this iterator, which cancels its sequences."""
+        """``counts``: a stream's options of usage. A client that leaves closes this iterator."""
         news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
         readers = [asyncio.ensure_future(read_into(news, each)) for each in sequences]
         open_ones, begun = len(sequences), set[int]()
@@ -323,16 +324,16 @@ class _Server:
                     pieces = _with_prefix(sequence, pieces)
                 entries = sequence.take_logprobs() if logprobs else None
                 reason = sequence.finish_reason if last else None
-                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)]))
+                usage = usage_of(sequences) if counts.get("continuous_usage_stats") else None
+                more = {"usage": usage} if counts.get("include_usage") else {}
+                yield _event(answer.part([answer.delta(index, pieces, reason, entries, first)], **more))
                 open_ones -= last
-            if counted:
-                yield _event(answer.part([], usage_of(sequences)))
+            if counts.get("include_usage"):
+                yield _event(answer.part([], usage=usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
                 reader.cancel()
-            for each in sequences:
-                each.cancel()
 
 
 def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
@@ -340,26 +341,18 @@ def _choices(model: ServedModel, request: Any, adapter: Any) -> tuple[list[Choic
     if isinstance(request, ChatRequest):
         _check_count(model.service, 1, request.n)
         tokens, form = _chat(model, request)
-        prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
+        prompts = iter([("", _cut(tokens, request, model))])
     else:
         given = protocol.prompts_of(request)
         _check_count(model.service, len(given), request.n)
-        # Lazily: prompts after the first one that does not fit are not tokenized.
-        prompts = (_tokens(model.tokenizer, each, request) for each in given)
+        # One by one: those after the first that does not fit are not tokenized.
+        prompts = (_tokens(model, each, request) for each in given)
     shared = {**sampling_of(request, model.tokenizer.words), "adapter": adapter}
     if form is not None:
         shared["constraint"] = form.constraint(shared["constraint"], model.special_ids)
     for prefix, tokens in prompts:
         for index in range(request.n):
-            params = protocol.params_of(
-                request,
-                index,
-                len(tokens),
-                model.max_length,
-                model.default_tokens,
-                model.stop_token_ids,
-                shared,
-            )
+            params = protocol.params_of(request, index, len(tokens), model, shared)
             made.append(Choice(len(made), tokens, params, prefix))
     return made, form
 
@@ -369,6 +362,7 @@ def _chat(model: ServedModel, request: ChatRequest) -> tuple[list[int], AnswerFo
     use, own = tools_of(request), protocol.own_template_of(request, model.trust_templates)
     arguments = {
         **protocol.template_of(request),
+        **protocol.effort_of(request, request.chat_template or model.tokenizer.template),
         **own,
         **({"tools": list(use.given)} if use.given else {}),
     }
@@ -391,19 +385,18 @@ def _check_count(service: Service, prompts: int, n: int) -> None:
         )
 
 
-def _tokens(
-    tokenizer: Tokenizer, prompt: str | list[int], request: CompletionRequest
-) -> tuple[str, list[int]]:
-    """Return the text to echo, and the tokens."""
-    whole = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def _tokens(model: ServedModel, prompt: str | list[int], request: CompletionRequest) -> tuple[str, list[int]]:
+    """Return the text to repeat, and the tokens."""
+    encode = model.tokenizer.encode if request.add_special_tokens else model.tokenizer.words
+    whole = encode(prompt) if isinstance(prompt, str) else prompt
     if not whole:
         raise RequestError("the prompt is empty", "prompt")
-    tokens = _cut(whole, request.truncate_prompt_tokens)
+    tokens = _cut(whole, request, model)
     if not request.echo:
         return "", tokens
     if isinstance(prompt, str) and tokens is whole:
         return prompt, tokens
-    return tokenizer.decode(tokens), tokens
+    return model.tokenizer.decode(tokens), tokens
 
 
 def _submit(
@@ -455,11 +448,11 @@ class _EventStream(StreamingResponse):
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A submitted request: its sequences, and the form of the response. ``counted``: a stream ends with its usage."""
+    """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``_Server._events``."""
 
     sequences: list[RunningAnswer]
     stream: bool
-    counted: bool
+    counts: Mapping[str, Any]
     logprobs: bool
     model: str
     response: ResponseAnswer | None = None
@@ -471,9 +464,13 @@ def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
     return [Piece("text", prefix), *pieces] if prefix else pieces
 
 
-def _cut(tokens: list[int], most: int | None) -> list[int]:
-    """Return the last ``most`` tokens; None: all."""
-    return tokens if most is None or len(tokens) <= most else tokens[-most:]
+def _cut(tokens: list[int], request: Any, model: ServedModel) -> list[int]:
+    """Return the last tokens of a prompt: as many as are asked for, or as leave room for the answer."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        asked = protocol.asked_tokens(request)
+        most = max(1, model.max_length - (1 if asked is None else asked))
+    return protocol.last_of(tokens, most)
 
 
 def _event(content: dict[str, Any], name: str | None = None) -> str:

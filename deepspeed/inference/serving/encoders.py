@@ -45,9 +45,7 @@ class TextEncoder:
         return bool(self._waiting)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Check a request. ValueError: it asks for text, is empty or too long, or has unknown tokens."""
-        if params.pooling is None:
-            raise ValueError(self.use)
+        """ValueError: it is empty or too long, or has unknown tokens."""
         if not 0 < len(prompt) <= self.max_length:
             raise ValueError(
                 f"the {self.unit} has {len(prompt)} tokens, but the model supports {self.max_length}{self.remedy}"

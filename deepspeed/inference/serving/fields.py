@@ -41,7 +41,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "suffix": ("",),
     "parallel_tool_calls": (True, False),
     "tool_choice": ("none", "auto"),
@@ -52,6 +51,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "include_reasoning": (True,),
     "detokenize": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -66,8 +67,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported fields that would change an answer, with the values that do not. Null is always accepted."""
 
-STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
-"""The last two (padding of events against eavesdroppers, and counts before the end) are accepted without effect."""
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+"""The last (padding of events against eavesdroppers) is accepted without effect."""
 
 _ALSO_CALLED = {
     "max_length": "max_tokens",

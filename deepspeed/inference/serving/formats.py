@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.inference.generation.grammars import JSON_OPTIONS
 from deepspeed.inference.serving.pieces import AnswerText, Reading, Tools, json_call, long_id
 from deepspeed.inference.serving.tool_schemas import kinds_of
 
@@ -244,10 +245,14 @@ def grammar(form: ToolFormat, tools: Tools, *, many: bool, specials: Mapping[str
         made = (
             _xml_rules(f"with_{place}", schema)
             if form.as_xml
-            else [f"with_{place}: %json {json.dumps(schema)}"]
+            else [f"with_{place}: %json {_options_in(schema)}"]
         )
         rules += made
     return "\n".join(rules) + "\n"
+
+
+def _options_in(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 def _literal(value: str, markers: Sequence[str], specials: Mapping[str, int]) -> str:
@@ -271,7 +276,7 @@ def _xml_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
         allowed = each.get("enum", ()) if isinstance(each, dict) else ()
         texts = [json.dumps(one, ensure_ascii=False) for one in allowed if isinstance(one, str)]
         if kinds and "string" not in kinds:
-            rules += [f"{own}: {begin} {value} {end}", f"{value}: %json {json.dumps({**shared, **each})}"]
+            rules += [f"{own}: {begin} {value} {end}", f"{value}: %json {_options_in({**shared, **each})}"]
         elif texts:
             rules.append(f"{own}: {begin} ({' | '.join(texts)}) {end}")
         else:

@@ -152,13 +152,15 @@ class LoadingAnswers:
         return sockets
 
     async def _cancel(self) -> None:
-        # Accepted connections are answered first: a task that has not started would not close its connection.
-        await asyncio.sleep(_POLL_S)
-        begun = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in begun:
-            task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.sleep(_POLL_S)  # lets the transports close
+        """Wait for accepted connections to be answered and closed; those that take longer are cut off."""
+        for cut_off in (False, True, True):  # the last time in the midst of closing
+            until = self._loop.time() + _POLL_S
+            # Tasks that accept a connection make the one that answers it, and that one ends with its transport.
+            while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < until:
+                if cut_off:
+                    for task in tasks:
+                        task.cancel()
+                await asyncio.wait(tasks, timeout=until - self._loop.time())
 
     def close(self) -> None:
         """Close the sockets, unless they were handed over."""
@@ -172,17 +174,21 @@ async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEADERS_S)
         alive = head.split(b" ", 2)[1].partition(b"?")[0] == b"/health"
         loading = protocol.error("the model is being loaded: try again later", "server_error")
-        body = json.dumps({"status": "loading"} if alive else loading).encode()
         status = "200 OK" if alive else f"503 Service Unavailable\r\nRetry-After: {RETRY_AFTER_S}"
-        writer.write(
-            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n".encode()
-            + body
-        )
+        writer.write(_last_answer(status, {"status": "loading"} if alive else loading))
         if writer.can_write_eof():  # not with TLS
             writer.write_eof()
         await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the response
     writer.close()
+    with contextlib.suppress(*failures):
+        await writer.wait_closed()
+
+
+def _last_answer(status: str, content: Any) -> bytes:
+    """Return an answer in JSON after which the connection is closed."""
+    body = json.dumps(content).encode()
+    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 {status}\r\n{head}\r\n\r\n".encode() + body
 
 
 async def _until_end(reader: asyncio.StreamReader) -> None:
@@ -225,18 +231,8 @@ class _Connection(H11Protocol):
     def _cut_off(self) -> None:
         if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
             message = f"the headers did not arrive within {self.seconds:g} s"
-            body = json.dumps(protocol.error(message, "invalid_request_error")).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            for event in (
-                h11.Response(status_code=408, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            answer = _last_answer("408 Request Timeout", protocol.error(message, "invalid_request_error"))
+            self.transport.write(answer)
         self.transport.close()
 
 

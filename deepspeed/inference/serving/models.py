@@ -28,12 +28,12 @@ class ModelError(ExplainedError, ValueError):
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel:
-    """``name``: in requests and answers. ``max_length``: maximum tokens of a prompt and its answer. ``default_tokens``:
-    length of an answer if the client does not set it. ``formats``: of tool calls and reasoning; ``trust_templates``:
-    requests may bring their own chat template. ``pooling``: of embeddings; ``dimensions``: sizes to which they may be
-    truncated; empty: any; None: not allowed. ``generates``: whether the model generates text. ``encode_pair``: (left,
-    right, max tokens) -> the prompt of a pair of texts, for a cross-encoder, else None. ``load_adapter``: creates an
-    adapter from a folder; None: adapters are not supported."""
+    """``name``: in requests and answers. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an
+    answer if the client does not say. ``formats``: of calls and reasoning; ``trust_templates``: a request may bring
+    its own template. ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for
+    an empty one, none for None. ``no_text``: why it generates none; empty: it does. ``encode_pair``: (left, right, most
+    tokens) -> the prompt of a pair of texts, for a cross-encoder; None: it is none. ``load_adapter``: makes an adapter
+    of a folder; None: there are none."""
 
     name: str
     service: Service
@@ -45,7 +45,7 @@ class ServedModel:
     trust_templates: bool = False
     pooling: str = "last"
     dimensions: tuple[int, ...] | None = None
-    generates: bool = True
+    no_text: str = ""
     encode_pair: Callable[[str, str, int | None], list[int]] | None = None
     load_adapter: Callable[[str], Any] | None = None
 
@@ -58,7 +58,7 @@ class ServedModel:
     def type(self) -> str:
         """Return the type of the model in the terms of Together's API: a "rerank" model scores pairs of texts, a
         "language" model has no chat template."""
-        if self.encode_pair is not None or not self.generates:
+        if self.no_text:
             return "embedding" if self.encode_pair is None else "rerank"
         return "chat" if self.tokenizer.template else "language"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -45,7 +46,18 @@ _NO_VARIABLES = {
 }  # fmt: skip
 """Other arguments with which a chat template is applied."""
 
+Effort = Annotated[str, Field(max_length=NAME_LENGTH)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("-1 (as many tokens as the model takes) or at least 1 is expected")
+    return value
+
+
+Truncation = Annotated[int | None, Field(ge=-1), AfterValidator(_not_zero)]
+"""Of a prompt, to its last tokens."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -84,7 +96,7 @@ class _Sampling(BaseModel):
     stop: SkipValidation[str | list[str] | None] = None
     stop_token_ids: SkipValidation[list[int] | None] = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: Truncation = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
@@ -98,7 +110,7 @@ class CompletionRequest(_Sampling):
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         default=None, ge=0, le=MAX_LOGPROBS
     )
-    add_special_tokens: Literal[True] = True
+    add_special_tokens: bool = True
 
 
 class ChatRequest(_Sampling):
@@ -110,6 +122,7 @@ class ChatRequest(_Sampling):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     tools: SkipValidation[list[Any] | None] = None
     tool_choice: SkipValidation[str | dict[str, Any]] = "auto"
     parallel_tool_calls: bool = True
@@ -133,6 +146,7 @@ class ResponsesRequest(_Sampling):
     previous_response_id: str | None = None
     store: bool = True
     metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Effort | None] = {}
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: SkipValidation[list[Any] | None] = None
@@ -293,6 +307,16 @@ def own_template_of(request: ChatRequest, trusted: bool) -> dict[str, Any]:
     return {"chat_template": request.chat_template}
 
 
+def effort_of(request: ChatRequest, template: str) -> dict[str, Any]:
+    """Return the variable of ``template`` that tells how long to reason. RequestError: it has no such variable."""
+    effort, name = request.reasoning_effort, "reasoning_effort"
+    if effort is None or (effort == "none" and name not in template):
+        return {}
+    if name not in template:
+        raise RequestError(f"{name} is not supported, other than none: the chat template has no {name}", name)
+    return {name: effort}
+
+
 def stops_of(request: _Sampling) -> list[str]:
     """Return the stop texts. RequestError: too many, or one is too long or not text."""
     stop: Any = request.stop
@@ -305,25 +329,28 @@ def stops_of(request: _Sampling) -> list[str]:
     return stops
 
 
+def asked_tokens(request: _Sampling) -> int | None:
+    """Return how many new tokens a request asks for at most; None: it does not say."""
+    return getattr(request, "max_completion_tokens", None) or request.max_tokens
+
+
+def last_of(tokens: list[int], most: int | None) -> list[int]:
+    """Return the last ``most`` tokens; None: all, the same object."""
+    return tokens if most is None or len(tokens) <= most else tokens[-most:]
+
+
 def params_of(
-    request: _Sampling,
-    index: int,
-    prompt: int,
-    most: int,
-    default: int,
-    stop_token_ids: tuple[int, ...],
-    shared: Mapping[str, Any],
+    request: _Sampling, index: int, prompt: int, model: Any, shared: Mapping[str, Any]
 ) -> SamplingParams:
-    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens. ``most``: maximum tokens of
-    both; ``default``: new tokens if the request does not set them; ``shared``: parameters of all sequences
-    (`sampling_fields.py`). RequestError: the requested length does not fit."""
-    asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
+    """Return the parameters of the sequence ``index`` of a prompt of ``prompt`` tokens. ``model``: a ``ServedModel``;
+    ``shared``: those of all sequences (`sampling_fields.py`). RequestError: more tokens are asked for than fit."""
+    asked, most = asked_tokens(request), model.max_length
     least, room = 1 if asked is None else asked, most - prompt
     if room < least:
         detail = f"the prompt of {prompt} leaves room for {max(0, room)} tokens, but {least} were requested"
         limit = f"this model's maximum context length is {most} tokens"
         raise RequestError(f"{limit}: {detail}", "max_tokens", "context_length_exceeded")
-    new = min(default, room) if asked is None else asked
+    new = min(model.default_tokens, room) if asked is None else asked
     logprobs = wants_logprobs(request)
     return SamplingParams(
         max_new_tokens=new,
@@ -333,7 +360,7 @@ def params_of(
         top_p=request.top_p,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
-        stop_token_ids=(() if request.ignore_eos else stop_token_ids) + stop_tokens_of(request),
+        stop_token_ids=(() if request.ignore_eos else model.stop_token_ids) + stop_tokens_of(request),
         seed=None if request.seed is None else request.seed + index,
         logprobs=logprobs,
         top_logprobs=top_logprobs_of(request),
@@ -367,13 +394,10 @@ class Answer:
         name = "chat.completion" if self.chat else "text_completion"
         return {**self._head(name), "choices": list(choices), "usage": dict(usage)}
 
-    def part(
-        self, choices: Sequence[Mapping[str, Any]], usage: Mapping[str, int] | None = None
-    ) -> dict[str, Any]:
-        """Return an event of a stream."""
+    def part(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """One event of a stream, with the fields ``more``."""
         name = "chat.completion.chunk" if self.chat else "text_completion"
-        made = {**self._head(name), "choices": list(choices)}
-        return made if usage is None else {**made, "usage": dict(usage)}
+        return {**self._head(name), "choices": list(choices), **more}
 
     def choice(
         self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.inference.serving.bodies import RequestError, kind_of
+from deepspeed.inference.serving.fields import check_names
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.protocol import ChatRequest, ResponsesRequest
 
@@ -25,6 +26,8 @@ _DELTAS = {
     "reasoning": "response.reasoning_text.delta",
     "arguments": "response.function_call_arguments.delta",
 }
+_MORE: dict[str, dict[str, Any]] = {"text": {"logprobs": []}}
+"""Fields of the events of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def chat_of(request: ResponsesRequest, store: ResponseStore) -> tuple[ChatReques
     shared = (request.model_fields_set & set(ChatRequest.model_fields)) - _RENAMED
     fields = {name: getattr(request, name) for name in shared}
     fields |= {"messages": first + history, "max_completion_tokens": request.max_output_tokens}
+    check_names(request.reasoning, ("effort",), {"summary": ("auto",)}, inside="reasoning.")
+    fields["reasoning_effort"] = request.reasoning.get("effort")
     if request.tools:
         fields |= {"tools": _tools(request.tools), "tool_choice": _choice(request.tool_choice)}
     fields |= _format(request.text)
@@ -235,7 +240,7 @@ class ResponseAnswer:
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": request.reasoning.get("effort"), "summary": None},
             "store": request.store,
             "temperature": request.temperature,
             "text": request.text or {"format": {"type": "text"}},
@@ -262,7 +267,8 @@ class ResponseAnswer:
                 events += self._open(piece)
             if piece.kind != "call":
                 self._text.append(piece.text)
-                events.append(self._event(_DELTAS[piece.kind], delta=piece.text, **self._place()))
+                more = {**_MORE.get(piece.kind, {}), **self._place()}
+                events.append(self._event(_DELTAS[piece.kind], delta=piece.text, **more))
         return events
 
     def end(self, reason: str | None, usage: dict[str, Any]) -> list[dict[str, Any]]:
@@ -323,9 +329,10 @@ class ResponseAnswer:
             item["arguments"] = text
         else:
             part = self._part(text)
-            done = "response.reasoning_text.done" if kind == "reasoning" else "response.output_text.done"
+            name = "reasoning" if kind == "reasoning" else "text"
+            done = _DELTAS[name].replace(".delta", ".done")
             events = [
-                self._event(done, text=text, **place),
+                self._event(done, text=text, **_MORE.get(name, {}), **place),
                 self._event("response.content_part.done", part=part, **place),
             ]
             item["content"] = [part]
@@ -358,7 +365,7 @@ def usage_of_response(usage: dict[str, int], reasoning: int) -> dict[str, Any]:
     """Convert a chat's token counts to the names of the Responses API."""
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": usage["total_tokens"],

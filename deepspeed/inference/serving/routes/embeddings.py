@@ -28,7 +28,7 @@ _ENCODED_TOGETHER = 16
 
 
 class EmbeddingRequest(BaseModel):
-    """OpenAI's fields. ``normalize``: scale to norm 1."""
+    """OpenAI's fields. ``normalize``: to the length 1. ``truncate_prompt_tokens``: see ``Embedder.tokens_of``."""
 
     model: str = ""
     input: SkipValidation[str | list[str] | list[int] | list[list[int]]]
@@ -36,6 +36,7 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     add_special_tokens: bool = True
+    truncate_prompt_tokens: protocol.Truncation = None
     priority: protocol.Priority = 0
 
 
@@ -48,6 +49,24 @@ class Embedder:
         self.name = asked.model or self.model.name
         pooling, priority = self.model.pooling, asked.priority
         self._params = SamplingParams(max_new_tokens=0, pooling=pooling, adapter=adapter, priority=priority)
+
+    def tokens_of(self, given: str | list[int], most: int | None, *, specials: bool = True) -> list[int]:
+        """Return the tokens of an input, cut to its last ones, at most ``most`` (-1: as many as the model takes), of
+        which a text's special tokens are some. RequestError: there is no room for others."""
+        most = self.model.max_length if most == -1 else most
+        if not isinstance(given, str):
+            return protocol.last_of(given, most)
+        words = self.model.tokenizer.words(given)
+        whole = self.model.tokenizer.encode(given) if specials else words
+        cut = len(whole) - (most or len(whole))
+        if cut <= 0:
+            return whole
+        if cut >= len(words):
+            least = len(whole) - len(words) + 1
+            where = "truncate_prompt_tokens"
+            raise RequestError(f"{where}={most}: at least {least} is expected, with special tokens", where)
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(words)] == words), 0)
+        return whole[:begin] + whole[begin + cut :]
 
     def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
         """Check all inputs before any is computed. RequestError: too many, or one cannot be computed."""
@@ -109,13 +128,13 @@ def add_embedding_routes(app: FastAPI, intake: Intake, models: Models) -> None:
     def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], Embedder]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
         embedder = Embedder(models, request)
-        model, tokenizer = embedder.model, embedder.model.tokenizer
+        model = embedder.model
         if model.encode_pair is not None:
             raise RequestError("the model scores pairs of texts and has no embeddings")
         check_dimensions(request.dimensions, model.dimensions)
         given = protocol.texts_of(request.input, "input")
-        encode = tokenizer.encode if request.add_special_tokens else tokenizer.words
-        inputs = [encode(each) if isinstance(each, str) else each for each in given[: MAX_INPUTS + 1]]
+        most, specials = request.truncate_prompt_tokens, request.add_special_tokens
+        inputs = [embedder.tokens_of(each, most, specials=specials) for each in given[: MAX_INPUTS + 1]]
         embedder.check(inputs, "input")
         return request, inputs, embedder
 

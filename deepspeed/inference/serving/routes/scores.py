@@ -26,7 +26,7 @@ from deepspeed.inference.serving.routes.embeddings import MAX_INPUTS, Embedder, 
 
 class _TextPairs(BaseModel):
     model: str = ""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    truncate_prompt_tokens: protocol.Truncation = None
     priority: protocol.Priority = 0
 
     def pairs(self) -> tuple[list[str], list[str]]:
@@ -86,29 +86,25 @@ class RerankRequest(_TextPairs):
 
 
 def add_score_routes(app: FastAPI, intake: Intake, models: Models) -> None:
-    def begun(kind: type[_TextPairs]) -> Callable[[bytes, Any], tuple[Any, ...]]:
-        def begin(body: bytes, _: Any) -> tuple[Any, ...]:
-            asked = protocol.fields_as(kind, body)
-            left, right = asked.pairs()
-            if len(right) > MAX_INPUTS:
-                raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} per request")
-            embedder = Embedder(models, asked)
-            encode, encode_pair = embedder.model.tokenizer.encode, embedder.model.encode_pair
-            if encode_pair is not None:
-                pairs = zip(left, right, strict=True)
-                inputs = [encode_pair(*pair, asked.truncate_prompt_tokens) for pair in pairs]
-                embedder.check(inputs, "pairs")
-                return asked, right, inputs, embedder, _scores
-            texts = list(dict.fromkeys([*left, *right]))
-            cut = asked.truncate_prompt_tokens or 0  # keeps the last tokens, as for prompts
-            inputs = [encode(each)[-cut:] for each in texts[: MAX_INPUTS + 1]]
-            embedder.check(inputs, "texts")
-            return asked, right, inputs, embedder, partial(_cosines, texts=texts, left=left, right=right)
-
-        return begin
+    def begun(kind: type[_TextPairs], body: bytes, _: Any) -> tuple[Any, ...]:
+        asked = protocol.fields_as(kind, body)
+        left, right = asked.pairs()
+        if len(right) > MAX_INPUTS:
+            raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} per request")
+        embedder = Embedder(models, asked)
+        encode_pair, most = embedder.model.encode_pair, asked.truncate_prompt_tokens
+        if encode_pair is not None:
+            most = embedder.model.max_length if most == -1 else most
+            inputs = [encode_pair(*pair, most) for pair in zip(left, right, strict=True)]
+            embedder.check(inputs, "pairs")
+            return asked, right, inputs, embedder, _scores
+        texts = list(dict.fromkeys([*left, *right]))
+        inputs = [embedder.tokens_of(each, most) for each in texts[: MAX_INPUTS + 1]]
+        embedder.check(inputs, "texts")
+        return asked, right, inputs, embedder, partial(_cosines, texts=texts, left=left, right=right)
 
     async def answer(request: Request, kind: type[_TextPairs]) -> Response:
-        found = await intake.take(request, begun(kind))
+        found = await intake.take(request, partial(begun, kind))
         if isinstance(found, Response):
             return found
         asked, right, inputs, embedder, scores_of = found
