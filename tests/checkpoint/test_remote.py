@@ -165,6 +165,26 @@ def test_a_tag_that_is_replaced_half_is_not_mixed_with_the_former(tmp_path: Path
     assert fetched(tmp_path, "best") == {"a.pt": "a2", "b.pt": "b2"}
 
 
+def test_a_tag_that_one_machine_has_replaced_is_not_mixed_with_the_former_of_another(tmp_path: Path) -> None:
+    """Every receipt and file of the tag is there: only the ids of the saves tell that they do not belong together."""
+    machines = [mirror(tmp_path / "0"), mirror(tmp_path / "1")]
+
+    def save_part(rank: int, number: int, content: str) -> None:
+        reports = [(number, ["r0.pt"]), (number, ["r1.pt"])]
+        save(machines[rank], "best", {f"r{rank}.pt": content}, One(rank, reports))
+        machines[rank].wait()
+
+    for rank in (0, 1):
+        save_part(rank, 7, "old")
+    assert fetched(tmp_path) == {"r0.pt": "old", "r1.pt": "old"}
+    save_part(0, 8, "new")
+    assert machines[0].complete() == {}
+    with pytest.raises(CheckpointError, match="best: its upload has not ended"):
+        fetched(tmp_path, "best")
+    save_part(1, 8, "new")
+    assert fetched(tmp_path) == {"r0.pt": "new", "r1.pt": "new"}
+
+
 def test_a_save_that_replaces_one_on_its_way_is_what_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
