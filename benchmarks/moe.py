@@ -157,7 +157,7 @@ def dispatch(report: Report, arguments: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("moe", arguments)
-    for k in (1, 2):
+    for k in (2,) if arguments.quick else (1, 2):
         layers(report, arguments, k)
     dispatch(report, arguments)
     report.save()

@@ -49,13 +49,8 @@ SCRIPTS = {
     "train_step.py": ["compute alone", "ours, stage 2"],
 }
 
-SHORT = {
-    "checkpoint.py",
-    "data_analysis.py",
-    "engine_cost.py",
-    "expert_products.py",
-    "moe.py",
-}  # those that take a few seconds
+# Those that take a few seconds. That of checkpoint.py is run by test_everything.py.
+SHORT = {"data_analysis.py", "engine_cost.py", "expert_products.py", "moe.py"}
 
 
 def run(script: str, *arguments: str) -> str:
