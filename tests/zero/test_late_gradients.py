@@ -58,6 +58,7 @@ def test_a_layer_of_several_segments(stage: int, world_size: int) -> None:
                 torch.testing.assert_close(param.grad, other.grad)
         engine.step()
         for param, other in zip(engine.module.parameters(), reference.parameters(), strict=True):
+            assert other.grad is not None
             other.data -= RATE * other.grad
             other.grad = None
             torch.testing.assert_close(safe_get_full_fp32_param(param), other.data)
