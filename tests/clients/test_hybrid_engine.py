@@ -241,7 +241,7 @@ def check_shared_generation(kind: str, stage: int, **section: Any) -> None:
     assert held <= 0.55 * whole and (held > 0) == section.get("pin_parameters", True)
     with pytest.raises(ValueError, match="leave out return_dict_in_generate"):
         shared.generate(prompt(rank), generation_config=settings(), return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="there are position_ids"):
+    with pytest.raises(ValueError, match="but got position_ids"):
         shared.generate(prompt(rank), position_ids=prompt(rank))
 
 

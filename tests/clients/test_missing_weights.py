@@ -129,7 +129,7 @@ def test_a_tied_head_is_not_missing(tmp_path: Path) -> None:
     model = make("llama", vocab_size=256, eos_token_id=None, bos_token_id=None, tie_word_embeddings=True)
     save(model, tmp_path, without="lm_head")
     known.save_pretrained(tmp_path)
-    assert "calls of tools" in load(parse(tmp_path)).summary
+    assert "tool calls: none" in load(parse(tmp_path)).summary
     engine = build_hf_engine(str(tmp_path), RaggedInferenceEngineConfig())
     assert torch.equal(engine.model.lm_head.weight, model.lm_head.weight)
     random = make("llama", vocab_size=256, tie_word_embeddings=True)
@@ -157,7 +157,7 @@ def test_encoders_lack_nothing_that_is_computed(kind: str, count: int, tmp_path:
         with pytest.raises(ValueError, match=f"there are no values for {without}$"):
             load(parse(tmp_path))
     save(model.base_model, tmp_path, kind, count, without="pooler")
-    assert "which gives vectors of texts" in load(parse(tmp_path)).summary
+    assert "which computes embeddings" in load(parse(tmp_path)).summary
     save(model.base_model, tmp_path, kind, count, without="encoder.layer.1.output.dense.weight")
     with pytest.raises(ValueError, match="no values for encoder.layer.1.output.dense.weight"):
         load(parse(tmp_path))

@@ -96,7 +96,7 @@ def test_adapters_that_are_refused(tmp_path: Path) -> None:
         ("other", "is for another layer"),
         ("dora", "use_dora"),
         ("saves", "modules_to_save"),
-        ("none", "no folder"),
+        ("none", "is not an adapter folder"),
     ):
         with pytest.raises(ValueError, match=words):
             load_adapter(module, str(tmp_path / folder))

@@ -144,7 +144,7 @@ def test_ahead_answers_with_the_weights_of_the_last_synchronization(stage: int) 
         rollout: Any = build_rollout(RolloutConfig("serving_ahead"), engine)
         assert rollout.weight_bytes == sum(each.nbytes for each in whole_weights(engine).values())
         request, weights = RolloutRequest(*padded_prompts()), whole_weights(engine)
-        with pytest.raises(RuntimeError, match=r"begin\(\) one first"):
+        with pytest.raises(RuntimeError, match=r"call begin\(\) first"):
             rollout.finish()
         for step in range(3):
             rollout.begin(request, GREEDY)

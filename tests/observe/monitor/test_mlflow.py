@@ -126,7 +126,7 @@ def test_a_server_that_hangs_costs_one_warning_and_little_memory(
     monitor.close()
     assert monitor._sender._waiting.qsize() == 11, "ten points and the end"
     (told,) = warnings_of
-    assert told.startswith("mlflow: curves are not written (TimeoutError: 10 points wait")
+    assert told.startswith("mlflow: curves are not written (TimeoutError: 10 points are waiting")
 
 
 def test_what_the_server_refuses_is_one_warning(monitor: MlflowMonitor, warnings_of: list[str]) -> None:
