@@ -149,7 +149,7 @@ class Inference:
         from deepspeed.inference.scheduling.requests import Request, SamplingParams
 
         if self.runner is None:
-            self.runner = Generator(self.module, max_length=2048, num_blocks=1).runner
+            self.runner = Generator(self.module, num_blocks=1).runner
         generator = Generator(
             self.runner,
             token_budget=budget,

@@ -417,13 +417,14 @@ class SavedFiles:
         }
 
     def _index(self) -> dict[str, Any]:
-        optimizer = None if self.shapes is None else "model file"
+        """Return a model file's index (Note: index, in `own_format.py`)."""
+        optimizer = None if self.shapes is None else names.OPTIMIZER_IN_MODEL_FILE
         parts = [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i in self.rest]
         return {
             **self._begun_index(),
             WRAPPER: self.wrapper,
             "zero_stage": self.zero_stage,
-            "optimizer": "optimizer files" if self.optimizer_files else optimizer,
+            "optimizer": names.OPTIMIZER_IN_OWN_FILES if self.optimizer_files else optimizer,
             "dp_mp_sizes": (self.place.dp_size, self.place.mp_size),
             "bf16": self.bf16,
             "aliases": self.aliases,
@@ -433,7 +434,7 @@ class SavedFiles:
             "weights_in_optimizer_files": self.has_kinds and not self.parts,
             "module_boxes": self._boxes(self.values["weights"]) if not self.parts else {},
             "parts": parts if self.parts else None,
-            "part_files": "model files" if self.parts else None,
+            "part_files": names.PARTS_IN_MODEL_FILES if self.parts else None,
             "pending": self.pending,
             "own_state": self.has_own_state,
             "buffers_differ": self.buffers_differ,

@@ -10,6 +10,56 @@ shard numbers it covers, in order:
      "masters_in_module": [0, 2, ...]}
 
 Masters that are bit-equal to the model's fp32 weights are not written again: the shard refers to ``module``.
+
+[Note: index] Every file has an index, under ``names.INDEX``. Its keys, with their types (*names*: a list of parameter
+names) and where they are written:
+
+    every file
+      format            int                        ``names.FORMAT``
+      save              {"id", "global_steps"}     the same in all files of a save
+    optimizer file
+      rank_state        {"random", "data"}         RNG states, position in the data
+      module_boxes      name -> (shape, boxes)     as below, if the file has frozen experts under ``module``
+    model file: what it holds
+      wrapper           str                        prefix that a wrapper of the module adds to every name
+      zero_stage        int
+      bf16              bool                       part of the names of optimizer files
+      dp_mp_sizes       (int, int)                 numbers of ranks, from which the file names follow
+      stages            int                        of a pipeline, if there are several; ``trained``, ``excluded`` and
+                                                   ``aliases`` are then those of all stages
+      trained           names                      of parameters that require gradients
+      excluded          names                      of frozen parameters that were left out on request
+      aliases           name -> name               other names of tied weights -> the first one
+      cut               names                      of sharded parameters (stage 3): empty tensors under ``module``
+      module_boxes      name -> (shape, boxes)     of tensors under ``module`` that are part of a larger one; empty at
+                                                   stage 3
+      parts             [(name, shape, boxes,      stage 3: the shards under ``frozen_param_fragments``, in the same
+                          start, stop)]            order; else None
+    model file: what other files hold
+      optimizer         str or None                ``names.OPTIMIZER_IN_...``; None: saved without training state
+      part_files        str or None                stage 3: ``names.PARTS_IN_MODEL_FILES``
+      weights_in_optimizer_files  bool             experts have their weights there; False at stage 3
+      pending           bool                       saved between two updates: a file of gradients per rank
+      own_state         bool                       a file of unshared optimizer state per rank
+      buffers_differ    bool                       a file of buffers per rank
+      optimizer_directory  dict or None            which optimizer file holds what (``directory.py``); read from the
+                                                   first model file
+      parts_directory   dict or None               the same for the shards in the model files of stage 3
+      covered           key -> names               of all ranks, by the key of a directory that is None
+      frozen_elsewhere  names                      of frozen experts on any rank, if experts have separate names
+    model file: positions and ranks
+      rank_state        {"random", "data"}         at stage 3 without training state
+      rank_states       [{"random", "data"}]       of all ranks, if they have no files of their own; read from the first
+      micro_steps, accumulated, accumulation_steps   ints: in all, since the last update, of an update
+      world_size        int
+      fp16, dynamic_loss_scale   bool              read only if the section's ``scalars`` do not say the latter
+      optimizer_order   [names]                    by optimizer group, in the client's order
+      sums_gradients    bool                       False if the cadence of gradient sums is *never*
+      originals         dict                       of transformed modules (``originals.py``)
+      engine_parts      name -> dict               states of observers that keep one
+
+In format 1, ``optimizer`` and ``part_files`` are lists of file names. A new key whose value contains parameter names
+must also be listed in ``renaming.py``.
 """
 
 from __future__ import annotations

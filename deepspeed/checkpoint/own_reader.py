@@ -15,15 +15,7 @@ from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.names import (
-    CHECKSUMS,
-    DS_VERSION,
-    FORMAT,
-    INDEX,
-    OPTIMIZER_STATE,
-    RESERVED_KEYS,
-    SAVE,
-)
+from deepspeed.checkpoint.names import DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS, SAVE
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,
     OPTIMIZER_DIRECTORY,
@@ -81,9 +73,9 @@ class OwnReader:
             return (optim if isinstance(optim, list) else [], parts or [], [self.head.path.name])
         dp_size, mp_size = self.index["dp_mp_sizes"]
         ranks = names.dp_mp_ranks(dp_size, mp_size)
-        bf16 = self.index["bf16"]
+        own_files, bf16 = optim == names.OPTIMIZER_IN_OWN_FILES, self.index["bf16"]
         return (
-            [names.optim_file(dp, mp, bf16=bf16) for dp, mp in ranks] if optim == "optimizer files" else [],
+            [names.optim_file(dp, mp, bf16=bf16) for dp, mp in ranks] if own_files else [],
             [names.zero_model_file(dp, mp) for dp, mp in ranks] if parts is not None else [],
             self._model_file_names(mp_size, sharded=parts is not None),
         )
@@ -103,7 +95,7 @@ class OwnReader:
             zero_stage=self.index["zero_stage"],
             aliases=dict(self.index["aliases"]),
             model_states={
-                k: v for k, v in first.items() if k in RESERVED_KEYS and k not in ("module", CHECKSUMS)
+                k: v for k, v in first.items() if k in RESERVED_KEYS and k not in ("module", names.CHECKSUMS)
             },
             client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
             index=self.index,
@@ -244,7 +236,7 @@ class OwnReader:
             return
         archive = self._archive(name)
         _add_module(self.catalog, archive)
-        if self.index["optimizer"] == "model file" and self.reads_optimizer:
+        if self.index["optimizer"] == names.OPTIMIZER_IN_MODEL_FILE and self.reads_optimizer:
             self._add_section(archive, archive.content["optimizer"])
 
     def _add_optimizer_file(self, name: str) -> None:

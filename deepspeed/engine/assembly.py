@@ -1,4 +1,7 @@
-"""The composition root of training: builds every part of an engine in order, as straight-line code."""
+"""Build the training core of an engine: everything between gradients and updated weights.
+
+The order of the whole start is in ``DeepSpeedEngine.__init__``.
+"""
 
 from __future__ import annotations
 

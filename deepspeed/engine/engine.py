@@ -407,7 +407,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
     def _recover(self) -> None:
         """Abandon the update if a plain ``loss.backward()`` raised since the last call (Note: a backward that
-        fails)."""
+        fails, in `zero/gradients/backward.py`)."""
         if self._plain_backward.failed:
             self.abandon_update()
 

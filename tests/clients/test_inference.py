@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.base.logging import logger
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
@@ -192,6 +193,18 @@ def test_sixteen_bits() -> None:
     engine = generator(module)
     request = engine.generate(prompts()[:2], SamplingParams(max_new_tokens=4))[0]
     assert len(request.generated) == 4 and engine.runner.shapes[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("given", "told"), [(60, True), (56, False), (None, False)])
+def test_a_small_cache_shortens_requests_with_a_warning(
+    given: int | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "log", lambda level, text, **_: lines.append(text))
+    engine = generator(model("llama"), num_blocks=14, max_length=given)
+    assert engine.scheduler.max_length == 56
+    shortened = [line for line in lines if "shortened" in line]
+    assert len(shortened) == told and all("max_length=60 is shortened to 56" in line for line in shortened)
 
 
 def test_what_cannot_be_run_is_refused_with_reasons() -> None:

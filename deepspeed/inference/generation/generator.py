@@ -5,6 +5,7 @@ A step is ``schedule -> run -> choose -> complete``; each part is an object.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import PagePiece
@@ -37,7 +39,8 @@ class Generator:
             whose layout is reused without a new trial, with a new cache.
         token_budget: tokens per forward.
         max_sequences: maximum number of requests served concurrently.
-        max_length: maximum tokens of a request with its result; None: what the model was made for, at most 2,048.
+        max_length: maximum tokens of a request with its result; None: what the model was made for, at most 2,048. A
+            cache that holds fewer shortens it.
         block_size: tokens per block of the cache.
         cache_bytes: size of the cache; None: enough for ``max_sequences`` requests of maximum length, at most 0.4 of
             the free memory.
@@ -54,7 +57,7 @@ class Generator:
 
     Raises:
         LayoutError: the model cannot be run over a paged cache.
-        ValueError: the memory does not hold the cache of one request, or ``speculation`` does not fit this model.
+        ValueError: the cache does not hold one block, or ``speculation`` does not fit this model.
     """
 
     def __init__(
@@ -87,6 +90,9 @@ class Generator:
         manager = BlockManager(
             BlockPool(blocks), block_size, sharing=prefix_sharing, span=self.runner.rotations.span
         )
+        if max_length is not None and manager.capacity < max_length:
+            text = f"max_length={max_length} is shortened to {manager.capacity}, which is all that the cache holds"
+            log_dist(f"inference: {text}", ranks=[0], level=logging.WARNING)
         self.scheduler = Scheduler(
             manager,
             token_budget=token_budget,
@@ -262,7 +268,7 @@ class Generator:
             least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
             group.all_reduce_max(least).wait()
             blocks = int(-least.item())
-        if blocks * size < 1:
+        if blocks < 1:
             raise ValueError(
                 f"cache_bytes={cache_bytes} cannot hold a block of {size} tokens ({block_bytes} bytes)"
             )

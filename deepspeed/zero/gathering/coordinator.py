@@ -214,8 +214,8 @@ class ParamCoordinator:
         self.transitions.end_backward(failed=failed)
 
     def _forget_failed(self) -> None:
-        """End the backwards that raised, which did not end themselves (Note: a backward that fails), and release
-        their frames."""
+        """End the backwards that raised, which did not end themselves (Note: a backward that fails, in
+        `zero/gradients/backward.py`), and release their frames."""
         if not self._backwards:
             return
         failed = [task for task, backward in self._backwards.items() if backward.task.failed]

@@ -34,7 +34,7 @@ The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may `
 never reshards. Any transition outside the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
-forward (``quiet``), so such a forward never loses a bucket midway.
+forward (``exclude_forwards``), so such a forward never loses a bucket midway.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class GradReducer:
         self.communicator = communicator
         self.cadence = cadence
         self.usual_cadence = cadence
-        """The cadence of the plan, to which temporary ones return."""
+        """The cadence that temporary ones return to: the plan's, or at stage 3 the one that fits the budget of live
+        parameters (``wiring.cadence``)."""
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary

@@ -334,7 +334,7 @@ class OffloadedTier(ResidentTier):
         except BaseException:  # finish what is in flight and put tensors back at rest
             for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
-            self._finish_quietly()
+            self._finish_ignoring_errors()  # the first one is being raised
             raise
 
     def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
@@ -395,15 +395,16 @@ class OffloadedTier(ResidentTier):
         for record in sub_group.records:
             record.bind(record.resting)
 
-    def _finish_quietly(self) -> None:
+    def _finish_ignoring_errors(self) -> None:
         for slot in self.slots:
             try:
                 slot.finish_transfers()
             except OSError:
-                continue  # the first failure is already being raised
+                continue
 
     def close(self) -> None:
-        self._finish_quietly()
+        # No update is lost by this: each waits for its own writes and raises their errors.
+        self._finish_ignoring_errors()
         if self.swap is not None:
             self.swap.close()
 
