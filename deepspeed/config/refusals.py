@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from deepspeed.config.keys import allowed, choices_of, documented_name, field_at, keys_of, section_at, type_of
 from deepspeed.config.problems import Remedy, nearest, shown
 from deepspeed.config.reader import Path
+from deepspeed.config.section import NO_BOOLEAN
 
 # The key that a section's bare value stands for, where it is not `enabled`.
 NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
@@ -62,11 +63,7 @@ def _message(schema: type[BaseModel], path: Path, entry: Any, raw: Mapping[str, 
     message = f"{shown(value)} is not allowed"
     if found is not None:
         message += f"; expected {_expected(found, path)}"
-        if (
-            own_text
-            and not own_text.startswith("a boolean")
-            and own_text.removeprefix("must be ") not in message
-        ):
+        if own_text and own_text != NO_BOOLEAN and own_text.removeprefix("must be ") not in message:
             message += f" ({own_text})"
         choices = [str(choice) for choice in choices_of(found) if choice is not None]
         hint = nearest(value, choices) if isinstance(value, str) and choices else None

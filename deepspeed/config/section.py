@@ -133,10 +133,13 @@ class OneOf:
         return value
 
 
+NO_BOOLEAN = "expected a number, not a boolean"
+
+
 def _not_bool(value: Any) -> Any:
     """Refuse booleans, which Python counts as numbers; in a config that is a mistake."""
     if isinstance(value, bool):
-        raise ValueError("expected a number, not a boolean")
+        raise ValueError(NO_BOOLEAN)
     return value
 
 

@@ -45,7 +45,7 @@ class Pretrained:
         from transformers import AutoConfig
 
         self.name = name
-        self.no_text = ""  # why it generates none, as `load_causal` finds
+        self.no_text = ""  # why it generates none, as `load_causal` finds and clients are told
         self._arguments = _from_pretrained_arguments(name)
         self.config: Any = None
         if "gguf_file" not in self._arguments:
@@ -81,7 +81,7 @@ class Pretrained:
         of_head = {name for name, part in module.named_modules() if part is head}
         self._refuse([name for name in missing if name.rpartition(".")[0] not in of_head])
         if missing:
-            self.no_text = f"{self.name} has no {some_of(missing)}, so it generates no text"
+            self.no_text = f"the model has no {some_of(missing)}, so it generates no text"
         return module
 
     def _loaded(self, kind: Any, **arguments: Any) -> tuple[Any, list[str]]:

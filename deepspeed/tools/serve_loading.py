@@ -322,6 +322,6 @@ def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Propose
         )
     draft = source.load_causal(dtype=model.dtype, keeps_integers=args.tp_size == 1)
     if source.no_text:
-        raise ValueError(f"--speculative-config: {source.no_text}")
+        raise ValueError(f"--speculative-config: {config.model}: {source.no_text}")
     engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
     return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)

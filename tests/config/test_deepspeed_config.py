@@ -293,6 +293,12 @@ def test_misspelling_inside_the_old_section() -> None:
         make(bfloat16={"enabeld": True})
 
 
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_clipping"])
+def test_a_boolean_that_is_no_number_is_refused_once(key: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=f"{key}: true is not allowed; expected an? [^(]*$"):
+        DeepSpeedConfig({"train_batch_size": 8, key: True})
+
+
 def test_zero_as_a_boolean(warnings: list[str]) -> None:
     config = make(zero_optimization=True, allgather_size=1000)
     assert config.zero_optimization_stage == 1 and config.zero_config.allgather_bucket_size == 1000

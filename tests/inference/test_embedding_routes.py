@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
 from deepspeed.inference.scheduling.requests import Request
-from tests.inference.standin import Parrot
+from tests.inference.standin import Bytes, Parrot
 from tests.inference.test_http import server
 from tests.inference.test_service import wait_for
 
@@ -33,6 +33,30 @@ class Vectors(Parrot):
         if prompt[0] == self.nan_at:
             request.pooled[-1] = float("nan")
         return request
+
+
+class Counting(Bytes):
+    """Begins each text with a special token, and counts how often it is called."""
+
+    calls = 0
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *self.words(text)]
+
+    def words(self, text: str) -> list[int]:
+        self.calls += 1
+        return list(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens", "calls"),
+    [({}, 5, 1), ({"truncate_prompt_tokens": -1}, 5, 1), ({"truncate_prompt_tokens": 3}, 3, 2)],
+)
+def test_only_a_text_that_is_cut_is_tokenized_twice(more: dict[str, Any], tokens: int, calls: int) -> None:
+    tokenizer = Counting()
+    with server(Vectors(), tokenizer=tokenizer) as running:
+        status, found = running.post({"input": "abcd", **more}, PATH)
+        assert status == 200 and found["usage"]["prompt_tokens"] == tokens and tokenizer.calls == calls
 
 
 def test_many_vectors_do_not_hold_up_the_event_loop() -> None:

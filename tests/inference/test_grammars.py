@@ -104,6 +104,18 @@ def test_white_space_ends(tokenizer) -> None:
         assert bool(matcher.allowed().any())
 
 
+def test_any_value_follows_the_schema_true(tokenizer) -> None:
+    grammars = Grammars(tokenizer, [END])
+    for text in ("[1, {}]", "3", '"a"'):
+        matcher = grammars(Constraint("json_schema", "true"), SIZE)
+        for token in tokenizer.encode(text).ids:
+            assert bool(matcher.allowed()[token]), text
+            matcher.advance(token)
+    for schema in ("false", "[1]", "nope"):
+        with pytest.raises(ValueError, match="the schema is not a JSON object"):
+            grammars(Constraint("json_schema", schema), SIZE)
+
+
 def test_reasoning_stands_before_what_follows_a_grammar(tokenizer) -> None:
     """Free text up to its end, which random logits do not produce, so the matcher is called directly."""
     kinds = {

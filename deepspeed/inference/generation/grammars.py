@@ -137,10 +137,11 @@ def _grammar(constraint: Constraint) -> str:
     library, text = _library().LLMatcher, constraint.text
     if constraint.kind in ("json_schema", "json_object"):
         schema = text if constraint.kind == "json_schema" else '{"type": "object"}'
+        schema = "{}" if schema.strip() == "true" else schema  # only an object takes options
         try:
             return library.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
         except ValueError as error:
-            raise ValueError(f"the schema is no JSON: {error}") from None
+            raise ValueError(f"the schema is not a JSON object: {error}") from None
     if constraint.kind == "regex":
         return library.grammar_from_regex(text)
     if constraint.kind == "choice":

@@ -244,7 +244,9 @@ def messages_of(request: Any) -> list[dict[str, Any]]:
         if isinstance(content, list):
             content = "".join(_text_of(part, f"{where}.content") for part in content)
         elif not isinstance(content, (str, type(None))):
-            raise RequestError(f"{where}.content must be a string or a list of strings", f"{where}.content")
+            raise RequestError(
+                f"{where}.content must be a string or a list of text parts", f"{where}.content"
+            )
         made.append(with_calls({**message, "content": content or ""}, where, budget))
     return made
 

@@ -192,7 +192,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _joined(parts: Any, where: str) -> str:
     if not isinstance(parts, list):
-        raise RequestError(f"{where}: expected a string or a list of strings, not {kind_of(parts)}", where)
+        raise RequestError(f"{where}: expected a string or a list of text parts, not {kind_of(parts)}", where)
     made = []
     for part in parts:
         known = isinstance(part, dict) and part.get("type") in (*_TEXTS, "reasoning_text", "summary_text")

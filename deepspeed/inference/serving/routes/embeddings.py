@@ -56,16 +56,18 @@ class Embedder:
         most = self.model.max_length if most == -1 else most
         if not isinstance(given, str):
             return protocol.last_of(given, most)
-        words = self.model.tokenizer.words(given)
-        whole = self.model.tokenizer.encode(given) if specials else words
+        tokenizer = self.model.tokenizer
+        whole = tokenizer.encode(given) if specials else tokenizer.words(given)
         cut = len(whole) - (most or len(whole))
         if cut <= 0:
             return whole
+        words = tokenizer.words(given) if specials else whole
         if cut >= len(words):
             least = len(whole) - len(words) + 1
             where = "truncate_prompt_tokens"
             raise RequestError(f"{where}={most}: at least {least} is expected, with special tokens", where)
-        begin = next((at for at in range(len(whole)) if whole[at : at + len(words)] == words), 0)
+        places = range(len(whole) - len(words) + 1)
+        begin = next((at for at in places if whole[at : at + len(words)] == words), 0)
         return whole[:begin] + whole[begin + cut :]
 
     def check(self, inputs: Sequence[Sequence[int]], name: str) -> None:
