@@ -37,8 +37,16 @@ def mu_adam(
     )
 
 
-mu_adamw = partial(mu_adam, weight_decay=1e-2, adam_w_mode=True)
-"""Makes ``mu_adam`` with decoupled weight decay."""
+def mu_adamw(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> torch.optim.Optimizer:
+    """Make ``mu_adam`` with decoupled weight decay."""
+    return mu_adam(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode=True)
 
 
 def mu_sgd(

@@ -146,7 +146,7 @@ def test_unknown_classes_are_refused_before_the_data_is_written(tmp_path):
 
 
 def test_bare_storages_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="bare storages"):
+    with pytest.raises(CheckpointError, match="a bare storage"):
         write_archive(tmp_path / "f.pt", {"s": torch.ones(3).untyped_storage()})
 
 

@@ -40,7 +40,7 @@ def test_a_file_of_another_save_is_refused(tmp_path, stage):
         mixed = re.escape(str(tmp_path / "mixed"))
         with pytest.raises(
             CheckpointError,
-            match=rf"of the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt is of the save \w{{16}} \(global_st",
+            match=rf"belongs to the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt to the save \w{{16}} \(global",
         ):
             engine.load_checkpoint(tmp_path, tag="mixed")
         torch.distributed.barrier()
@@ -77,7 +77,7 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
         mixed = re.escape(str(tmp_path / "made/mixed"))
         with pytest.raises(
             CheckpointError,
-            match=rf"of the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt is of the save \w{{16}} \(global_st",
+            match=rf"belongs to the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt to the save \w{{16}} \(global",
         ):
             other.load_checkpoint(tmp_path / "made", tag=None if layout == "universal" else "mixed")
     (tmp_path / "made/latest_universal").write_text("new")
@@ -111,7 +111,7 @@ def test_a_mixture_of_two_conversions_of_weights_is_refused(tmp_path, stage):
         shutil.copy(old / path, mixed / path)
         (tmp_path / "made/latest_universal").write_text("mixed")
         at_fault = files[1] if path == files[0] else path  # the first file in order says what the others are
-        words = rf"{re.escape(str(mixed / at_fault))} is of .*, but {re.escape(str(mixed / files[0]))} is of the save"
+        words = rf"{re.escape(str(mixed / at_fault))} belongs to .*, but {re.escape(str(mixed / files[0]))} to the save"
         with pytest.raises(CheckpointError, match=words):
             other.load_checkpoint(tmp_path / "made")
     assert_equal(full_state(other), before)
@@ -291,7 +291,7 @@ def test_a_layer_file_of_another_save_is_refused(tmp_path, background):
     shutil.copy(tmp_path / "old" / own, other / own)
     beside = rf"{re.escape(str(other))}/\w+_model_states\.pt"
     with pytest.raises(
-        CheckpointError, match=rf"{own} is of the save \w{{16}} .*, but {beside} is of the save"
+        CheckpointError, match=rf"{own} belongs to the save \w{{16}} .*, but {beside} to the save"
     ):
         engine.module.load_state_dir(other, engine.checkpoint_engine)
     torch.save(dict(saved[engine.global_rank]), other / own)  # of a release that did not say

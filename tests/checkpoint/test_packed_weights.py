@@ -216,5 +216,5 @@ def test_layers_of_gptq_with_other_bits() -> None:
     }
     found = only(read(stored, quant_method="gptq", bits=4, group_size=128))
     assert torch.equal(found, (codes - 128) * scales.repeat_interleave(128, 1))
-    with pytest.raises(PackedWeightsError, match="checkpoint_format 'marlin' is not read"):
+    with pytest.raises(PackedWeightsError, match="checkpoint_format 'marlin' is not supported"):
         read(stored, quant_method="gptq", bits=4, checkpoint_format="marlin")

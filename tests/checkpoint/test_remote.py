@@ -179,7 +179,7 @@ def test_a_tag_that_one_machine_has_replaced_is_not_mixed_with_the_former_of_ano
     assert fetched(tmp_path) == {"r0.pt": "old", "r1.pt": "old"}
     save_part(0, 8, "new")
     assert machines[0].complete() == {}
-    with pytest.raises(CheckpointError, match="best: its upload has not ended"):
+    with pytest.raises(CheckpointError, match="best: its upload is incomplete"):
         fetched(tmp_path, "best")
     save_part(1, 8, "new")
     assert fetched(tmp_path) == {"r0.pt": "new", "r1.pt": "new"}

@@ -167,7 +167,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         analyzer(lambda batch: batch, torch.int32).run_map()
     with pytest.raises(TypeError, match="'m' has the dtype torch.float32: index files hold integers"):
         analyzer(lambda batch: batch.float(), torch.float32).run_map()
-    with pytest.raises(ValueError, match="'m' has 2 values for 10 samples"):
+    with pytest.raises(ValueError, match="'m' returned 2 values for 10 samples"):
         analyzer(lambda batch: batch.sum().view(1)).run_map_reduce()
     with pytest.raises(RuntimeError, match="run_map.. in every worker"):
         DataAnalyzer(list(range(3)), num_workers=2).run_map_reduce()

@@ -395,7 +395,9 @@ def test_what_a_layer_may_return() -> None:
     assert rest == 7 and whole.sum() == 2 * 6 * 8
     with pytest.raises(ValueError, match="Other returns dict"):
         dropping(Other(), 6, model_mask_name=None)(x)
-    with pytest.raises(DeepSpeedConfigError, match="model_mask_name='attention_mask' is no argument of Pair"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="model_mask_name='attention_mask' is not an argument of Pair"
+    ):
         dropping(Pair(), 6)
     with pytest.raises(DeepSpeedConfigError, match="model_type='both'"):
         dropping(Pair(), 6, model_type="both", model_mask_name=None)

@@ -187,7 +187,7 @@ def test_missing_and_unreadable_weights_are_named(tmp_path: Path) -> None:
     save_file({"first.weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
     refused: list[tuple[Any, str]] = [
         (None, "on the meta device"),
-        ([str(tmp_path / "part.safetensors")], "no values for first.bias and 3 more"),
+        ([str(tmp_path / "part.safetensors")], "no values for first.bias, last.weight, last.bias, shift"),
         ([str(tmp_path / "other.safetensors")], r"first.weight is \[3, 3\], but the model has \[8, 4\]"),
         ([str(tmp_path / "none.bin")], "none.bin"),
         ([], "the list is empty"),

@@ -527,7 +527,7 @@ def test_the_model_by_its_name() -> None:
     with server(name="some/parrot") as running:
         assert running.call("GET", "/v1/models/some/parrot")[1]["id"] == "some/parrot"
         status, found = running.call("GET", "/v1/models/other")
-        assert status == 404 and "only 'some/parrot'" in found["error"]["message"]
+        assert status == 404 and "available: 'some/parrot'" in found["error"]["message"]
         for path, asked in (
             ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),

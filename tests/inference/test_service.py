@@ -68,7 +68,7 @@ def test_more_requests_than_it_takes_are_refused() -> None:
     tickets = [service.submit([1], params(900), updates.append) for _ in range(2)]
     with pytest.raises(BusyError, match="2 requests"):
         service.submit([1], params(), updates.append)
-    with pytest.raises(ValueError, match="more than the 1024"):
+    with pytest.raises(ValueError, match="exceed the maximum sequence length of 1024"):
         service.submit([1], params(2000), updates.append)
     service.cancel(tickets[0])
     wait_for(lambda: any(update.reason == "cancelled" for update in updates))

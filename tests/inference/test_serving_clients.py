@@ -216,7 +216,10 @@ def test_options_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"model": "m", "max-modle-len": 8}, "'max-modle-len' is no option, did you mean 'max-model-len'?"),
+        (
+            {"model": "m", "max-modle-len": 8},
+            "'max-modle-len' is not an option, did you mean 'max-model-len'?",
+        ),
         ({"model": "m", "port": "many"}, "argument --port: invalid int value: 'many'"),
         ({"port": 8}, "required: model"),
         ("[1]", "it contains no options"),

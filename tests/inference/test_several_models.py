@@ -69,7 +69,7 @@ def test_requests_choose_their_model() -> None:
                 "model_not_found",
                 "model",
             )
-            assert "no model 'nobody', only 'parrot', 'loud/one'" in found["error"]["message"]
+            assert "no model 'nobody'; available: 'parrot', 'loud/one'" in found["error"]["message"]
         page = running.call("GET", "/metrics")[1]
     found = dict(re.findall(r'^deepspeed_requests_total{model_name="(.*)",reason="length"} (\d)', page, re.M))
     assert found == {"parrot": "3", "loud/one": "3"}

@@ -60,7 +60,7 @@ def test_configs_by_their_names_in_vllm() -> None:
         ("ngram", "is not JSON"),
         ('{"method": "eagle", "num_speculative_tokens": 4}', "'eagle'; expected one of ngram, draft_model"),
         ("[]", "expected an object"),
-        ('{"num_speculative_tokens": 4}', "None; one of ngram"),
+        ('{"num_speculative_tokens": 4}', "None; expected one of ngram"),
         ('{"method": "ngram"}', "num_speculative_tokens is missing"),
         ('{"method": "ngram", "num_speculative_tokens": 2.5}', "not an integer"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "at least 1"),

@@ -136,7 +136,7 @@ def test_one_that_fails_is_named_and_drops_the_batch() -> None:
             engine.backward(engine(tokens(7)))
             engine.step()
             with pytest.raises(
-                TransformError, match="'picky' of the inputs failed: ValueError: no such token"
+                TransformError, match="input transform 'picky' failed: ValueError: no such token"
             ):
                 engine(torch.full((2, 6), VOCAB))
         losses.append(train(engine, 0, 1, 2, 3))

@@ -160,7 +160,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "claimed twice": (
         (Fusion(), Adapters("both")),
-        r"'lora' failed: .* it changes blocks\.0\.both, which .* 'fusion' already changed; .*after=\('fusion',\)",
+        r"'lora' failed: .* it changes blocks\.0\.both, which .* 'fusion' has already changed; .*after=\('fusion',\)",
     ),
     "thrown away": (
         (Fusion(), Named("other", change=lambda module, _: setattr(module, "blocks", nn.ModuleList()))),

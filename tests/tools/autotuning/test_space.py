@@ -343,7 +343,10 @@ def test_variants_are_planned_as_configs_are() -> None:
     split = planned_variant(request(), {"zero_optimization.stage": 0, TENSOR: 2})
     linear = 4 * 64 * 64
     assert split["need"] == pytest.approx(whole["need"] * (1 - linear / numel / 2), rel=0.15)
-    assert "3 parts" in planned_variant(request(), {"zero_optimization.stage": 0, STAGES: 3})["error"]
+    assert (
+        "3 model-parallel parts"
+        in planned_variant(request(), {"zero_optimization.stage": 0, STAGES: 3})["error"]
+    )
     assert "error" in planned_variant(request(), {"zero_optimization.stage": 9})
     noted = note_variants(request(), [{"zero_optimization.stage": 2}])
     assert (

@@ -134,7 +134,7 @@ def test_port_in_use_without_the_command(folder):
         result = alone(folder, env={**FIRST_OF_TWO, "MASTER_PORT": port})
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-2]
-    assert f"MASTER_PORT={port}" in last and "is free now" in last
+    assert f"MASTER_PORT={port}" in last and "is currently free" in last
 
 
 def test_a_rank_that_never_comes(folder):

@@ -79,7 +79,7 @@ def test_filters(include, exclude, left):
         ("", "worker-0:7", "No slot '7' specified on host 'worker-0'"),
         ("worker-0:1:2", "", "1:2"),
         ("worker-0:", "", "worker-0:"),
-        ("worker-0:3-1", "", "backwards"),
+        ("worker-0:3-1", "", "is reversed"),
     ],
 )
 def test_bad_filters_are_refused(include, exclude, named):
@@ -115,7 +115,7 @@ def test_more_hosts_or_slots_than_there_are():
     """Not as many as there are, silently."""
     pool = {"worker-0": [0, 1], "worker-1": [0]}
     assert apply_num_nodes_and_gpus(pool, 2, 1) == {"worker-0": [0], "worker-1": [0]}
-    with pytest.raises(ValueError, match="--num_nodes=5: only 2 hosts to use .worker-0, worker-1."):
+    with pytest.raises(ValueError, match="--num_nodes=5: only 2 hosts available .worker-0, worker-1."):
         apply_num_nodes_and_gpus(pool, 5, -1)
     with pytest.raises(ValueError, match="--num_gpus=2: host 'worker-1' has only 1 slot(\n|$)"):
         apply_num_nodes_and_gpus(pool, -1, 2)

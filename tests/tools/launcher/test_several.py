@@ -236,7 +236,7 @@ def test_ranks_of_other_launchers_are_bound_to_cores_of_their_own(folder):
     assert [rank["cores"] for rank in ranks] == [[first], [second], [first], [second]]
     assert {rank["OMP_NUM_THREADS"] for rank in ranks} == {"1"}
     result = run(folder, *options[:-1], "99999", "bound.py")
-    assert result.returncode != 0 and "--bind_core_list: core 99999 is not one" in result.stderr
+    assert result.returncode != 0 and "--bind_core_list: core 99999 is not available" in result.stderr
 
 
 def test_pdsh_ends_what_it_started(folder):
@@ -390,7 +390,7 @@ def test_the_network_of_open_mpi_can_be_chosen(folder):
 @pytest.mark.parametrize("options, words", [
     ("--launcher rsh", "--launcher=rsh: must be one of ssh, pdsh"),
     ("--launcher mpich --include worker-0:0@worker-1:0,1", "the same number of ranks"),
-    ("--launcher openmpi --enable_each_rank_log logs", "--enable_each_rank_log is an option of"),
+    ("--launcher openmpi --enable_each_rank_log logs", "--enable_each_rank_log is only supported by"),
     ("--no_ssh", "--no_ssh needs --node_rank"),
     ("--no_ssh --node_rank 2", "0 to 1"),
     ("--no_ssh --node_rank 0", "--master_addr"),

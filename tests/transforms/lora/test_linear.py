@@ -43,7 +43,7 @@ def test_the_kind_of_layer_follows_the_configs() -> None:
     assert type(OptimizedLinear(8, 4, lora_config=LORA)) is LoRAOptimizedLinear
     both = OptimizedLinear(8, 4, lora_config=LORA, quantization_config=config())
     assert isinstance(both.weight, QuantizedParameter)
-    with pytest.raises(TypeError, match="lora_config is a LoRAConfig"):
+    with pytest.raises(TypeError, match="lora_config must be a LoRAConfig"):
         OptimizedLinear(8, 4, lora_config={"lora_r": 4})  # type: ignore[arg-type]
 
 
