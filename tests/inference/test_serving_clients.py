@@ -225,7 +225,7 @@ def test_options_in_a_file(tmp_path: Path) -> None:
         ("[1]", "it contains no options"),
         ({"model": "m", "config": "other.yaml"}, "'config' is not an option"),
         ({"model": "m", "api-key": None}, "'api-key' is null: set a value"),
-        ({"model": "m", "port": [1, 2]}, "'port' is [1, 2]: leave it out"),
+        ({"model": "m", "port": [1, 2]}, "'port' is [1, 2]: set a value, or leave it out"),
         ({"model": "m", "lora-modules": []}, "'lora-modules' is []"),
         ({"model": None}, "'model' is null"),
     ],
