@@ -66,6 +66,7 @@ FOUND = [
     "ranks=2 stage=3 wire=qwz compression=pruning",
     "model=moe precision=autocast optimizer=Muon",
     "ranks=2 optimizer=1-bit_Adam wire=int8",
+    "ranks=2 stage=2 tier=zenflow optimizer=SGD resume=stage",
     "ranks=2 axes=tp optimizer=0/1_Adam resume=dp",
     "ranks=4 axes=tp optimizer=1-bit_Adam wire=int8",
 ]

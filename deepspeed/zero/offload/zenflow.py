@@ -375,14 +375,13 @@ class ZenFlow:
     def saved(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint, besides masters and optimizer state."""
         self.settle()
-        step = 1 + sorted(["step", *self.optimizer.state_names]).index("step")
         pieces = [
             {
                 "param": piece.owned.param_index,
                 "start": piece.owned.fragment.param_offset,
                 "numel": piece.owned.fragment.numel,
                 "chosen": piece.chosen.cpu(),
-                "step": piece.packed[step].clone(),
+                "step": piece.packed[1 + piece.names.index("step")].clone(),
                 "sum": None if piece.sum is None else piece.sum.cpu(),
                 "pending": None if piece.pending is None else piece.pending.clone(),
             }
