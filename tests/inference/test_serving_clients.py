@@ -119,7 +119,9 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         *parts, last = text.removesuffix("\n\n").split("\n\n")
         assert status == 200 and len(parts) > 1 and "within 0.4 s" in last and "error" in last
         end = time.monotonic() + 10
-        while running.service.state()["requests"] and time.monotonic() < end:  # between two steps of the engine
+        while (
+            running.service.state()["requests"] and time.monotonic() < end
+        ):  # between two steps of the engine
             time.sleep(0.01)
         assert running.service.state()["requests"] == 0  # what it held is free
         assert running.post(ASKED)[0] == 200
