@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.tables import first_of
+
 LAYOUTS = "_ds_layouts"
 """Module attribute: the layouts, by name, of parameters that were DTensors."""
-_SHOWN = 3
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -37,5 +38,4 @@ def had_dtensors(model: nn.Module) -> bool:
 
 def listing(names: list[str]) -> str:
     """List the first names of parameters, for an error message."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameters {', '.join(names[:_SHOWN])}{more}"
+    return f"parameters {first_of(names, 3)}"

@@ -1,8 +1,14 @@
-"""Tables of text."""
+"""Tables and lists of text."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+
+
+def first_of(items: Sequence[object], most: int = 4) -> str:
+    """Join the first ``most`` items with commas, and count the rest."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def padded(rows: Sequence[Sequence[str]], left: Container[int] | None = None) -> Iterator[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.base.tables import first_of
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.foreign.hub_weights import as_in_model, compute_buffers
 from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader
@@ -22,8 +23,6 @@ from deepspeed.checkpoint.foreign.packed_weights import (
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.split.rank_files import DESCRIPTION, whole_tensors
-
-_MAX_TOLD = 4
 
 Checkpoint = str | dict[str, Any] | Sequence[str]
 
@@ -166,13 +165,7 @@ def load_weights(
         )
     ]
     if empty:
-        raise DeepSpeedConfigError(f"{source}: no values for {some_of(empty)}")
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first few of many names, for a message."""
-    more = f" and {len(names) - _MAX_TOLD} more" if len(names) > _MAX_TOLD else ""
-    return f"{', '.join(names[:_MAX_TOLD])}{more}"
+        raise DeepSpeedConfigError(f"{source}: no values for {first_of(empty)}")
 
 
 def _whole(

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from deepspeed.base.extras import install_hint
+from deepspeed.base.tables import first_of
 from deepspeed.checkpoint.foreign.packed_weights import can_unpack, method_of
-from deepspeed.inference.loading import some_of
 from deepspeed.inference.model.facts import DEFAULT_LENGTH
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
@@ -81,7 +81,7 @@ class Pretrained:
         of_head = {name for name, part in module.named_modules() if part is head}
         self._refuse([name for name in missing if name.rpartition(".")[0] not in of_head])
         if missing:
-            self.no_text = f"the model has no {some_of(missing)}, so it generates no text"
+            self.no_text = f"the model has no {first_of(missing)}, so it generates no text"
         return module
 
     def _loaded(self, kind: Any, **arguments: Any) -> tuple[Any, list[str]]:
@@ -91,7 +91,7 @@ class Pretrained:
 
     def _refuse(self, missing: Sequence[str]) -> None:
         if missing:
-            raise ValueError(f"{self.name}: there are no values for {some_of(missing)}")
+            raise ValueError(f"{self.name}: there are no values for {first_of(missing)}")
 
     @property
     def is_encoder(self) -> bool:

@@ -44,9 +44,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
         MultiTensorOptimizer.__init__(self, params, defaults)  # intermediate bases have other arguments
         self.updates = 0
         self.exchange = SignExchange()
-        self._checked: set[int] = set()
-        self._filled: set[int] = set()
-        """Groups that have run an update after warm-up."""
+        self._checked: dict[int, set[int]] = {}
+        """By group that has run an update after warm-up: the masters whose variances are filled."""
         if (beta2 := defaults["betas"][1]) < SHORT_MEMORY:
             log_dist_once(
                 f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as "
@@ -106,7 +105,6 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         self._checked.clear()
-        self._filled.clear()
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
         self.updates = int(saved[0]["updates"]) if len(saved) else max(steps, default=0)
         self.exchange.load([entry["exchange"] for entry in saved], rank, ranks)
@@ -129,7 +127,6 @@ class OneBitOptimizer(MultiTensorOptimizer):
             group.pop(MASK, None)
             group.update({} if mask is None else {MASK: mask})
         self._checked.clear()
-        self._filled.clear()
         for state in self.state.values():
             state.update({n: state[n].float() for n in (*self.own_state_names, VAR_STEPS) if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
@@ -179,16 +176,16 @@ class OneBitOptimizer(MultiTensorOptimizer):
         grad_scale: float,
         context: UpdateContext,
         beta2: float,
-    ) -> None:
+    ) -> list[Tensor]:
         """Fill zero variances of group ``number``, with which any momentum would move an element far away. An element
         without a gradient so far gets the mean variance of its tensor; if the whole tensor had none, the mean square
         of its first gradients. Of a tensor that joins after the group's first update the shard counts, since other
-        ranks may not know that it is new."""
-        new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
+        ranks may not know that it is new. Return the masters that are new."""
+        together = number not in self._checked or self.update_traits.segment_sums
+        checked = self._checked.setdefault(number, set())
+        new = [i for i, master in enumerate(masters) if id(master) not in checked]
         chosen = [masters[i] for i in new]
-        together = number not in self._filled or self.update_traits.segment_sums
-        self._filled.add(number)
-        self._checked.update(map(id, chosen))
+        checked.update(map(id, chosen))
         variances = [self.state[master]["exp_avg_sq"] for master in chosen]
         squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
         mean_over_holders(squares, chosen, context)
@@ -198,6 +195,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
             fill = next((value / numel for value in (total, square) if value > 0), 1.0)
             variance.masked_fill_(variance == 0, fill)
+        return chosen
 
 
 def _mask_of(mask: Any, value: Tensor) -> Tensor:

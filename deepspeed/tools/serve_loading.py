@@ -134,9 +134,10 @@ class _Causal:
         announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
         formats_line = f"tool calls: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
         self.summary = f"model {args.name}, {memory_line(generator)}; {self.no_text or formats_line}"
-        # The layers are found now, as later the model is in use.
-        adaptable = adaptable_layers(runner.module) if args.tp_size == 1 else set()
-        load_one = partial(load_adapter, runner.module, adaptable=adaptable)
+        load_one = None
+        if args.tp_size == 1:
+            # Find the layers now: later the model is in use.
+            load_one = partial(load_adapter, runner.module, adaptable=adaptable_layers(runner.module))
         return ServedModel(
             name=args.name,
             service=_service_of(args, generator, announcer),
@@ -148,7 +149,7 @@ class _Causal:
             trust_templates=args.trust_request_chat_template,
             pooling=args.pooling or pooling_of(args.model) or "last",
             dimensions=dimensions_of(runner.facts.config),
-            load_adapter=load_one if args.tp_size == 1 else None,
+            load_adapter=load_one,
             no_text=self.no_text,
         )
 

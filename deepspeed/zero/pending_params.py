@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from deepspeed.base.logging import log_dist, logger
+from deepspeed.base.tables import first_of
 from deepspeed.zero.optimizer_registry import kind_of_group, kind_of_param
 from deepspeed.zero.partitioning import TrainedParams, named_params
 from deepspeed.zero.states.store import PARAMS
@@ -153,8 +154,7 @@ class PendingParams:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{'parameter' if len(names) == 1 else 'parameters'} {', '.join(names[:5])}{more}"
+    return f"{'parameter' if len(names) == 1 else 'parameters'} {first_of(names, 5)}"
 
 
 def _verb(names: Sequence[str]) -> str:

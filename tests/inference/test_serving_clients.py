@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import ssl
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from deepspeed.inference.serving.listening import LoadingAnswers
 from tests.inference.test_http import Running, server
+from tests.inference.test_service import wait_for
 
 ASKED = {"prompt": "a", "max_tokens": 3}
 
@@ -118,12 +118,9 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         status, text = running.post({**slow, "stream": True})
         *parts, last = text.removesuffix("\n\n").split("\n\n")
         assert status == 200 and len(parts) > 1 and "within 0.4 s" in last and "error" in last
-        end = time.monotonic() + 10
-        while (
-            running.service.state()["requests"] and time.monotonic() < end
-        ):  # between two steps of the engine
-            time.sleep(0.01)
-        assert running.service.state()["requests"] == 0  # what it held is free
+        wait_for(
+            lambda: running.service.state()["requests"] == 0
+        )  # what it held is free, after the engine's step
         assert running.post(ASKED)[0] == 200
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.base.tables import first_of
 from deepspeed.comm.hangs.history import UNEVEN
 from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, HangReport
 
@@ -247,8 +248,7 @@ def _members(ranks: Sequence[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
-    few = ", ".join(map(str, ranks[:SHOWN]))
-    return few + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+    return first_of(ranks, SHOWN)
 
 
 def _few(ranks: Any) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed.base.logging import logger
+from deepspeed.base.tables import first_of
 from deepspeed.comm.pending import CommunicationError, is_peer_failure
 
 POST_S = 1.0  # waited at start-up before a rank announces its arrival
@@ -147,9 +148,7 @@ def _missing(store: Any, key: str, size: int) -> list[int]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {few}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 
 
 def _first_present(missing: Sequence[int], size: int) -> int:

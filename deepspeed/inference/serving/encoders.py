@@ -25,11 +25,7 @@ class TextEncoder:
         token_budget: tokens per forward, with padding; a longer text gets its own forward.
     """
 
-    use, unit, remedy = (
-        "the model only computes embeddings: use /v1/embeddings",
-        "text",
-        "",
-    )
+    use, unit, remedy = "the model only computes embeddings: use /v1/embeddings", "text", ""
 
     def __init__(self, module: nn.Module, tokenizer: Any, *, token_budget: int = 512) -> None:
         self.module: Any = module

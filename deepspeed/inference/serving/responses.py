@@ -174,8 +174,8 @@ def messages_of_items(given: Any) -> list[dict[str, Any]]:
             text = output if isinstance(output, str) else _joined(output, f"{where}.output")
             made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
-            given = repr(kind[:64]) if isinstance(kind, str) else kind_of(kind)
-            raise RequestError(f"{where}.type: {given} is not supported", f"{where}.type")
+            shown = repr(kind[:64]) if isinstance(kind, str) else kind_of(kind)
+            raise RequestError(f"{where}.type: {shown} is not supported", f"{where}.type")
         if thought and made[-1]["role"] == "assistant":
             made[-1].setdefault("reasoning", thought)
         thought = ""

@@ -131,8 +131,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        new = [master for master in masters if id(master) not in self._checked]
-        self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
+        new = self.fill_variances(number, masters, part.grads, grad_scale, context, group["betas"][1])
         if self.variance_interval and masters:
             self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
@@ -200,13 +199,13 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             self._sum_of_variances = saved[0].get("sum_of_variances", 0.0)
 
 
-def corrections(group: Group, step: float, variance_steps: float) -> tuple[float, float]:
-    """Return the bias-correction divisor of the variance, and the corrected learning rate; ``variance_steps``:
+def corrections(group: Group, step: float, var_steps: float) -> tuple[float, float]:
+    """Return the bias-correction divisor of the variance, and the corrected learning rate; ``var_steps``:
     updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0
     if group["bias_correction"]:
-        first, second = 1.0 - beta1**step, 1.0 - beta2**variance_steps
+        first, second = 1.0 - beta1**step, 1.0 - beta2**var_steps
     return second, float(group["lr"]) / first
 
 

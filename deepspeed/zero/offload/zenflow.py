@@ -77,18 +77,23 @@ class ZenFlowPiece:
         """Return the weights that the model computes with."""
         return self.owned.master if self.owned.low is None else self.owned.low
 
+    @property
+    def step(self) -> Tensor:
+        """Return the step count of the packed elements."""
+        return self.packed[1 + self.names.index("step")]
+
     def load(self, device: torch.device) -> None:
         """Pack the chosen elements of the live tensors. The step count continues, or starts from the host's, which
         has updated all elements so far."""
         begun = self.packed and self.packed[0].numel()
-        count = self.packed[1 + self.names.index("step")].clone() if begun else None
+        count = self.step.clone() if begun else None
         positions = self.chosen.cpu()
         self.packed = [
             tensor.detach().clone() if not tensor.dim() else tensor.detach()[positions].to(device)
             for tensor in self.live
         ]
         if count is not None:
-            self.packed[1 + self.names.index("step")] = count
+            self.step.copy_(count)
 
     def store(self) -> None:
         """Write the packed elements to the live tensors."""
@@ -381,7 +386,7 @@ class ZenFlow:
                 "start": piece.owned.fragment.param_offset,
                 "numel": piece.owned.fragment.numel,
                 "chosen": piece.chosen.cpu(),
-                "step": piece.packed[1 + piece.names.index("step")].clone(),
+                "step": piece.step.clone(),
                 "sum": None if piece.sum is None else piece.sum.cpu(),
                 "pending": None if piece.pending is None else piece.pending.clone(),
             }
@@ -442,7 +447,7 @@ class ZenFlow:
             inside = (found >= 0) & (found < owned.fragment.numel)
             piece.chosen = found[inside].sort().values.to(self.device)
             self._load(piece)
-        piece.packed[1 + piece.names.index("step")].copy_(entries[0]["step"])
+        piece.step.copy_(entries[0]["step"])
         piece.sum = _joined(owned, entries, "sum", torch.float32, self.device)
         piece.pending = _joined(owned, entries, "pending", _wire_dtype(owned), torch.device("cpu"))
         return piece

@@ -75,10 +75,7 @@ def _tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         raise RequestError("expected either prompt or messages", "prompt")
     if request.messages is not None:
         if request.add_special_tokens:
-            raise RequestError(
-                "add_special_tokens: the chat template adds its own",
-                "add_special_tokens",
-            )
+            raise RequestError("add_special_tokens: the chat template adds its own", "add_special_tokens")
         return tokenizer.chat(protocol.messages_of(request), protocol.template_of(request))
     if not isinstance(request.prompt, str):
         raise RequestError(f"prompt: expected a string, not {kind_of(request.prompt)}", "prompt")
