@@ -41,12 +41,12 @@ CLIENTS := $(VENV)/clients
 ALONE := mup==1.0.0 deepspeed-mii==0.3.3  # without the libraries for pictures and for GPUs that they ask for
 # They ask our server; an S3 server and its client; GGUF files; schemas of Kubernetes and Kubeflow.
 ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5 gguf==0.19.0 \
-	kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0
+	kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4
 install-clients: $(VENV)/.created
 	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
 	@$(CLIENTS)/bin/python -c "import mup, importlib.metadata as m; m.version('deepspeed-mii')" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE)
-	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf, kubernetes_validate, kubeflow_trainer_api" 2>/dev/null \
+	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto, gguf, kubernetes_validate, kubeflow_trainer_api, kubeflow.training" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(ASKING)
 
 BENCH ?= --save cpu2

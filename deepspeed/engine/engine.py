@@ -449,6 +449,14 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         disk; CheckpointError: one of them could not be stored.
         """
         self._destroyed = True
+        try:
+            if self.background_writer is not None:
+                self.background_writer.close()  # its thread reads the attributes of sharded parameters
+        finally:
+            self._release()
+        self.checkpoints.wait_until_stored()
+
+    def _release(self) -> None:
         self.events.emit("on_destroy")
         self.zero_grads.remove()
         self._network.leave()
@@ -460,9 +468,6 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             core.close(own_weights=sharded is None)
         if sharded is not None:
             sharded.destroy()
-        if self.background_writer is not None:
-            self.background_writer.close()
-        self.checkpoints.wait_until_stored()
 
     # Attributes ----------------------------------------------------------------------------------------------
 

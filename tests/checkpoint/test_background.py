@@ -80,6 +80,25 @@ def test_the_state_at_the_call_is_saved(tmp_path, stage):
 
 
 @distributed(world_size=2)
+def test_destroy_waits_for_a_save(tmp_path):
+    """The thread reads the shapes of sharded parameters, which destroy removes."""
+    ds_config = config(3, **DECOUPLED)
+    engine = make_engine(ds_config)
+    train(engine, 0, 2)
+    saved = full_state(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = saving._agree
+        patch.setattr(saving, "_agree", lambda *given: (time.sleep(0.5), plain(*given))[1])
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+    assert (tmp_path / "latest").exists()
+    resumed = make_engine(ds_config, seed=9)
+    resumed.load_checkpoint(tmp_path)
+    assert_restored(full_state(resumed), saved)
+    resumed.destroy()
+
+
+@distributed(world_size=2)
 def test_files_are_those_of_a_save_that_waits(tmp_path):
     engine = make_engine(config(2, **DECOUPLED))
     train(engine, 0, 2)

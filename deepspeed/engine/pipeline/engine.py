@@ -303,10 +303,10 @@ class PipelineEngine(ByInstructions):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError("a single stage has no step(): call train_batch()")
 
-    def destroy(self) -> None:
+    def _release(self) -> None:
         join_layers(self._split)
         self._connections.close()
-        super().destroy()
+        super()._release()
 
     def get_additional_losses(self) -> dict[str, float] | None:
         """Return the additional losses of the last batch (``PipelineModule.get_additional_losses``): means over
