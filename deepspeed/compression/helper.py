@@ -24,7 +24,7 @@ from deepspeed.compression.snip import SnipMomentum
 from deepspeed.compression.techniques import SNIP, Compressible
 from deepspeed.compression.utils import seed_of
 from deepspeed.config import compression_constants as keys
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 M = TypeVar("M", bound=nn.Module)
 Params = Mapping[str, Any]

@@ -58,7 +58,7 @@ from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
-from deepspeed.zero.states.rank_state import OwnState
+from deepspeed.zero.states.rank_state import RankState
 from deepspeed.zero.states.store import ResidentTier, StateStore
 from deepspeed.zero.step import StepExecutor
 from deepspeed.zero.wiring import make_grad_buckets, make_reducer
@@ -81,7 +81,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
-    own_state: OwnState | ZenFlowState
+    own_state: RankState | ZenFlowState
     client_state: ClientState | None
     pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
@@ -359,9 +359,9 @@ def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[.
     return StepExecutor
 
 
-def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnState | ZenFlowState:
+def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlowState:
     if plan.zenflow is None:
-        return OwnState(access)
+        return RankState(access)
     from deepspeed.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
 
     assert isinstance(executor, ZenFlowStepExecutor)

@@ -39,7 +39,7 @@ def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, 
             _step_on_zeros(optimizer, group, copied, recorder)
     except Exception as error:
         # The step may rely on state created by the constructor.
-        state = constructed_state(optimizer, group, copied)
+        state = state_of_constructor(optimizer, group, copied)
         if not state:
             raise RuntimeError(
                 f"cannot initialize the state of {type(optimizer).__name__} for a new parameter: its step "
@@ -83,7 +83,7 @@ class _StateRecorder(dict):
             self[key] = value
 
 
-def constructed_state(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
+def state_of_constructor(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
     """Return the state that the constructor of the optimizer's class creates for ``param``; empty if none or if it
     fails."""
     try:

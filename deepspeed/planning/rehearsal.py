@@ -29,10 +29,10 @@ from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
 from deepspeed.zero.gathering.param_storage import ParamStorage
-from deepspeed.zero.gathering.scheduled_gather import GatherChannel
+from deepspeed.zero.gathering.scheduled_gatherer import GatherChannel
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
-from deepspeed.zero.gathering.sharded_model import GatherLinks, live_budget, make_gatherer
+from deepspeed.zero.gathering.sharded_model import GatherConnections, live_budget, make_gatherer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
@@ -304,7 +304,7 @@ class SimulatedBucket(ShardedBucket):
             self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
 
-    def own_shard(self) -> Tensor:
+    def device_shard(self) -> Tensor:
         return self.nothing
 
 
@@ -322,8 +322,8 @@ class SimulatedServers(ShardServers):
             near.journal.collective("fetch", bucket.nbytes, near.size, near.stride).wait()
 
 
-class SimulatedLinks(GatherLinks):
-    """Gather links over simulated servers and channels."""
+class SimulatedConnections(GatherConnections):
+    """Gather connections over simulated servers and channels."""
 
     def __init__(self, replica_groups: SimulatedReplicaGroups) -> None:
         super().__init__(replica_groups, Packing())
@@ -459,7 +459,7 @@ class Rehearsal:
     ) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            SimulatedLinks(replica_groups),
+            SimulatedConnections(replica_groups),
             SimulatedStorage(self.plan.param_offload),
             device=META if self.has_device_memory else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),

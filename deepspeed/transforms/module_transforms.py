@@ -61,7 +61,7 @@ class TransformContext:
 
     def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager in which tensors partitioned by ``zero.Init`` can be read whole. Collective."""
-        from deepspeed.zero.gathering.gathered import GatheredParameters
+        from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
         return GatheredParameters(list(tensors))
 
@@ -107,7 +107,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _has_engine(module: nn.Module) -> bool:
     return any(
-        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].alone)
+        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].standalone)
         for param in module.parameters()
     )
 

@@ -49,7 +49,7 @@ class ShardOwner(Protocol):
     """Over the ranks that together hold one copy of the parameter."""
     all_ranks: Any
     """Over all ranks that hold any copy of the parameter."""
-    alone: bool
+    standalone: bool
     """Whether ``zero.Init`` sharded the parameter individually and no engine has taken it over yet."""
 
     def local_part(self, position: int) -> Tensor: ...
@@ -76,7 +76,7 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 
-def is_cast(tensor: Tensor) -> bool:
+def is_castable(tensor: Tensor) -> bool:
     """Return whether ``tensor`` follows the model's dtype. Integers do not, nor do quantized values such as frozen
     8-bit weights, which are meaningless without their scales."""
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
@@ -144,7 +144,7 @@ def _assign_owner(param: nn.Parameter, owner: ShardOwner, position: int) -> None
     attributes.ds_persist = getattr(owner, "persistent", False)
 
 
-def note_neighbours(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
+def set_secondary_group(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
     """Record that ``param`` is gathered from the ranks of ``near`` only (ZeRO++'s hpZ).
 
     ``all_holders``: these ranks hold one complete copy, so this rank's secondary shard is its primary one.
@@ -179,7 +179,7 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     return memo[id(param)]
 
 
-def follow_dtype(param: Any) -> None:
+def sync_shard_dtype(param: Any) -> None:
     """Convert the shard to the dtype that ``module.double()`` and the like gave the partitioned parameter."""
     cast = getattr(param.ds_owner, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
@@ -189,7 +189,7 @@ def follow_dtype(param: Any) -> None:
 def read_full(param: Tensor, out: Tensor) -> None:
     """Copy the whole parameter into ``out`` [full shape]. Collective if partitioned."""
     if is_zero_param(param):
-        follow_dtype(param)
+        sync_shard_dtype(param)
         param.ds_owner.read_param(param.ds_position, out)  # type: ignore[attr-defined]
     else:
         out.copy_(param.data)
@@ -198,12 +198,14 @@ def read_full(param: Tensor, out: Tensor) -> None:
 # Documented methods of a partitioned parameter --------------------------------------------------------------
 
 
-def make_whole(module: nn.Module) -> None:
+def gather_permanently(module: nn.Module) -> None:
     """Turn what ``zero.Init`` partitioned into ordinary parameters, for engines that never gather (stages 0 to 2).
 
     Parameters that a stage-3 engine holds are left alone. Collective.
     """
-    held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].alone]
+    held = [
+        param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].standalone
+    ]
     for param in held:
         whole = torch.empty(full_shape(param), dtype=param.dtype, device=param.device)
         read_full(param, whole)
@@ -289,7 +291,7 @@ def all_gather(
     """
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
-            follow_dtype(each)
+            sync_shard_dtype(each)
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
                 each.ds_owner.read_param(each.ds_position, whole)
@@ -313,7 +315,7 @@ def partition(
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
         if has_been_updated:
-            follow_dtype(each)
+            sync_shard_dtype(each)
             each.ds_owner.write_param(each.ds_position, each.data)
         gathered = getattr(each.ds_owner, "views", None)
         if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():

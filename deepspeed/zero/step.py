@@ -24,7 +24,12 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.placements import own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.update_context import OptimizerContext, SwappedGroupsStep, local_squares, params_by_group
+from deepspeed.zero.update_context import (
+    SwappedGroupsStep,
+    UpdateContextBuilder,
+    local_squares,
+    params_by_group,
+)
 
 if TYPE_CHECKING:
     from deepspeed.zero.pending_params import PendingParams
@@ -140,7 +145,7 @@ class StepExecutor:
         self._grad_key: list[int] = []
         self._lists: list[GroupTensors] = []
         self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
-        self.optimizer_context = OptimizerContext(store, replica_groups, sharded=self.sharded)
+        self.optimizer_context = UpdateContextBuilder(store, replica_groups, sharded=self.sharded)
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None

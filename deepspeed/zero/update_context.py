@@ -17,7 +17,7 @@ from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
-class OptimizerContext:
+class UpdateContextBuilder:
     """Makes the ``UpdateContext`` of each step. ``sharded``: whether the fragments of ``store`` are parts of
     parameters."""
 
@@ -42,7 +42,9 @@ class OptimizerContext:
             self._matrices = make(self.store, self.replica_groups)
 
         self._holders = (
-            Holders(self.store, self.replica_groups, sharded=sharded) if traits.own_communication else None
+            HolderGroups(self.store, self.replica_groups, sharded=sharded)
+            if traits.own_communication
+            else None
         )
 
     def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
@@ -136,7 +138,7 @@ class SegmentSums:
         return whole[indices.to(whole.device)]
 
 
-class Holders:
+class HolderGroups:
     """Groups masters by the ranks that hold the same ones: all ranks with these weights, or, if ``sharded``, the
     ranks with the same shard. Parts of tensors and copies of whole ones are separate kinds (Note: blocks and copies
     in `zero/partitioning.py`)."""

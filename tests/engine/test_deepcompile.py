@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.backend import (
     SETTINGS,
-    CompileWork,
+    GraphPassRunner,
     make_backend,
     opt_passes,
     register_compile_pass,
@@ -333,7 +333,7 @@ def test_a_backend_runs_passes_by_itself() -> None:
         phases.append(facts[-1])
 
     with compiler():
-        backend = make_backend("eager", CompileConfig(), {}, CompileWork((note,)))
+        backend = make_backend("eager", CompileConfig(), {}, GraphPassRunner((note,)))
         layer = nn.Linear(3, 2)
         x = torch.ones(4, 3)
         out = torch.compile(layer, backend=backend)(x)

@@ -53,14 +53,14 @@ def plain_config(stage: int, precision: str = "fp32", **options: Any) -> dict[st
 def pretend_device() -> Iterator[None]:
     """Take the CPU for a device whose memory is not host memory: the paths of a GPU, with plain copies."""
     modules = (param_storage, sharded_model, state_moves, tiers, wiring)
-    saved = [(module, module.off_host) for module in modules]
+    saved = [(module, module.has_own_memory) for module in modules]
     for module in modules:
-        module.off_host = lambda _: True
+        module.has_own_memory = lambda _: True
     try:
         yield
     finally:
         for module, function in saved:
-            module.off_host = function
+            module.has_own_memory = function
 
 
 def assert_equal_runs(left: Any, right: Any) -> None:

@@ -25,7 +25,7 @@ from deepspeed.parallel.tensor.planning.plan import (
     TensorParallelPlan,
     VocabularyPlan,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 OnSwap = Callable[[nn.Parameter, nn.Parameter], None]
 

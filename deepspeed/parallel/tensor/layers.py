@@ -31,7 +31,7 @@ from deepspeed.parallel.tensor.probing import transposed_by_trial
 from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 from deepspeed.zero import params as zero_params
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
 

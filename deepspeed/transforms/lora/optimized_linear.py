@@ -20,7 +20,7 @@ from deepspeed.transforms.lora.quantization import (
     quantized_loaded,
     quantized_whole,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 
 class OptimizedLinear(nn.Module):

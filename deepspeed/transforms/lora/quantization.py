@@ -15,7 +15,7 @@ from deepspeed.base.sharded import is_zero_param
 from deepspeed.ops.formats.linear import frozen_linear as product_of_frozen
 from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
 from deepspeed.transforms.lora.config import QuantizationConfig
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 
 class QuantizedParameter(nn.Parameter):

@@ -32,7 +32,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 from deepspeed.config.sections.model import DeepSpeedActivationCheckpointingConfig
 from deepspeed.observe.timer import SynchronizedWallClockTimer
-from deepspeed.transforms.recompute.kept_inputs import Arena, InHost, KeptInputs
+from deepspeed.transforms.recompute.kept_inputs import Arena, HostInputs, KeptInputs
 from deepspeed.transforms.recompute.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from deepspeed.transforms.recompute.rng import reseed_tensor_parallel, seed_model_parallel
 from deepspeed.transforms.recompute.scope import PROCESS, begin_forward, end_forward, running
@@ -48,7 +48,7 @@ class Settings:
     mpu: Any = None
     section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
     arena: Arena | None = None
-    in_host: InHost = field(default_factory=InHost)
+    in_host: HostInputs = field(default_factory=HostInputs)
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
     network: Network = process_network
     layers: list[Any] = field(default_factory=list)

@@ -24,7 +24,7 @@ ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputeWay:
+class RecomputeOption:
     """A way to run a block. ``kept``: bytes kept from forward to backward, ``rerun_bytes``: bytes after the rerun.
     ``cost``, ``flops``: of the rerun. ``chosen``: operations whose results are kept; None: everything is kept, without
     a rerun."""
@@ -70,7 +70,7 @@ class RecomputeChoice:
     """The chosen ``ways``, one per block. ``peak``: in bytes; ``extra``: recomputed FLOPs."""
 
     counted: Footprint
-    ways: Sequence[RecomputeWay]
+    ways: Sequence[RecomputeOption]
     budget: int
     peak: int = field(default=0)
 
@@ -93,16 +93,16 @@ class BudgetTooSmall(ValueError):
         self.least = least
 
 
-def ways_of(record: BlockRecord) -> list[RecomputeWay]:
+def ways_of(record: BlockRecord) -> list[RecomputeOption]:
     """Return the ways to run a block, by increasing bytes; the last one keeps everything."""
-    whole = RecomputeWay(kept=record.saved, rerun_bytes=record.saved, cost=0, flops=0, chosen=None)
+    whole = RecomputeOption(kept=record.saved, rerun_bytes=record.saved, cost=0, flops=0, chosen=None)
     needed = record.ops[: record.needed]
     items = [op for op in needed if op.keepable and op.out and op.cost]
     cost, flops = sum(op.cost for op in needed), sum(op.flops for op in needed)
-    ways: list[RecomputeWay] = []
+    ways: list[RecomputeOption] = []
     for kept in _best_sets(items, record.saved - record.inputs):
         nbytes = record.inputs + sum(op.out for op in kept)
-        way = RecomputeWay(
+        way = RecomputeOption(
             kept=nbytes,
             rerun_bytes=record.saved + sum(op.out for op in kept if not op.saved),
             cost=1 + cost - sum(op.cost for op in kept),  # a rerun is never free
@@ -152,7 +152,7 @@ def choose(counted: Footprint, budget: int) -> RecomputeChoice:
 
 
 def _within(
-    counted: Footprint, options: Sequence[Sequence[RecomputeWay]], budget: int, last_whole: bool
+    counted: Footprint, options: Sequence[Sequence[RecomputeOption]], budget: int, last_whole: bool
 ) -> RecomputeChoice | None:
     """Solve for the kept bytes, lowering them until the peak fits too (Note: the last blocks); None if impossible."""
     room = budget - counted.outside
@@ -167,7 +167,7 @@ def _within(
     return None
 
 
-def _least(counted: Footprint, options: Sequence[Sequence[RecomputeWay]]) -> int:
+def _least(counted: Footprint, options: Sequence[Sequence[RecomputeOption]]) -> int:
     least = [options[block.kind][0] for block in counted.blocks]
     peaks = [peak_of(counted, least)]
     if least:
@@ -176,8 +176,8 @@ def _least(counted: Footprint, options: Sequence[Sequence[RecomputeWay]]) -> int
 
 
 def _solved(
-    counted: Footprint, options: Sequence[Sequence[RecomputeWay]], room: int, last_whole: bool
-) -> list[RecomputeWay] | None:
+    counted: Footprint, options: Sequence[Sequence[RecomputeOption]], room: int, last_whole: bool
+) -> list[RecomputeOption] | None:
     if room < 0:
         return None
     unit = max(1, -(-room // UNITS))
@@ -197,14 +197,14 @@ def _solved(
         taken.append(which)
     if size < 0 or torch.isinf(best[size]):
         return None
-    found: list[RecomputeWay] = []
+    found: list[RecomputeOption] = []
     for block, ways, which in zip(reversed(counted.blocks), reversed(choices), reversed(taken), strict=True):
         found.append(ways[int(which[size])])
         size -= -(-found[-1].kept * block.calls // unit)
     return _larger_last(counted.blocks, found[::-1])
 
 
-def _larger_last(blocks: Sequence[Block], ways: list[RecomputeWay]) -> list[RecomputeWay]:
+def _larger_last(blocks: Sequence[Block], ways: list[RecomputeOption]) -> list[RecomputeOption]:
     for kind in set(blocks):
         places = [place for place, block in enumerate(blocks) if block == kind]
         for place, way in zip(places, sorted((ways[p] for p in places), key=lambda w: w.kept), strict=True):
@@ -212,7 +212,7 @@ def _larger_last(blocks: Sequence[Block], ways: list[RecomputeWay]) -> list[Reco
     return ways
 
 
-def peak_of(counted: Footprint, ways: Sequence[RecomputeWay]) -> int:
+def peak_of(counted: Footprint, ways: Sequence[RecomputeOption]) -> int:
     """Return the maximum of the bytes kept at the end of forward and those while any rerun block is alive."""
     kept = [way.kept * block.calls for way, block in zip(ways, counted.blocks, strict=True)]
     peak, so_far = counted.outside + sum(kept), counted.before

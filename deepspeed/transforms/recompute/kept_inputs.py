@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.transforms.recompute.side_stream import SideStream
+from deepspeed.zero.offload.host_copies import has_own_memory
 
 
 class InputSlot:
@@ -54,7 +55,7 @@ class Arena:
 
 
 @dataclass(eq=False)
-class KeptTensors:
+class KeptInput:
     """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros.
 
     ``before``: the preceding input in host memory; ``fetched``: its copy to the device, in flight or complete.
@@ -64,21 +65,21 @@ class KeptTensors:
     slot: InputSlot | None
     shape: torch.Size
     device: torch.device
-    before: weakref.ref[KeptTensors] | None = None
+    before: weakref.ref[KeptInput] | None = None
     fetched: Tensor | None = None
 
 
 @dataclass(eq=False)
-class InHost:
+class HostInputs:
     """Inputs of one owner in host memory: the last one, and the stream for copies."""
 
-    last: weakref.ref[KeptTensors] | None = None
+    last: weakref.ref[KeptInput] | None = None
     stream: SideStream = field(default_factory=SideStream)
 
-    def add(self, kept: KeptTensors) -> None:
+    def add(self, kept: KeptInput) -> None:
         kept.before, self.last = self.last, weakref.ref(kept)
 
-    def take(self, kept: KeptTensors) -> Tensor:
+    def take(self, kept: KeptInput) -> Tensor:
         """Return ``kept.local`` on its device, and start fetching the preceding one (Note: fetched ahead)."""
         found = self.stream.arrived(kept.fetched if kept.fetched is not None else self._fetch(kept))
         kept.fetched = None
@@ -87,32 +88,32 @@ class InHost:
             before.fetched = self._fetch(before)
         return found
 
-    def _fetch(self, kept: KeptTensors) -> Tensor:
+    def _fetch(self, kept: KeptInput) -> Tensor:
         return self.stream.copy(kept.local, torch.empty_like(kept.local, device=kept.device))
-
-
-def leaves_device(device: torch.device) -> bool:
-    """Return whether host memory is separate from the memory of ``device``."""
-    return device.type != "cpu"
 
 
 class KeptInputs:
     """``pack`` and ``unpack`` for one configuration. All ranks of the group must call them in the same order."""
 
     def __init__(
-        self, communicator: Communicator, *, offload: bool, arena: Arena | None, in_host: InHost | None = None
+        self,
+        communicator: Communicator,
+        *,
+        offload: bool,
+        arena: Arena | None,
+        in_host: HostInputs | None = None,
     ) -> None:
         self._communicator = communicator
         self._offload = offload
         self._arena = arena
-        self._in_host = in_host or InHost()
+        self._in_host = in_host or HostInputs()
 
     def pack(self, tensor: Tensor) -> Any:
         # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
         if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
             return tensor
         part = self._part(tensor)
-        to_host = self._offload and leaves_device(tensor.device)
+        to_host = self._offload and has_own_memory(tensor.device)
         device = torch.device("cpu") if to_host else tensor.device
         pinned = to_host and tensor.device.type == "cuda"
         numel = -(-tensor.numel() // self._communicator.size)
@@ -125,7 +126,7 @@ class KeptInputs:
             slot = None
             local = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
         local[part.numel() :].zero_()
-        kept = KeptTensors(local, slot, tensor.shape, tensor.device)
+        kept = KeptInput(local, slot, tensor.shape, tensor.device)
         if to_host:
             self._in_host.stream.copy(part, local[: part.numel()])
             self._in_host.add(kept)
@@ -134,9 +135,9 @@ class KeptInputs:
         return kept
 
     def unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, KeptTensors):
+        if not isinstance(kept, KeptInput):
             return kept
-        away = self._offload and leaves_device(kept.device)
+        away = self._offload and has_own_memory(kept.device)
         local = self._in_host.take(kept) if away else kept.local
         if self._communicator.size > 1:
             full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)

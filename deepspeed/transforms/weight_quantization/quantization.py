@@ -20,7 +20,7 @@ from deepspeed.transforms.weight_quantization.utils import (
     parts_of_param,
     recursive_setattr,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext

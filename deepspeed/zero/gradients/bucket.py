@@ -268,7 +268,7 @@ class GradBucket:
         self.reduced = None
 
 
-class GradPlace(NamedTuple):
+class GradLocation(NamedTuple):
     """Place of a parameter's gradient: its bucket, the bucket's number, and the position in it."""
 
     number: int
@@ -296,7 +296,7 @@ class ExposedGrads:
         """All views exposed after the last backward."""
 
     def show(
-        self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradPlace]
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradLocation]
     ) -> None:
         """Set ``grad`` of the ``used`` parameters."""
         self.params, self._views = [], []
@@ -329,7 +329,7 @@ class ExposedGrads:
         self.params = []
 
     def take_assigned(
-        self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradPlace]
+        self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradLocation]
     ) -> None:
         """Take gradients that the script assigned, after a backward or without one, as the sums over ranks.
         Parameters whose gradient it set to None are not updated: ``used`` becomes False."""

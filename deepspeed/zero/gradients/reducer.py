@@ -40,7 +40,7 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
-from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradPlace
+from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradLocation
 from deepspeed.zero.layout import UNUSED
 
 
@@ -139,11 +139,11 @@ class GradReducer:
 
     def _index_params(self, added: int) -> None:
         """Index every parameter's place in the buckets; the last ``added`` of them are new."""
-        places: dict[int, GradPlace] = {}
+        places: dict[int, GradLocation] = {}
         members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
             slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != UNUSED]
-            places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
+            places.update((index, GradLocation(b, bucket, position)) for position, index in slots)
             members.append([index for _, index in slots])
         self._places = places
         self._order = self._order.extended(members, added)

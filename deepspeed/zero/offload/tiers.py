@@ -25,7 +25,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.config.plan import StateOffload
 from deepspeed.ops.aio.memory import LockedMemory
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
-from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.offload.swap_file import PAGE, SwapFile, SwapTransfer
 from deepspeed.zero.states.fragments import OwnedFragment, sub_groups
 from deepspeed.zero.states.store import Groups, ResidentTier, StateOf
@@ -170,8 +170,8 @@ class OffloadedTier(ResidentTier):
     def offloads(self, layout: BucketLayout) -> bool:
         return layout.index not in self.resident
 
-    def own_master(self, weights: Tensor) -> bool:
-        return off_host(weights.device) or self._is_swapped(weights)
+    def needs_master(self, weights: Tensor) -> bool:
+        return has_own_memory(weights.device) or self._is_swapped(weights)
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
         """Split the fragment into pieces of at most ``sub_group_numel`` elements, which elementwise optimizers do not
@@ -200,7 +200,7 @@ class OffloadedTier(ResidentTier):
         """Return memory for summed gradients. Of a device: (pinned) host memory, the target of copies while backward
         runs. Of the host: a mapping of the swap file, for which the page cache spares the storage while memory is
         free."""
-        if off_host(device):
+        if has_own_memory(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
         if self.swap is not None:
             return self.swap.new(numel, dtype)
@@ -243,7 +243,7 @@ class OffloadedTier(ResidentTier):
     def _stages(self, owned: OwnedFragment) -> bool:
         """Return whether the updated weights pass through the slot on their way to the model."""
         low = owned.low
-        return low is not None and (off_host(low.device) or self._is_swapped(low))
+        return low is not None and (has_own_memory(low.device) or self._is_swapped(low))
 
     def _is_swapped(self, low: Tensor) -> bool:
         return self.weights_swap is not None and self.weights_swap.holds(low)
@@ -460,7 +460,7 @@ def make_tier(
     if plan is None:
         return ResidentTier()
     plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
-    separate_host = off_host(device)
+    separate_host = has_own_memory(device)
     swap = None
     if plan.folder is not None:
         swap = open_swap(plan, plan.folder)

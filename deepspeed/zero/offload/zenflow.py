@@ -533,7 +533,7 @@ class ZenFlowStepExecutor(StepExecutor):
 
 
 class ZenFlowState:
-    """``OwnState`` for ZenFlow: each rank saves its chosen columns and deferred gradients."""
+    """``RankState`` for ZenFlow: each rank saves its chosen columns and deferred gradients."""
 
     takes_part = True
 

@@ -26,7 +26,7 @@ ROUNDING = 8
 """Elements by which padding may lengthen a rank's part of a bucket."""
 
 
-class OwnState:
+class RankState:
     """Per-rank state: ``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer behind
     ``access``.
 

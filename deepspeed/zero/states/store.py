@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.ops.update import traits_of
-from deepspeed.optim.first_state import constructed_state, first_state
+from deepspeed.optim.first_state import first_state, state_of_constructor
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import BucketLayout, Fragment
@@ -84,7 +84,7 @@ class StateStore:
         dtype = self.master_dtype or weights.layout.dtype
         tier = self.tier.of(weights.layout)
         example = weights.shard if weights.shard is not None else weights.params[0].data
-        separate = dtype != weights.layout.dtype or tier.own_master(example)
+        separate = dtype != weights.layout.dtype or tier.needs_master(example)
         flat = None
         if separate and weights.shard is not None and len(fragments) == len(weights.fragments):
             flat = tier.masters(weights.shard, dtype)
@@ -121,7 +121,7 @@ class StateStore:
         if example is not None:
             group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]
             probe = nn.Parameter(torch.zeros(1))
-            self._needs_constructor |= bool(constructed_state(self.optimizer, group, probe))
+            self._needs_constructor |= bool(state_of_constructor(self.optimizer, group, probe))
         for owned in fragments:
             state = old.get(id(self.params[owned.param_index]))
             if state:
@@ -275,7 +275,7 @@ class ResidentTier:
         """Return the tier that places the masters of this bucket."""
         return self if self.offloads(layout) else ResidentTier()
 
-    def own_master(self, weights: Tensor) -> bool:
+    def needs_master(self, weights: Tensor) -> bool:
         """Return whether these weights need a separate master even if they have the master dtype."""
         return False
 
