@@ -374,6 +374,7 @@ class BucketOrder:
 
     def _count_arrivals(self) -> None:
         self._to_arrive = [sum(self._expected[index] for index in indices) for indices in self._members]
+        self.repeats = any(count > 1 for count in self._expected)  # some parameter arrives several times
 
     def begin(self) -> None:
         """Begin a backward: nothing has arrived, and nothing is launched."""
