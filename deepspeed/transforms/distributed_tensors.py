@@ -6,7 +6,7 @@ The forward that uses it still sees a DTensor, made from the part for each call,
 layout of the part, with partial sums already reduced. State dicts of the module hold DTensors as before;
 ``load_state_dict`` accepts DTensors, this rank's parts, or whole tensors.
 
-torch's DTensors are imported only if a parameter is one, since the import takes most of a second.
+This module is imported only if a parameter is a DTensor, since torch's take most of a second to import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from deepspeed.zero.replica_groups import DENSE, replica_group_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 NAME = "distributed_tensors"
 
@@ -54,8 +53,6 @@ class DTensorLayout:
 
     def distributed(self, part: Tensor) -> Tensor:
         """Return ``part`` [this rank's shape] as a DTensor, whose gradient flows to the part."""
-        from torch.distributed.tensor import DTensor
-
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -151,7 +148,6 @@ def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:
 
 
 def _part(tensor: nn.Parameter) -> nn.Parameter:
-
     placement = placement_of_dtensor(tensor, axes=("tp",))  # type: ignore[arg-type]
     part = nn.Parameter(tensor.detach().to_local(), requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
     vars(part).update({key: value for key, value in vars(tensor).items() if key != "_is_param"})

@@ -14,6 +14,7 @@ from deepspeed.ops.native import sum_of_squares
 from deepspeed.ops.update import UpdateContext
 from deepspeed.zero.placements import is_partial, is_stack, own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
+from deepspeed.zero.states.fragments import refresh_weights
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
@@ -197,18 +198,8 @@ class SwappedGroupsStep:
             for _, masters, _, _ in fragments:
                 for master in masters:
                     master.grad = None
-        self._publish(fragments)
-
-    @staticmethod
-    def _publish(fragments: Sequence[GroupTensors]) -> None:
-        written = [
-            (low, master.reshape(-1))
-            for _, masters, _, lows in fragments
-            for low, master in zip(lows, masters, strict=True)
-            if low is not None
-        ]
-        if written:
-            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
+        for _, masters, _, lows in fragments:
+            refresh_weights(lows, masters)
 
 
 def params_by_group(

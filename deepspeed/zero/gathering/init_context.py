@@ -126,7 +126,7 @@ class InsertPostInitMethodToModuleSubClasses:
 
     def __enter__(self) -> Any:
         if self.enabled:
-            active_contexts.contexts.append(self)  # type: ignore[arg-type]
+            active_contexts.contexts.append(self)
             active_contexts.unpatch()
             _patch()
         return self

@@ -200,14 +200,6 @@ class GatherConnections:
         self.replica_groups = replica_groups
         self.packing = packing
 
-    @property
-    def all_ranks(self) -> Communicator:
-        return self.replica_groups.all_ranks
-
-    def num_shards(self, replica_group: str) -> int:
-        """Return the number of ranks that share one copy of the weights."""
-        return self.replica_groups[replica_group].shard.size
-
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         """Make the server that fetches whole buckets from the ranks that hold their shards. Collective."""
         from deepspeed.zero.gathering.gather_pieces import PieceServers, make_pieces
@@ -248,7 +240,7 @@ def make_gatherer(
 ) -> Gatherer:
     """Choose the gatherer for weights that are used on ``device``."""
     used = sorted({DENSE, *(bucket.layout.replica_group for bucket in buckets)})
-    alone = all(connections.num_shards(name) == 1 for name in used)
+    alone = all(connections.replica_groups[name].shard.size == 1 for name in used)
     if alone and storage.on_file and not has_own_memory(device):
         return ReadingGatherer(
             buckets, partial(storage.read, buckets), max_ahead=storage.buffers, max_numel=storage.buffer_numel
@@ -264,7 +256,7 @@ def make_gatherer(
             connections.channels(buckets, server),
             server,
             prefetch_numel=prefetch_numel,
-            all_ranks=connections.all_ranks,
+            all_ranks=connections.replica_groups.all_ranks,
         )
     return FetchingGatherer(buckets, server)
 

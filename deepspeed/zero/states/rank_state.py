@@ -47,7 +47,7 @@ class RankState:
         """Return this rank's state, live; None if neither the optimizer communicates nor a wire format keeps errors."""
         if not self.takes_part:
             return None
-        wire = {index: kept for index, feedback in self._feedbacks().items() if (kept := feedback.kept())}
+        wire = {index: kept for index, feedback in self._feedbacks().items() if (kept := feedback.saved())}
         if not self.store.traits.own_communication:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer

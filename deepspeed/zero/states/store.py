@@ -19,6 +19,7 @@ from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.states.fragments import GroupTensors as GroupTensors
 from deepspeed.zero.states.fragments import OwnedFragment as OwnedFragment
+from deepspeed.zero.states.fragments import refresh_weights
 
 PARAMS = "params"
 
@@ -185,11 +186,9 @@ class StateStore:
             elif owned.grad_bucket.layout is bucket.layout and owned.master.dim() == 1:
                 owned.master.data = bucket.local_weights(owned.fragment)
 
-    def refresh_low(self, fragments: Iterable[OwnedFragment]) -> None:
+    def refresh_low(self, fragments: Sequence[OwnedFragment]) -> None:
         """Round the masters into the model's own weights."""
-        pairs = [(owned.low, owned.master.reshape(-1)) for owned in fragments if owned.low is not None]
-        if pairs:
-            torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
+        refresh_weights([owned.low for owned in fragments], [owned.master for owned in fragments])
 
     def refresh_masters(self) -> None:
         """Set the masters from the model's own weights, after these were loaded or edited."""
