@@ -161,19 +161,19 @@ class FragmentOptimizer(Protocol):
 class CommunicatingOptimizer(FragmentOptimizer, Protocol):
     """An optimizer with ``own_communication``. Engines call these methods at the same time on all ranks."""
 
-    def keeps_own_gradients(self) -> bool:
+    def wants_local_gradients(self) -> bool:
         """Return whether, after the coming step, this rank wants gradients that are not summed over ranks.
 
         They stay local as soon as all ranks agree, and are summed again as soon as one does not; the update learns it
         from ``UpdateContext.holders``. Called before each step, possibly repeatedly."""
         ...
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         """Return this rank's own state for a checkpoint, besides groups and per-parameter state: plain values and
         tensors."""
         ...
 
-    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+    def load_rank_state_dict(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         """Load ``saved[r]``, the own state of rank r of the saving world size, read lazily; empty if another optimizer
         was saved. This is ``rank`` of ``ranks`` now."""
         ...

@@ -47,7 +47,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
     update_traits = UpdateTraits(
         elementwise=True, own_communication=True, rank_state=(FEEDBACK, OWN, "exp_avg", "exp_avg_sq")
     )
-    own_state_names = (FEEDBACK, AGREED, OUTER)
+    extra_state_names = (FEEDBACK, AGREED, OUTER)
 
     def __init__(
         self,
@@ -139,11 +139,11 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 state[OWN] = master.detach()
         return super().server_errors(masters)
 
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "exchanges": self.exchanges}
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {**super().rank_state_dict(), "exchanges": self.exchanges}
 
-    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
-        super().load_own_state(saved, rank, ranks)
+    def load_rank_state_dict(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_rank_state_dict(saved, rank, ranks)
         with torch.no_grad():
             for master, state in self.state.items():
                 if OWN in state and state[OWN].data_ptr() != master.data_ptr():

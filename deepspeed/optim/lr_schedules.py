@@ -435,11 +435,7 @@ _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),
     CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs on the way up; not positive: a straight line"),
     CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; 0: none, negative: as many as up"),
-    CYCLE_SECOND_STAIR_COUNT: (
-        int,
-        -1,
-        "stairs on the way down; 0: a straight line, negative: as many as up",
-    ),
+    CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs on the way down; 0: straight, negative: as many as up"),
     DECAY_STEP_SIZE: (int, 1000, "steps per interval of the decay after the cycle; 0: no decay"),
     CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
     CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),

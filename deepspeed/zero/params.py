@@ -66,15 +66,6 @@ CHECKS_WRITES = "_ds_checks_writes"
 _ids = itertools.count()
 _DEEPCOPY = "__deepcopy__"
 
-_ATTRIBUTES = (
-    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
-    "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group",
-    "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group",
-    "ds_zero_partition_rank", "ds_zero_partition_world_size", "all_gather", "all_gather_coalesced",
-    "aligned_size", "convert_to_zero_parameters", "ds_summary", "get_partition_dp_group",
-    "get_partition_rank", "padding_size", "partition", "partition_numel",
-)  # fmt: skip
-
 
 def is_castable(tensor: Tensor) -> bool:
     """Return whether ``tensor`` follows the model's dtype. Integers do not, nor do quantized values such as frozen
@@ -93,18 +84,7 @@ def convert(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
     attributes.ds_active_sub_modules = set()
     attributes.ds_secondary_tensor = attributes.ds_zero_param_process_group = None
     attributes.ds_status = ZeroParamStatus.AVAILABLE
-    for method in (
-        all_gather,
-        all_gather_coalesced,
-        aligned_size,
-        convert_to_zero_parameters,
-        ds_summary,
-        get_partition_dp_group,
-        get_partition_rank,
-        padding_size,
-        partition,
-        partition_numel,
-    ):
+    for method in _METHODS:
         setattr(param, method.__name__, MethodType(method, param))
     setattr(param, _DEEPCOPY, MethodType(_deepcopy, param))
     _assign_owner(param, owner, position)
@@ -195,9 +175,6 @@ def read_full(param: Tensor, out: Tensor) -> None:
         out.copy_(param.data)
 
 
-# Documented methods of a partitioned parameter --------------------------------------------------------------
-
-
 def gather_permanently(module: nn.Module) -> None:
     """Turn what ``zero.Init`` partitioned into ordinary parameters, for engines that never gather (stages 0 to 2).
 
@@ -217,6 +194,9 @@ def gather_permanently(module: nn.Module) -> None:
             "keeps them partitioned",
             ranks=[0],
         )
+
+
+# Documented methods of a partitioned parameter --------------------------------------------------------------
 
 
 def partition_numel(param: Any) -> int:
@@ -339,3 +319,16 @@ def ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
         "active_sub_modules": param.ds_active_sub_modules,
         "ds_tensor.shape": tuple(param.ds_tensor.shape),
     }
+
+
+_METHODS = (
+    all_gather, all_gather_coalesced, aligned_size, convert_to_zero_parameters, ds_summary, get_partition_dp_group,
+    get_partition_rank, padding_size, partition, partition_numel,
+)  # fmt: skip
+
+_ATTRIBUTES = (
+    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
+    "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group", "ds_secondary_tensor",
+    "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group", "ds_zero_partition_rank",
+    "ds_zero_partition_world_size", *(method.__name__ for method in _METHODS),
+)  # fmt: skip

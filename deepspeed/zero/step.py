@@ -56,9 +56,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     is 0."""
     if max_norm <= 0:
         return 1.0
-    inverse = _fp32(
-        1.0 / _fp32(_fp32(norm).value + _EPS).value
-    ).value  # torch divides by a tensor in two roundings
+    # torch divides by a tensor in two roundings
+    inverse = _fp32(1.0 / _fp32(_fp32(norm).value + _EPS).value).value
     coefficient = _fp32(inverse * _fp32(max_norm).value).value
     return coefficient if coefficient < 1.0 or math.isnan(coefficient) else 1.0
 
@@ -150,7 +149,7 @@ class StepExecutor:
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
         self._wants_local: Callable[[], bool] | None = (
-            optimizer.keeps_own_gradients if store.traits.own_communication else None
+            optimizer.wants_local_gradients if store.traits.own_communication else None
         )
         self._step_fragments: Any = (
             optimizer.step_fragments if store.traits.fused else SwappedGroupsStep(store, by_rows)
@@ -345,7 +344,7 @@ class StepExecutor:
 
     def _context(self, norm: float) -> UpdateContext:
         """Return the context of an update whose gradient has this ``norm`` after clipping."""
-        return self.optimizer_context.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
+        return self.optimizer_context.context(norm, local_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -48,8 +48,8 @@ class UpdateContextBuilder:
             else None
         )
 
-    def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
-        """Return the context of one update. ``gradient_norm``: after clipping. ``own_gradients``: gradients have not
+    def context(self, gradient_norm: float, *, local_gradients: bool) -> UpdateContext:
+        """Return the context of one update. ``gradient_norm``: after clipping. ``local_gradients``: gradients have not
         been summed over ranks."""
         return UpdateContext(
             gradient_norm=gradient_norm,
@@ -57,7 +57,7 @@ class UpdateContextBuilder:
             segment_largest=self._sums and self._sums.largest,
             copy_sum=self._sums and self._sums.total,
             whole_matrices=self._matrices,
-            holders=self._holders if own_gradients else None,
+            holders=self._holders if local_gradients else None,
             parts=self.replica_groups.dense.shard
             if self.sharded and self.store.traits.own_communication
             else None,
@@ -73,9 +73,8 @@ class SegmentSums:
         self.members: dict[Communicator, list[int]] = {}
         self.shard = replica_groups.dense.shard if sharded else None
         if sharded:
-            for replica_group, params in params_by_group(
-                store.params, replica_groups
-            ).items():  # several may share one ``shard``
+            by_group = params_by_group(store.params, replica_groups)
+            for replica_group, params in by_group.items():  # several may share one ``shard``
                 self.members.setdefault(replica_group.shard, []).extend(params)
         for index, param in enumerate(store.params):
             for others in replica_groups.parts_of(param) if is_partial(param) else ():

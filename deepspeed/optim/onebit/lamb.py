@@ -62,7 +62,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         rank_state=(FEEDBACK,),
         script_keys=(MASK,),
     )
-    own_state_names = (FEEDBACK, FRESH)
+    extra_state_names = (FEEDBACK, FRESH)
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             old = self.coeff_beta if float(average) else 0.0  # the first ratio is its own average
             average.mul_(old).add_((1.0 - old) * ratio)
 
-    def update_own(
+    def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)

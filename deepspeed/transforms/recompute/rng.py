@@ -121,9 +121,8 @@ class RegionRNG:
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        self._equal: torch.Tensor | None = (
-            None  # the default generator's state while a region's state replaces it
-        )
+        self._equal: torch.Tensor | None = None
+        """The default generator's state while a region's state replaces it."""
 
     @contextlib.contextmanager
     def different(self) -> Iterator[None]:

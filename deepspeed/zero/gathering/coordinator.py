@@ -98,9 +98,8 @@ class ParamCoordinator:
         self.fits_budget = self.transitions.fits_budget
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
-        self.trains_in_eval_mode = (
-            False  # a backward went through a pass that eval mode had announced as an evaluation
-        )
+        self.trains_in_eval_mode = False
+        """Whether a backward went through a pass that eval mode had announced as an evaluation."""
         self._lock = self.transitions.lock
         self._step_thread = threading.get_ident()
         self._clock = 0

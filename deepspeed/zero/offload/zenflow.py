@@ -6,9 +6,9 @@ every step. The gradients of the others are accumulated on the device for a *rou
 the host, which updates its copy of everything, with ``overlap_step`` during the next round. The updated weights come
 back at the end of that round: no gradient waits for more than two rounds.
 
-[Note: two truths] The packed value of a chosen element is current and the host's is stale; for any other element the
-host's is current. ``settle`` writes the packed values to the host's tensors. Readers of masters or state call it
-first (``StateStore.settle``), and columns are chosen again only after it. External writes are detected by the
+[Note: packed and host values] The packed value of a chosen element is current and the host's is stale; for any other
+element the host's is current. ``settle`` writes the packed values to the host's tensors. Readers of masters or state
+call it first (``StateStore.settle``), and columns are chosen again only after it. External writes are detected by the
 versions of the tensors.
 
 [Note: results] The host updates shadow copies, which are taken at the end of a round. Until then a checkpoint saves
@@ -323,7 +323,7 @@ class ZenFlow:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Bring masters and state in the store up to date (Note: two truths)."""
+        """Bring masters and state in the store up to date (Note: packed and host values)."""
         if self._dirty:
             self._dirty = False
             for piece in self._pieces.values():
@@ -433,11 +433,8 @@ class ZenFlow:
                 self._pieces[id(owned)] = self._restored(owned, entries)
         self._start_update()
         self.record_versions()
-        return (
-            []
-            if known
-            else ["ZenFlow restarts: no deferred updates and column selection were saved for these ranks"]
-        )
+        lost = "ZenFlow restarts: no deferred updates and column selection were saved for these ranks"
+        return [] if known else [lost]
 
     def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> ZenFlowPiece:
         piece = self._new_piece(owned)
