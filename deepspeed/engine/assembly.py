@@ -33,6 +33,7 @@ from deepspeed.transforms.recompute.scope import PROCESS, RecomputeSettings
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.factory import make_grad_buckets, make_reducer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import UNUSED
 from deepspeed.zero.offload.host_copies import HostCopies
@@ -61,7 +62,6 @@ from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import RankState
 from deepspeed.zero.states.store import ResidentTier, StateStore
 from deepspeed.zero.step import StepExecutor
-from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig

@@ -39,7 +39,7 @@ from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.surface import EngineSurface
-from deepspeed.optim.schedulers import advance, resolve_scheduler
+from deepspeed.optim.scheduler_choice import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
 from deepspeed.planning.run_spec import RunSpec

@@ -1,8 +1,9 @@
 """A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
 ``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, built by the
-same functions as in a run (``zero/wiring.py``). Their allocations are counted instead of made: parameters and gradients
-are meta tensors, other ranks answer immediately. A real backward pass through a chain of scalars gives the order.
+same functions as in a run (``zero/gradients/factory.py``). Their allocations are counted instead of made: parameters
+and gradients are meta tensors, other ranks answer immediately. A real backward pass through a chain of scalars gives
+the order.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from deepspeed.zero.gathering.scheduled_gatherer import GatherChannel
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 from deepspeed.zero.gathering.sharded_model import GatherConnections, live_budget, make_gatherer
+from deepspeed.zero.gradients.factory import make_grad_buckets, make_reducer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
 from deepspeed.zero.states.store import ResidentTier
-from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig

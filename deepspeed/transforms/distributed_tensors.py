@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param, listing
+from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param, list_params
 from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.checkpoint.shards import Box
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -74,7 +74,7 @@ class SumGradient(torch.autograd.Function):
         return grad, None
 
 
-def take_distributed(model: nn.Module) -> int | None:
+def request_local_parts(model: nn.Module) -> int | None:
     """Request the transform ``LocalParts`` for ``model``, if it has DTensors. Returns the number of ranks over which
     they are split, or None.
 
@@ -94,7 +94,7 @@ def take_distributed(model: nn.Module) -> int | None:
 def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if any(kind.__qualname__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         raise NotImplementedError(
-            f"{listing(list(params))} are DTensors of FSDP2 (fully_shard), which already shards them: pass "
+            f"{list_params(list(params))} are DTensors of FSDP2 (fully_shard), which already shards them: pass "
             "the plain module"
         )
     ranks = {name: param.device_mesh.mesh.flatten().tolist() for name, param in params.items()}  # type: ignore[attr-defined]
@@ -103,8 +103,8 @@ def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if odd:
         mesh = params[odd[0]].device_mesh  # type: ignore[attr-defined]
         raise NotImplementedError(
-            f"{listing(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} here: "
-            "distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
+            f"{list_params(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} "
+            "here: distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
         )
 
 

@@ -118,7 +118,7 @@ class StepExecutor:
         publisher: WeightPublisher,
         replica_groups: ReplicaGroups,
         names: Sequence[str],
-        admission: PendingParams,
+        pending_params: PendingParams,
         before_step: Sequence[Callable[[], None]] = (),
         by_rows: Collection[nn.Parameter] = (),
     ) -> None:
@@ -134,8 +134,8 @@ class StepExecutor:
         self._non_dense = self._find_non_dense(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
-        self.admission = admission
-        admission.subscribe(self._admitted)
+        self.pending_params = pending_params
+        pending_params.subscribe(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -197,10 +197,10 @@ class StepExecutor:
 
     def _agree(self) -> StepVote:
         """Vote, and vote again if late or newly activated gradients had to be summed after the first vote."""
-        self.admission.find_pending()
+        self.pending_params.find_pending()
         vote = self._vote()
         if any(vote.activated):
-            self.admission.admit(vote.activated)
+            self.pending_params.admit(vote.activated)
         if vote.has_late_gradients:
             self.reducer.reduce_late()
         return self._vote() if vote.needs_second_vote else vote
@@ -273,7 +273,7 @@ class StepExecutor:
                     part
                     for fragments, _, grads, _ in self._lists
                     for owned, grad in zip(fragments, grads, strict=True)
-                    if owned.grad_bucket.counts
+                    if owned.grad_bucket.counts_in_norm
                     for part in own_views(
                         self.store.params[owned.param_index], grad, owned.fragment.param_offset
                     )

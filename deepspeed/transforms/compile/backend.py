@@ -39,7 +39,7 @@ def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset
     return BuiltinPass(name, function, frozenset(stages), terms)
 
 
-SETTINGS: dict[str, BuiltinPass] = {
+BUILTIN_PASSES: dict[str, BuiltinPass] = {
     setting.name: setting
     for setting in (
         _setting(zero3_compile.NAME, zero3_compile.add_z3_gather_release, 3, provides=_AFTER_GATHERS),
@@ -54,10 +54,10 @@ SETTINGS: dict[str, BuiltinPass] = {
 }
 """The built-in passes by name."""
 
-opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in SETTINGS.items()}
+opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in BUILTIN_PASSES.items()}
 """All passes that a schedule may name."""
 
-for _setting_ in SETTINGS.values():
+for _setting_ in BUILTIN_PASSES.values():
     register_pass_contract(_setting_.name, _setting_.contract)
 
 

@@ -101,12 +101,12 @@ class KeptInputs:
         *,
         offload: bool,
         arena: Arena | None,
-        in_host: HostInputs | None = None,
+        host_inputs: HostInputs | None = None,
     ) -> None:
         self._communicator = communicator
         self._offload = offload
         self._arena = arena
-        self._in_host = in_host or HostInputs()
+        self._host_inputs = host_inputs or HostInputs()
 
     def pack(self, tensor: Tensor) -> Any:
         # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
@@ -128,8 +128,8 @@ class KeptInputs:
         local[part.numel() :].zero_()
         kept = KeptInput(local, slot, tensor.shape, tensor.device)
         if to_host:
-            self._in_host.stream.copy(part, local[: part.numel()])
-            self._in_host.add(kept)
+            self._host_inputs.stream.copy(part, local[: part.numel()])
+            self._host_inputs.add(kept)
         else:
             local[: part.numel()].copy_(part)
         return kept
@@ -138,7 +138,7 @@ class KeptInputs:
         if not isinstance(kept, KeptInput):
             return kept
         away = self._offload and has_own_memory(kept.device)
-        local = self._in_host.take(kept) if away else kept.local
+        local = self._host_inputs.take(kept) if away else kept.local
         if self._communicator.size > 1:
             full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
             self._communicator.all_gather(full, local).wait()

@@ -119,7 +119,7 @@ class GradReducer:
         self.cadence = cadence
         self.usual_cadence = cadence
         """The cadence that temporary ones return to: the plan's, or at stage 3 the one that fits the budget of live
-        parameters (``wiring.cadence``)."""
+        parameters (``factory.cadence``)."""
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary

@@ -3,7 +3,7 @@
 A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum``
 is the plain one. Others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
 shard (MiCS), ``RowSum`` sends only the touched rows of an embedding. ``QuantizedSum`` (``quantized_sum.py``) replaces
-the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
+the plain one. A new format is a class with a ``start`` method; ``factory.py`` decides which ones a bucket gets.
 """
 
 from __future__ import annotations

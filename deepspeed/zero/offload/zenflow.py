@@ -33,7 +33,7 @@ from deepspeed.config.plan import ZenFlowPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import UpdateContext
-from deepspeed.optim.first_state import stand_in
+from deepspeed.optim.initial_state import clone_optimizer
 from deepspeed.zero.offload.columns import ColumnChoice
 from deepspeed.zero.offload.host_copies import host_empty
 from deepspeed.zero.offload.shadow_copies import (
@@ -142,7 +142,7 @@ class ZenFlow:
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, ZenFlowPiece] = {}
         self._shadow_copies = ShadowCopies(self.optimizer)
-        self._packed_optimizer: Any = stand_in(self.optimizer, {}, [])
+        self._packed_optimizer: Any = clone_optimizer(self.optimizer, {}, [])
         self._job: Future[None] | None = None
         self._updating: list[tuple[ZenFlowPiece, ShadowCopy]] = []
         self._dirty = False

@@ -46,9 +46,9 @@ def test_inputs_leave_and_come_back_one_ahead(form: str, monkeypatch: pytest.Mon
     for _ in range(2):
         ahead.clear()
         settings = ds._state.process
-        before = settings.in_host.stream.copies
+        before = settings.host_inputs.stream.copies
         assert_same_bits(gradients(model, getattr(ds, form)), expected)
-        assert settings.in_host.stream.copies - before == 2 * 4  # to the host and back, each once
+        assert settings.host_inputs.stream.copies - before == 2 * 4  # to the host and back, each once
         assert ahead == [1, 1, 1, 0]  # while one is used, the next one is on its way
 
 
@@ -115,7 +115,7 @@ def test_layers_of_a_model_as_it_is(stage: int, reentrant: bool) -> None:
     finally:
         kept_inputs.has_own_memory = original
     assert losses == expected
-    assert engine._checkpointing.in_host.stream.copies == 3 * 2 * 3  # steps, there and back, layers
+    assert engine._checkpointing.host_inputs.stream.copies == 3 * 2 * 3  # steps, there and back, layers
     module = engine.module
     engine.destroy()
     assert not module.layers[0]._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Construct and wire the parts that move gradients and weights, for an engine and for its plan.
+"""Make the gradient buckets, their wire formats and the reducer that a plan asks for.
 
 ``engine/assembly.py`` passes real ranks and memory; ``planning/rehearsal.py`` passes ranks that answer at once and
 memory that is only counted. So what is planned is what is built.
@@ -63,9 +63,9 @@ def make_grad_buckets(
                 pool,
                 first.device,
                 rank=bucket.rank,
-                own=local_sum(layout, replica_group, pool, plan),
+                local_format=local_sum(layout, replica_group, pool, plan),
                 factors=plan.gradients.factors(replica_group.divisor),
-                counts=first_holder,
+                counts_in_norm=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_shard=partial(kept_by.new_gradients, device=first.device),
