@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.offload.speculation import Speculation
-    from deepspeed.zero.offload.zenflow import ZenFlowState
+    from deepspeed.zero.offload.zenflow import ZenFlow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
-    own_state: RankState | ZenFlowState
+    own_state: RankState | ZenFlow
     client_state: ClientState | None
     pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
@@ -359,13 +359,13 @@ def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[.
     return StepExecutor
 
 
-def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlowState:
+def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlow:
     if plan.zenflow is None:
         return RankState(access)
-    from deepspeed.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
+    from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
 
     assert isinstance(executor, ZenFlowStepExecutor)
-    return ZenFlowState(executor.zenflow)
+    return executor.zenflow
 
 
 def _whole_buckets(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
@@ -111,6 +112,13 @@ class UpdateContext:
 
 
 ALONE = UpdateContext()
+
+
+def refresh_weights(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+    """Round updated masters into the model's own weights; None: the master is the weight itself."""
+    pairs = [(low, master) for master, low in zip(masters, lows, strict=True) if low is not None]
+    if pairs:
+        torch._foreach_copy_([low.view(-1) for low, _ in pairs], [master.reshape(-1) for _, master in pairs])
 
 
 class Fragments(Protocol):

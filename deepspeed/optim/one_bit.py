@@ -246,15 +246,6 @@ def variance_steps(state: Mapping[str, Any]) -> float:
     return max(1.0, float(state[VAR_STEPS]))
 
 
-def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
-    """Round updated masters into the model's own weights."""
-    written = [
-        (low, master.reshape(-1)) for master, low in zip(masters, lows, strict=True) if low is not None
-    ]
-    if written:
-        torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
-
-
 def round_into(low: Tensor | None, master: Tensor) -> None:
     """Round one updated master, or a piece of it, into the model's own weight."""
     if low is not None:

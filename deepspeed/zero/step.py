@@ -148,12 +148,9 @@ class StepExecutor:
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
-        self._wants_local: Callable[[], bool] | None = (
-            optimizer.wants_local_gradients if store.traits.own_communication else None
-        )
-        self._step_fragments: Any = (
-            optimizer.step_fragments if store.traits.fused else SwappedGroupsStep(store, by_rows)
-        )
+        traits = store.traits
+        self._wants_local = optimizer.wants_local_gradients if traits.own_communication else None
+        self._step_fragments = optimizer.step_fragments if traits.fused else SwappedGroupsStep(store, by_rows)
 
     def step(self) -> StepResult:
         self.reducer.finish()
@@ -322,11 +319,8 @@ class StepExecutor:
         index = -int(worst.item())
         if index < len(self.names):
             return self.names[index]
-        return (
-            "(of another part of the model)"
-            if self.replica_groups.across
-            else "(none: the squares overflow fp64)"
-        )
+        elsewhere = self.replica_groups.across
+        return "(of another part of the model)" if elsewhere else "(none: the squares overflow fp64)"
 
     # Update -------------------------------------------------------------------------------------------------
 

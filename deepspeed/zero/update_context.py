@@ -11,10 +11,9 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.native import sum_of_squares
-from deepspeed.ops.update import UpdateContext
+from deepspeed.ops.update import UpdateContext, refresh_weights
 from deepspeed.zero.placements import is_partial, is_stack, own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
-from deepspeed.zero.states.fragments import refresh_weights
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
@@ -198,7 +197,7 @@ class SwappedGroupsStep:
                 for master in masters:
                     master.grad = None
         for _, masters, _, lows in fragments:
-            refresh_weights(lows, masters)
+            refresh_weights(masters, lows)
 
 
 def params_by_group(

@@ -135,11 +135,11 @@ class LoRAOptimizedLinear(nn.Module):
             self.weight = quantize_gathered(self.weight, self.quantization_config)
         self.weight.requires_grad_(False)
         if self.offloads:
-            self._offload()
+            self.weight.data = self.weight.data.to("cpu")
 
     def full_weight(self) -> Tensor:
         """Return the frozen weight [outputs, inputs] in floating point."""
-        return self.weight.dequantized() if isinstance(self.weight, QuantizedParameter) else self.weight
+        return _values(self.weight)
 
     def merged_weight(self) -> Tensor:
         """Return the weight [outputs, inputs] of an equivalent plain layer, with the adapters merged."""
@@ -164,12 +164,6 @@ class LoRAOptimizedLinear(nn.Module):
         if name == "weight" and self.__dict__.get("quantizes_loaded"):
             value = quantize_assigned(value, self.quantization_config)
         super().__setattr__(name, value)
-
-    def _offload(self) -> None:
-        if isinstance(self.weight, QuantizedParameter):
-            self.weight.offload()
-        else:
-            self.weight.data = self.weight.data.to("cpu")
 
     def extra_repr(self) -> str:
         stored = self.quantization_config

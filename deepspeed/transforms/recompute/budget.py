@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -443,6 +443,11 @@ class _Numbering(TorchDispatchMode):
         return func, position
 
 
+class _KeptResult(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
 class _Keep(_Numbering):
     """Mode for the first run: keeps the chosen results."""
 
@@ -453,7 +458,7 @@ class _Keep(_Numbering):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if is_counted(func) and (key := self.key(func)) in self._chosen:
-            self._kept[key] = tree_map_only(Tensor, lambda t: (t.detach(), t._version), outputs)
+            self._kept[key] = tree_map_only(Tensor, lambda t: _KeptResult(t.detach(), t._version), outputs)
         return outputs
 
 
@@ -473,12 +478,7 @@ class _Reuse(_Numbering):
 
 
 def _unchanged(func: Any, kept: Any) -> Any:
-    if (
-        isinstance(kept, tuple)
-        and len(kept) == 2
-        and isinstance(kept[0], Tensor)
-        and isinstance(kept[1], int)
-    ):
+    if isinstance(kept, _KeptResult):
         tensor, version = kept
         if tensor._version != version:
             raise RuntimeError(

@@ -112,11 +112,12 @@ class KeptInputs:
         # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
         if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
             return tensor
-        part = self._part(tensor)
+        numel = -(-tensor.numel() // self._communicator.size)
+        start = self._communicator.rank * numel
+        part = tensor.detach().reshape(-1)[start : start + numel]  # this rank's elements
         to_host = self._offload and has_own_memory(tensor.device)
         device = torch.device("cpu") if to_host else tensor.device
         pinned = to_host and tensor.device.type == "cuda"
-        numel = -(-tensor.numel() // self._communicator.size)
         if self._arena is not None:
             slot = self._arena.take(numel, tensor.dtype, device, pinned)
             local = slot.tensor
@@ -146,9 +147,3 @@ class KeptInputs:
             # Cloned, because the slot returns to the arena while the recomputed region may still hold its input.
             full = local.clone() if local is kept.local and kept.slot is not None else local
         return full[: kept.shape.numel()].view(kept.shape)
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of the flattened tensor."""
-        size, rank = self._communicator.size, self._communicator.rank
-        numel = -(-tensor.numel() // size)
-        return tensor.detach().reshape(-1)[rank * numel : (rank + 1) * numel]

@@ -198,9 +198,8 @@ def _solved(
     if size < 0 or torch.isinf(best[size]):
         return None
     found: list[RecomputeOption] = []
-    for block, options, which in zip(
-        reversed(counted.blocks), reversed(choices), reversed(taken), strict=True
-    ):
+    backwards = (reversed(column) for column in (counted.blocks, choices, taken))
+    for block, options, which in zip(*backwards, strict=True):
         found.append(options[int(which[size])])
         size -= -(-found[-1].kept * block.calls // unit)
     return _larger_last(counted.blocks, found[::-1])
@@ -209,9 +208,8 @@ def _solved(
 def _larger_last(blocks: Sequence[Block], options: list[RecomputeOption]) -> list[RecomputeOption]:
     for kind in set(blocks):
         places = [place for place, block in enumerate(blocks) if block == kind]
-        for place, option in zip(
-            places, sorted((options[p] for p in places), key=lambda w: w.kept), strict=True
-        ):
+        ordered = sorted((options[place] for place in places), key=lambda option: option.kept)
+        for place, option in zip(places, ordered, strict=True):
             options[place] = option
     return options
 

@@ -192,12 +192,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         zero = settings.get("zero_optimization") or {}
         self.checks_writes = bool(zero.get("enable_sanity_checks"))
         self.group_size = int(zero.get("zero_hpz_partition_size", 1))
-        name = (
-            "cpu"
-            if remote_device in ("cpu", "nvme")
-            else get_accelerator().device_name(dist.get_local_rank())
-        )
-        self.device = torch.device(name)
+        on_host = remote_device in ("cpu", "nvme")
+        self.device = torch.device("cpu" if on_host else get_accelerator().device_name(dist.get_local_rank()))
         if module is not None:
             for param in module.parameters():
                 self._shard(param)

@@ -31,14 +31,6 @@ class ParamStorage:
         """Return whether shards are stored in a file."""
         return self.swap is not None
 
-    @property
-    def buffers(self) -> int:
-        return self.plan.buffers if self.plan is not None else 0
-
-    @property
-    def buffer_numel(self) -> int:
-        return self.plan.buffer_numel if self.plan is not None else 0
-
     def store(self, part: Tensor) -> Tensor:
         """Return a copy of ``part`` [n] where it will be stored."""
         if self.plan is None:

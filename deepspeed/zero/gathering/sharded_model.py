@@ -242,8 +242,12 @@ def make_gatherer(
     used = sorted({DENSE, *(bucket.layout.replica_group for bucket in buckets)})
     alone = all(connections.replica_groups[name].shard.size == 1 for name in used)
     if alone and storage.on_file and not has_own_memory(device):
+        assert storage.plan is not None
         return ReadingGatherer(
-            buckets, partial(storage.read, buckets), max_ahead=storage.buffers, max_numel=storage.buffer_numel
+            buckets,
+            partial(storage.read, buckets),
+            max_ahead=storage.plan.buffers,
+            max_numel=storage.plan.buffer_numel,
         )
     if alone or not buckets:
         return LocalGatherer(buckets)

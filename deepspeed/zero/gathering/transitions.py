@@ -409,14 +409,17 @@ class Transitions:
         bucket = self.buckets[b]
         with self.lock:
             if persistent and bucket.status is Status.SHARDED:
-                full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.device_shard()).wait()
-                self.arrived(b)
+                self._gather_now(b)
             bucket.persistent = persistent
             for param in bucket.params:
                 param.ds_persist = persistent  # type: ignore[attr-defined]
             self._gathered_outside_training.discard(b)
             self._reshard_if_idle(b)
+
+    def _gather_now(self, b: int) -> None:
+        full = self.begin(b)
+        self.buckets[b].communicator.all_gather(full, self.buckets[b].device_shard()).wait()
+        self.arrived(b)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -430,7 +433,5 @@ class Transitions:
         """Gather every parameter permanently, into its own memory. Collective."""
         for b, bucket in enumerate(self.buckets):
             if bucket.status is Status.SHARDED and bucket.shard is not None:
-                full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.device_shard()).wait()
-                self.arrived(b)
+                self._gather_now(b)
             bucket.destroy()

@@ -130,6 +130,7 @@ class ZenFlow:
     optimizer: MultiTensorOptimizer
     store: StateStore
     replica_groups: ReplicaGroups
+    takes_part = True  # as a ``RankState``: each rank saves its chosen columns and deferred gradients
 
     def __post_init__(self) -> None:
         self.choice = ColumnChoice(self.store, self.replica_groups, self.plan.ratio)
@@ -169,12 +170,8 @@ class ZenFlow:
         self._dirty = True
         self.steps += 1
         self.in_round += 1
-        if self.ends_round:
+        if self.in_round >= self.interval:
             self._end_round()
-
-    @property
-    def ends_round(self) -> bool:
-        return self.in_round >= self.interval
 
     def _pieces_of(self, used: Sequence[bool]) -> list[ZenFlowPiece]:
         """Return the pieces of the updated fragments; new ones start with all or none of their elements chosen."""
@@ -199,7 +196,7 @@ class ZenFlow:
             self._packed_optimizer.state.pop(piece.packed[0], None)
         piece.load(self._packed_device)
         self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
-        self._count_to_device(piece.packed)
+        self.bytes_to_device += _nbytes(piece.packed)
 
     @property
     def _packed_device(self) -> torch.device:
@@ -372,9 +369,6 @@ class ZenFlow:
             self._pieces[key] = piece
             self._load(piece)
 
-    def _count_to_device(self, packed: Sequence[Tensor]) -> None:
-        self.bytes_to_device += _nbytes(packed)
-
     # Checkpoints --------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
@@ -527,18 +521,3 @@ class ZenFlowStepExecutor(StepExecutor):
     def close(self) -> None:
         super().close()
         self.zenflow.close()
-
-
-class ZenFlowState:
-    """``RankState`` for ZenFlow: each rank saves its chosen columns and deferred gradients."""
-
-    takes_part = True
-
-    def __init__(self, zenflow: ZenFlow) -> None:
-        self.zenflow = zenflow
-
-    def saved(self) -> dict[str, Any]:
-        return self.zenflow.saved()
-
-    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        return self.zenflow.load(saved, rank, ranks)

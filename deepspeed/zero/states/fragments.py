@@ -64,13 +64,6 @@ class GroupTensors(NamedTuple):
         return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
 
 
-def refresh_weights(lows: Iterable[Tensor | None], masters: Iterable[Tensor]) -> None:
-    """Round masters into the model's own weights, where these are separate."""
-    pairs = [(low, master.reshape(-1)) for low, master in zip(lows, masters, strict=True) if low is not None]
-    if pairs:
-        torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
-
-
 class FragmentLike(Protocol):
     """A fragment with the index of its parameter."""
 

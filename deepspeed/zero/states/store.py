@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.ops.update import traits_of
+from deepspeed.ops.update import refresh_weights, traits_of
 from deepspeed.optim.initial_state import initial_state, state_of_constructor
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.states.fragments import GroupTensors as GroupTensors
 from deepspeed.zero.states.fragments import OwnedFragment as OwnedFragment
-from deepspeed.zero.states.fragments import refresh_weights
 
 PARAMS = "params"
 
@@ -188,7 +187,7 @@ class StateStore:
 
     def refresh_low(self, fragments: Sequence[OwnedFragment]) -> None:
         """Round the masters into the model's own weights."""
-        refresh_weights([owned.low for owned in fragments], [owned.master for owned in fragments])
+        refresh_weights([owned.master for owned in fragments], [owned.low for owned in fragments])
 
     def refresh_masters(self) -> None:
         """Set the masters from the model's own weights, after these were loaded or edited."""
