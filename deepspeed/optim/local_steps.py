@@ -13,16 +13,8 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.ops.update import (
-    ALONE,
-    Fragments,
-    Group,
-    HoldersOf,
-    UpdateContext,
-    UpdateTraits,
-    refresh_weights,
-)
-from deepspeed.optim.one_bit import OneBitOptimizer, by_holders
+from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, round_into
 from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
 
 OWN, AGREED, OUTER = "own_weights", "agreed_weights", "outer_momentum"
@@ -116,7 +108,8 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 for number, part in enumerate(fragments):
                     if part.masters:
                         self._outer_update(number, list(part.masters), context.holders)
-                        refresh_weights(part.masters, part.lows)
+                        for master, low in zip(part.masters, part.lows, strict=True):
+                            round_into(low, master)
             self.exchanges += 1
 
     @torch.no_grad()

@@ -10,18 +10,16 @@ same parameters in the same order. Gradients exist from ``backward`` to ``step``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from deepspeed.zero.states.access import StateAccess
-
 ACCESS = "_ds_state_access"
 
 
-def _access(param: Tensor) -> StateAccess | None:
+def _access(param: Tensor) -> Any:
+    """Return the parameter's ``deepspeed.zero.states.access.StateAccess``; None if there is none."""
     return getattr(param, ACCESS, None)
 
 
@@ -30,7 +28,7 @@ def is_kept_by_engine(param: Tensor) -> bool:
     return _access(param) is not None
 
 
-def _required(param: Tensor) -> StateAccess:
+def _required(param: Tensor) -> Any:
     access = _access(param)
     if access is None:
         raise ValueError(
