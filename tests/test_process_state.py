@@ -116,7 +116,7 @@ STATE = {
     "parallel/tensor/layers.py:_joined_class()": "of classes",
     "parallel/tensor/random_numbers.py:_drawing_class()": "of a class",
     "parallel/tensor/replicated.py:_summing_class()": "of a class",
-    "optim/schedulers.py:_needs_argument()": "of a function",
+    "optim/scheduler_choice.py:_needs_argument()": "of a function",
     "optim/elementwise.py:_verdicts": "of an optimizer's class, weakly",
 }
 

@@ -132,7 +132,7 @@ def default_group() -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def is_alone_in_an_allocation(env: Mapping[str, str]) -> int:
+def idle_slurm_tasks(env: Mapping[str, str]) -> int:
     """Return the number of tasks requested from Slurm if this process is not one of them, else 0: a batch script or
     an interactive shell runs once, whatever the allocation."""
     if discover(env, 0) is not None:

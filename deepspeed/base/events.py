@@ -38,8 +38,8 @@ class Events:
         left.remove(subscriber)
         self._subscribers[event] = left
 
-    def emit(self, event: str, **facts: Any) -> None:
+    def emit(self, event: str, **details: Any) -> None:
         subscribers = self._subscribers.get(event)
         if subscribers:
             for subscriber in subscribers:
-                subscriber(**facts)
+                subscriber(**details)

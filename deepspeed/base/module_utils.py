@@ -14,7 +14,7 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
     """Move the call hooks of ``old`` to its replacement ``new``, after its own hooks. The dicts are shared, so that
     handles still remove them."""
     for name in _HOOKS:
@@ -28,7 +28,7 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
             vars(new)[name] = found
 
 
-def without_hooks(module: nn.Module) -> None:
+def clear_hooks(module: nn.Module) -> None:
     """Remove the call hooks of ``module`` and its submodules."""
     for each in module.modules():
         for name in _HOOKS[:-1]:

@@ -36,6 +36,6 @@ def had_dtensors(model: nn.Module) -> bool:
     return any(map(is_dtensor, model.parameters())) or any(LAYOUTS in vars(each) for each in model.modules())
 
 
-def listing(names: list[str]) -> str:
+def list_params(names: list[str]) -> str:
     """List the first names of parameters, for an error message."""
     return f"parameters {first_of(names, 3)}"

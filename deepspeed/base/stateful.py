@@ -6,15 +6,15 @@ from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Saves(Protocol):
+class HasStateDict(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
 @runtime_checkable
-class Loads(Protocol):
+class LoadsStateDict(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def state_of(kept: Any) -> dict[str, Any] | None:
-    """Return the state of ``kept``; None if it is None or has no state."""
-    return kept.state_dict() if isinstance(kept, Saves) else None
+def state_of(client: Any) -> dict[str, Any] | None:
+    """Return the state of ``client``; None if it is None or has no state."""
+    return client.state_dict() if isinstance(client, HasStateDict) else None

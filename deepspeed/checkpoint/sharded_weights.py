@@ -55,4 +55,4 @@ class ShardedWeights:
             if pending is not None:
                 pending.wait()
         for owner in owners.values():
-            owner.changed()
+            owner.shards_written()

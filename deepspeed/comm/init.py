@@ -156,7 +156,7 @@ def _identify(schedulers: bool, port: int) -> Identity:
     """Return this process's identity, and write it to the environment if a launcher set it."""
     identity = environment.discover(os.environ, port, schedulers=schedulers)
     if identity is None:
-        if schedulers and (tasks := environment.is_alone_in_an_allocation(os.environ)):
+        if schedulers and (tasks := environment.idle_slurm_tasks(os.environ)):
             logger.warning(
                 f"Slurm gave this job {tasks} tasks (SLURM_NTASKS={tasks}), but this process was started once, "
                 f"without srun: it trains alone, as rank 0 of 1. For {tasks} ranks, start it with 'srun python ...'."

@@ -268,7 +268,7 @@ _NAMES_BY_MODULE = {
         "deepspeed.zero.parameter_offload": "DeepSpeedZeRoOffload",
         "deepspeed.zero.mics": "MiCS_Init",
         "deepspeed.transforms.tiled_linear": "TiledLinear TiledLinearReturnBias",
-        "deepspeed.zero.gathering.gathered": "unwrap_model_for_generation",
+        "deepspeed.zero.gathering.gathered_parameters": "unwrap_model_for_generation",
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "deepspeed.parallel.sequence.tiled.functions": """
@@ -293,7 +293,7 @@ _NAMES_BY_MODULE = {
             estimate_zero2_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs
             estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
         """,
-        "deepspeed.zero.gathering.gathered": "unwrap_model_for_generation",
+        "deepspeed.zero.gathering.gathered_parameters": "unwrap_model_for_generation",
     },
     "deepspeed.sequence": {
         "deepspeed.parallel.sequence.autosp_fusion": """

@@ -27,7 +27,7 @@ from deepspeed.config import compression_constants as keys
 from deepspeed.config.reader import load_source
 from deepspeed.config.sections.compression import get_compression_config
 from deepspeed.parallel.tensor.layers import TensorParallelLayer
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
 M = TypeVar("M", bound=nn.Module)

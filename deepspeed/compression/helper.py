@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from deepspeed.base.logging import logger
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.compression.basic_layer import (
     BNLayer_Compress,
     ColumnParallelLinear_Compress,
@@ -24,7 +24,7 @@ from deepspeed.compression.snip import SnipMomentum
 from deepspeed.compression.techniques import SNIP, Compressible
 from deepspeed.compression.utils import seed_of
 from deepspeed.config import compression_constants as keys
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 M = TypeVar("M", bound=nn.Module)
 Params = Mapping[str, Any]
@@ -82,7 +82,7 @@ def _linear_from(conv: Any) -> nn.Linear:
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous(), conv.weight.requires_grad)
     if isinstance(conv.bias, torch.Tensor):
         linear.bias = nn.Parameter(conv.bias.detach(), conv.bias.requires_grad)
-    keep_hooks(conv, linear)
+    move_hooks(conv, linear)
     return linear.train(conv.training)
 
 

@@ -445,11 +445,11 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
 
 def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
     section = config.float16_config
-    own_master = not section.fp16_master_weights_and_grads
+    needs_master = not section.fp16_master_weights_and_grads
     return PrecisionPlan(
         name=_name(torch.float16, common["autocast"]),
         param=torch.float16,
-        master=torch.float32 if own_master else None,
+        master=torch.float32 if needs_master else None,
         cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
         cast_kwargs=bool(section.auto_cast),
         loss_scale=_loss_scale(config),
@@ -460,12 +460,12 @@ def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
 
 def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
     section = config.bfloat16_config
-    own_master = not section.bf16_master_weights_and_grads
+    needs_master = not section.bf16_master_weights_and_grads
     state = torch.bfloat16 if section.bf16_optimizer_states else torch.float32
     return PrecisionPlan(
         name=_name(torch.bfloat16, common["autocast"]),
         param=torch.bfloat16,
-        master=torch.float32 if own_master else None,
+        master=torch.float32 if needs_master else None,
         cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
         cast_kwargs=True,
         loss_scale=LossScalePlan(),

@@ -33,6 +33,7 @@ from deepspeed.transforms.recompute.scope import PROCESS, RecomputeSettings
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.factory import make_grad_buckets, make_reducer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import UNUSED
 from deepspeed.zero.offload.host_copies import HostCopies
@@ -58,16 +59,15 @@ from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
-from deepspeed.zero.states.rank_state import OwnState
+from deepspeed.zero.states.rank_state import RankState
 from deepspeed.zero.states.store import ResidentTier, StateStore
 from deepspeed.zero.step import StepExecutor
-from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.offload.speculation import Speculation
-    from deepspeed.zero.offload.zenflow import ZenFlowState
+    from deepspeed.zero.offload.zenflow import ZenFlow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
-    own_state: OwnState | ZenFlowState
+    own_state: RankState | ZenFlow
     client_state: ClientState | None
     pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
@@ -359,13 +359,13 @@ def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[.
     return StepExecutor
 
 
-def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnState | ZenFlowState:
+def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> RankState | ZenFlow:
     if plan.zenflow is None:
-        return OwnState(access)
-    from deepspeed.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
+        return RankState(access)
+    from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
 
     assert isinstance(executor, ZenFlowStepExecutor)
-    return ZenFlowState(executor.zenflow)
+    return executor.zenflow
 
 
 def _whole_buckets(

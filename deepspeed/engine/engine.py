@@ -39,7 +39,7 @@ from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.surface import EngineSurface
-from deepspeed.optim.schedulers import advance, resolve_scheduler
+from deepspeed.optim.scheduler_choice import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
 from deepspeed.planning.run_spec import RunSpec
@@ -54,7 +54,7 @@ from deepspeed.zero.gradients.backward import (
     loss_scale_correction,
     scaled_loss,
 )
-from deepspeed.zero.params import make_whole
+from deepspeed.zero.params import gather_permanently
 from deepspeed.zero.precision import autocast_context, cast_inputs
 from deepspeed.zero.replica_groups import broadcast_weights, check_ranks_agree
 
@@ -118,7 +118,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         modules.check_module(model)
         if not self.plan.zero.shard_params:
-            make_whole(model)
+            gather_permanently(model)
         # Memory is checked before any of it is allocated on the device.
         self._check_memory(model, optimizer, model_parameters)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.

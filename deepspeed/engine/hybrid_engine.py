@@ -20,7 +20,7 @@ from deepspeed.inference.generation.joined_prompts import JoinedPrompts
 from deepspeed.inference.model.rotations import depends_on_length
 from deepspeed.inference.split.copy import SplitCopy
 from deepspeed.inference.split.layers import check_length, same_random_numbers, tensor_parallel_group
-from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
+from deepspeed.zero.gathering.gathered_parameters import unwrap_model_for_generation
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):

@@ -106,9 +106,9 @@ def _take_distributed(model: Any) -> int | None:
     DTensors."""
     if not isinstance(model, nn.Module) or not had_dtensors(model):
         return None
-    from deepspeed.transforms.distributed_tensors import take_distributed
+    from deepspeed.transforms.distributed_tensors import request_local_parts
 
-    return take_distributed(model)
+    return request_local_parts(model)
 
 
 def _with_recorded_size(given: Any, model: Any, mpu: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.base import rng
 from deepspeed.base.logging import log_dist, logger
-from deepspeed.base.stateful import Loads
+from deepspeed.base.stateful import LoadsStateDict
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.contents import RankPlace
@@ -312,7 +312,7 @@ def _resume(
 ) -> None:
     """Restore everything except weights and optimizer state."""
     saved = catalog.model_states
-    if selection.scheduler and isinstance(engine.lr_scheduler, Loads):
+    if selection.scheduler and isinstance(engine.lr_scheduler, LoadsStateDict):
         if saved.get("lr_scheduler") is None:
             report.notes.append("no learning-rate schedule was saved")
         else:
@@ -406,5 +406,5 @@ def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     if number < catalog.index["world_size"]:
         rng.restore(saved["random"])
     loader = engine.training_dataloader
-    if saved["data"] is not None and isinstance(loader, Loads):
+    if saved["data"] is not None and isinstance(loader, LoadsStateDict):
         loader.load_state_dict(materialize(saved["data"]))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
-from deepspeed.base.sharded import is_dtensor, is_zero_param, listing
+from deepspeed.base.sharded import is_dtensor, is_zero_param, list_params
 from deepspeed.config.plan import Plan
 from deepspeed.parallel.expert.placement import mark_stacks, place_experts, watched_layers
 from deepspeed.zero.placements import find_placements
@@ -40,7 +40,7 @@ def check_module(module: nn.Module) -> None:
             found.setdefault(kind, []).append(name)
     if not found:
         return
-    problems = [f"{listing(names)} {_WHY[kind]}" for kind, names in found.items()]
+    problems = [f"{list_params(names)} {_WHY[kind]}" for kind, names in found.items()]
     refusal = NotImplementedError if set(found) == {"dtensor"} else ValueError
     raise refusal("; ".join(problems))
 

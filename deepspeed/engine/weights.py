@@ -19,7 +19,7 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import exported_name, wrapper_of
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 from deepspeed.zero.placements import whole_tensor
 
 if TYPE_CHECKING:

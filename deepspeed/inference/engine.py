@@ -30,7 +30,7 @@ from deepspeed.inference.split.rank_files import save_parts
 from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
 from deepspeed.inference.weight_stores import make_store
 from deepspeed.ops.huge_pages import collapse, weights_of
-from deepspeed.zero.params import make_whole
+from deepspeed.zero.params import gather_permanently
 
 
 class InferenceEngine(nn.Module):
@@ -53,7 +53,7 @@ class InferenceEngine(nn.Module):
                 "and put the engine in its place"
             )
         _remark(config)
-        make_whole(model)
+        gather_permanently(model)
         self._config = config
         self.module = model.eval()
         self._times: list[float] = []

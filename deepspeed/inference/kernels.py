@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.ops.small_product import (
     RUNS,
     QuantizedMatrix,
@@ -125,7 +125,7 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
         weight, matrix = layer.weight, _matrix_of(layer)
         made = QuantizedMatrix.of(matrix, bits, padded_columns(matrix.shape[1], bits) // groups)
         replaced = IntegerLinear(made, layer.bias, dtype).train(layer.training)
-        keep_hooks(layer, replaced)
+        move_hooks(layer, replaced)
         parent._modules[name] = replaced
         count, before = count + 1, before + weight.nbytes
         after += made.words.nbytes + made.scales.nbytes

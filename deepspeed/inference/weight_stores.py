@@ -17,7 +17,7 @@ from deepspeed.config.section import note
 from deepspeed.config.sections.offload import OffloadDeviceEnum
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 from deepspeed.ops.aio.engine import AioOptions
-from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.offload.swap_file import SwapFile
 
 
@@ -63,7 +63,7 @@ class FileStore:
             AioOptions(),
             key="zero.offload_param.nvme_path",
         )
-        self._off_host = off_host(device)
+        self._off_host = has_own_memory(device)
         self.readable = not self._off_host
         self._staging: dict[int, Tensor] = {}
 
@@ -105,7 +105,7 @@ class HostStore:
         self.bytes_read = 0
         self._pin = pin
         self._accelerator: Any = get_accelerator()
-        self._stream = self._accelerator.Stream() if off_host(device) else None
+        self._stream = self._accelerator.Stream() if has_own_memory(device) else None
 
     def region(self, nbytes: int) -> Tensor:
         return host_empty(nbytes, torch.uint8, pin=self._pin)
@@ -149,7 +149,7 @@ def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore |
             "split them over ranks use tensor_parallel.tp_size"
         )
     if kind is OffloadDeviceEnum.cpu:
-        if not off_host(device):
+        if not has_own_memory(device):
             note("init_inference: zero.offload_param.device=cpu has no effect: the device is the host")
             return None
         return HostStore(device, pin=offload.pin_memory)

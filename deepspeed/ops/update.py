@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
@@ -113,6 +114,13 @@ class UpdateContext:
 ALONE = UpdateContext()
 
 
+def refresh_weights(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+    """Round updated masters into the model's own weights; None: the master is the weight itself."""
+    pairs = [(low, master) for master, low in zip(masters, lows, strict=True) if low is not None]
+    if pairs:
+        torch._foreach_copy_([low.view(-1) for low, _ in pairs], [master.reshape(-1) for _, master in pairs])
+
+
 class Fragments(Protocol):
     """One optimizer group's tensors to update on this rank, as parallel lists."""
 
@@ -161,19 +169,19 @@ class FragmentOptimizer(Protocol):
 class CommunicatingOptimizer(FragmentOptimizer, Protocol):
     """An optimizer with ``own_communication``. Engines call these methods at the same time on all ranks."""
 
-    def keeps_own_gradients(self) -> bool:
+    def wants_local_gradients(self) -> bool:
         """Return whether, after the coming step, this rank wants gradients that are not summed over ranks.
 
         They stay local as soon as all ranks agree, and are summed again as soon as one does not; the update learns it
         from ``UpdateContext.holders``. Called before each step, possibly repeatedly."""
         ...
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         """Return this rank's own state for a checkpoint, besides groups and per-parameter state: plain values and
         tensors."""
         ...
 
-    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+    def load_rank_state_dict(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         """Load ``saved[r]``, the own state of rank r of the saving world size, read lazily; empty if another optimizer
         was saved. This is ``rank`` of ``ranks`` now."""
         ...

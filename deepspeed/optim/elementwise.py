@@ -17,7 +17,7 @@ from deepspeed.base.logging import logger
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
-from deepspeed.optim.first_state import constructed_state, stand_in
+from deepspeed.optim.initial_state import clone_optimizer, state_of_constructor
 
 _SHAPE, _CUT, _STEPS = (8, 8), 23, 4
 _verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # per class, determined once
@@ -112,10 +112,10 @@ def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]
     group = {**optimizer.param_groups[0]}
     if "lr" in group:
         group["lr"] = 0.05  # a warm-up may be at 0, where nothing changes
-    substitute = stand_in(optimizer, group, params)
+    substitute = clone_optimizer(optimizer, group, params)
     if any(optimizer.state.values()):  # its step may rely on state created by its constructor
         for param in params:
-            substitute.state[param].update(constructed_state(optimizer, group, param))
+            substitute.state[param].update(state_of_constructor(optimizer, group, param))
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()

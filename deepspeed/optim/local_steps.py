@@ -14,7 +14,7 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
 from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, publish
+from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, round_into
 from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
 
 OWN, AGREED, OUTER = "own_weights", "agreed_weights", "outer_momentum"
@@ -47,7 +47,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
     update_traits = UpdateTraits(
         elementwise=True, own_communication=True, rank_state=(FEEDBACK, OWN, "exp_avg", "exp_avg_sq")
     )
-    own_state_names = (FEEDBACK, AGREED, OUTER)
+    extra_state_names = (FEEDBACK, AGREED, OUTER)
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 for number, part in enumerate(fragments):
                     if part.masters:
                         self._outer_update(number, list(part.masters), context.holders)
-                        publish(part.masters, part.lows)
+                        for master, low in zip(part.masters, part.lows, strict=True):
+                            round_into(low, master)
             self.exchanges += 1
 
     @torch.no_grad()
@@ -139,11 +140,11 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
                 state[OWN] = master.detach()
         return super().server_errors(masters)
 
-    def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "exchanges": self.exchanges}
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {**super().rank_state_dict(), "exchanges": self.exchanges}
 
-    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
-        super().load_own_state(saved, rank, ranks)
+    def load_rank_state_dict(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_rank_state_dict(saved, rank, ranks)
         with torch.no_grad():
             for master, state in self.state.items():
                 if OWN in state and state[OWN].data_ptr() != master.data_ptr():

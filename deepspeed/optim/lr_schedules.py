@@ -148,6 +148,9 @@ class _Schedule:
         self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
         self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        self._advance(batch_iteration)
+
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
@@ -183,9 +186,6 @@ class LRRangeTest(_Schedule):
         if self.staircase:
             interval = math.floor(interval)
         return [lr * (1 + self.step_rate * interval) for lr in self.min_lr]
-
-    def step(self, batch_iteration: int | None = None) -> None:
-        self._advance(batch_iteration)
 
 
 class OneCycle(_Schedule):
@@ -299,9 +299,6 @@ class OneCycle(_Schedule):
         super()._advance(iteration)
         if self.cycle_momentum:
             self._write_momentum(self._momenta())
-
-    def step(self, batch_iteration: int | None = None) -> None:
-        self._advance(batch_iteration)
 
 
 class WarmupLR(_Schedule):
@@ -435,11 +432,7 @@ _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),
     CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs on the way up; not positive: a straight line"),
     CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; 0: none, negative: as many as up"),
-    CYCLE_SECOND_STAIR_COUNT: (
-        int,
-        -1,
-        "stairs on the way down; 0: a straight line, negative: as many as up",
-    ),
+    CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs on the way down; 0: straight, negative: as many as up"),
     DECAY_STEP_SIZE: (int, 1000, "steps per interval of the decay after the cycle; 0: no decay"),
     CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
     CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),
@@ -491,13 +484,6 @@ _FLAGS_OF: dict[str, tuple[str, ...]] = {
 }
 
 
-def _override(args: argparse.Namespace, params: dict[str, Any], flags: Iterable[str]) -> None:
-    for name in flags:
-        value = getattr(args, name, None)
-        if value is not None and not (name in _NEGATIVE_IS_UNSET and value < 0):
-            params[name] = value
-
-
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
     """Return (the `scheduler` section that the flags describe, None), or (None, the reason for none)."""
     name = getattr(args, LR_SCHEDULE, None)
@@ -506,5 +492,8 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
     if name not in VALID_LR_SCHEDULES:
         return None, f"{name} is not a supported LR schedule"
     params: dict[str, Any] = {}
-    _override(args, params, _FLAGS_OF[name])
+    for flag in _FLAGS_OF[name]:
+        value = getattr(args, flag, None)
+        if value is not None and not (flag in _NEGATIVE_IS_UNSET and value < 0):
+            params[flag] = value
     return {"type": name, "params": params}, None

@@ -37,7 +37,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
     assumes that the given gradients are summed over all ranks.
     """
 
-    own_state_names: tuple[str, ...] = ()
+    extra_state_names: tuple[str, ...] = ()
     """fp32 state entries besides ``state_names``."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         """Return whether this update needs the full sum of gradients."""
         raise NotImplementedError
 
-    def update_own(
+    def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         """Update group ``number`` after warm-up, from this rank's gradients (summed ones if ``context`` has no
@@ -78,7 +78,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
 
-    def keeps_own_gradients(self) -> bool:
+    def wants_local_gradients(self) -> bool:
         return not self.warms_up(self.updates + 2)
 
     def step_fragments(
@@ -92,7 +92,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         with torch.no_grad():
             for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
                 if part.masters or context.segment_sum is not None:
-                    self.update_own(number, group, part, grad_scale, context)
+                    self.update_after_warmup(number, group, part, grad_scale, context)
 
     def server_errors(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
         return self.exchange.server_errors(masters)
@@ -100,10 +100,10 @@ class OneBitOptimizer(MultiTensorOptimizer):
     def forget_server_errors(self) -> None:
         self.exchange.groups.clear()
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "exchange": self.exchange.saved()}
 
-    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+    def load_rank_state_dict(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         self._checked.clear()
         steps = [int(state["step"]) for state in self.state.values() if "step" in state]
         self.updates = int(saved[0]["updates"]) if len(saved) else max(steps, default=0)
@@ -113,7 +113,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         state = super().state_for(param, group)
-        for name in self.own_state_names:
+        for name in self.extra_state_names:
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
         if VAR_STEPS not in state:  # new, or from a checkpoint without this entry
@@ -128,7 +128,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
             group.update({} if mask is None else {MASK: mask})
         self._checked.clear()
         for state in self.state.values():
-            state.update({n: state[n].float() for n in (*self.own_state_names, VAR_STEPS) if n in state})
+            state.update({n: state[n].float() for n in (*self.extra_state_names, VAR_STEPS) if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
 
     @torch.no_grad()
@@ -244,15 +244,6 @@ def by_holders(
 def variance_steps(state: Mapping[str, Any]) -> float:
     """Return the number of gradients in a variance; a filled one counts as 1."""
     return max(1.0, float(state[VAR_STEPS]))
-
-
-def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
-    """Round updated masters into the model's own weights."""
-    written = [
-        (low, master.reshape(-1)) for master, low in zip(masters, lows, strict=True) if low is not None
-    ]
-    if written:
-        torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
 
 
 def round_into(low: Tensor | None, master: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepspeed.config.plan import PrecisionPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute.budget import budget_blocks
-from deepspeed.transforms.recompute.choice import RecomputeChoice
+from deepspeed.transforms.recompute.knapsack import RecomputeChoice
 from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.precision import autocast_context, cast_module
 

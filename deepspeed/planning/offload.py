@@ -162,8 +162,8 @@ class Offload:
         taken = tier.offloads(layout)
         dtype = self.plan.precision.master or layout.dtype
         off_device = self.has_device_memory and bucket.place is MemoryPlace.DEVICE
-        own_master = taken and (off_device or bucket.place is MemoryPlace.DISK)
-        separate = dtype != layout.dtype or own_master
+        needs_master = taken and (off_device or bucket.place is MemoryPlace.DISK)
+        separate = dtype != layout.dtype or needs_master
         if separate:
             self._masters(bucket, fragments, dtype.itemsize, taken)
         pieces = [piece for fragment in fragments for piece in tier.pieces(fragment)]
@@ -174,7 +174,7 @@ class Offload:
                 storage=layout.index if bucket.flat else (layout.index, piece.param),
                 start=piece.shard_offset if bucket.flat else piece.param_offset,
                 master_size=dtype.itemsize,
-                staged=separate and own_master,
+                staged=separate and needs_master,
                 low_size=layout.dtype.itemsize,
                 state=self.optimizer.groups[group_of[piece.param]],
             )

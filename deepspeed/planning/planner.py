@@ -149,7 +149,7 @@ def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
 
 
 class _Resting:
-    """Chooses the places of stage-3 shards, in the order of ``ParamStorage.keep``."""
+    """Chooses the places of stage-3 shards, in the order of ``ParamStorage.store``."""
 
     def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
         self.plan = plan

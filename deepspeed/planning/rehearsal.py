@@ -1,8 +1,9 @@
 """A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
 ``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, built by the
-same functions as in a run (``zero/wiring.py``). Their allocations are counted instead of made: parameters and gradients
-are meta tensors, other ranks answer immediately. A real backward pass through a chain of scalars gives the order.
+same functions as in a run (``zero/gradients/factory.py``). Their allocations are counted instead of made: parameters
+and gradients are meta tensors, other ranks answer immediately. A real backward pass through a chain of scalars gives
+the order.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
 from deepspeed.zero.gathering.param_storage import ParamStorage
-from deepspeed.zero.gathering.scheduled_gather import GatherChannel
+from deepspeed.zero.gathering.scheduled_gatherer import GatherChannel
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
-from deepspeed.zero.gathering.sharded_model import GatherLinks, live_budget, make_gatherer
+from deepspeed.zero.gathering.sharded_model import GatherConnections, live_budget, make_gatherer
+from deepspeed.zero.gradients.factory import make_grad_buckets, make_reducer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
 from deepspeed.zero.states.store import ResidentTier
-from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig
@@ -304,7 +305,7 @@ class SimulatedBucket(ShardedBucket):
             self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
 
-    def own_shard(self) -> Tensor:
+    def device_shard(self) -> Tensor:
         return self.nothing
 
 
@@ -322,8 +323,8 @@ class SimulatedServers(ShardServers):
             near.journal.collective("fetch", bucket.nbytes, near.size, near.stride).wait()
 
 
-class SimulatedLinks(GatherLinks):
-    """Gather links over simulated servers and channels."""
+class SimulatedConnections(GatherConnections):
+    """Gather connections over simulated servers and channels."""
 
     def __init__(self, replica_groups: SimulatedReplicaGroups) -> None:
         super().__init__(replica_groups, Packing())
@@ -459,7 +460,7 @@ class Rehearsal:
     ) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            SimulatedLinks(replica_groups),
+            SimulatedConnections(replica_groups),
             SimulatedStorage(self.plan.param_offload),
             device=META if self.has_device_memory else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),

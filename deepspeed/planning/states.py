@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.ops.update import traits_of
-from deepspeed.optim.first_state import stand_in
+from deepspeed.optim.initial_state import clone_optimizer
 
 _SHAPE = (4, 4)
 
@@ -69,7 +69,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None
 
 def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> StateSize:
     param = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
-    substitute = stand_in(optimizer, group, [param])
+    substitute = clone_optimizer(optimizer, group, [param])
     param.grad = torch.ones_like(param)
     try:
         with torch.enable_grad():

@@ -6,7 +6,7 @@ The forward that uses it still sees a DTensor, made from the part for each call,
 layout of the part, with partial sums already reduced. State dicts of the module hold DTensors as before;
 ``load_state_dict`` accepts DTensors, this rank's parts, or whole tensors.
 
-torch's DTensors are imported only if a parameter is one, since the import takes most of a second.
+This module is imported only if a parameter is a DTensor, since torch's take most of a second to import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param, listing
+from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param, list_params
 from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.checkpoint.shards import Box
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -34,7 +34,6 @@ from deepspeed.zero.replica_groups import DENSE, replica_group_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 NAME = "distributed_tensors"
 
@@ -54,8 +53,6 @@ class DTensorLayout:
 
     def distributed(self, part: Tensor) -> Tensor:
         """Return ``part`` [this rank's shape] as a DTensor, whose gradient flows to the part."""
-        from torch.distributed.tensor import DTensor
-
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -77,7 +74,7 @@ class SumGradient(torch.autograd.Function):
         return grad, None
 
 
-def take_distributed(model: nn.Module) -> int | None:
+def request_local_parts(model: nn.Module) -> int | None:
     """Request the transform ``LocalParts`` for ``model``, if it has DTensors. Returns the number of ranks over which
     they are split, or None.
 
@@ -97,7 +94,7 @@ def take_distributed(model: nn.Module) -> int | None:
 def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if any(kind.__qualname__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         raise NotImplementedError(
-            f"{listing(list(params))} are DTensors of FSDP2 (fully_shard), which already shards them: pass "
+            f"{list_params(list(params))} are DTensors of FSDP2 (fully_shard), which already shards them: pass "
             "the plain module"
         )
     ranks = {name: param.device_mesh.mesh.flatten().tolist() for name, param in params.items()}  # type: ignore[attr-defined]
@@ -106,8 +103,8 @@ def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
     if odd:
         mesh = params[odd[0]].device_mesh  # type: ignore[attr-defined]
         raise NotImplementedError(
-            f"{listing(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} here: "
-            "distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
+            f"{list_params(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} "
+            "here: distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
         )
 
 
@@ -151,7 +148,6 @@ def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:
 
 
 def _part(tensor: nn.Parameter) -> nn.Parameter:
-
     placement = placement_of_dtensor(tensor, axes=("tp",))  # type: ignore[arg-type]
     part = nn.Parameter(tensor.detach().to_local(), requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
     vars(part).update({key: value for key, value in vars(tensor).items() if key != "_is_param"})

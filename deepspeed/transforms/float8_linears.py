@@ -41,10 +41,8 @@ class Float8Linears:
         linears = {path: each for path, each in module.named_modules() if _is_plain(each)}
         chosen = {path: each for path, each in linears.items() if self._takes(path, each)}
         found = torch.tensor([len(chosen)], device="cpu" if is_meta else device)
-        if not is_meta:
-            context.mesh.communicator("pp").all_reduce_max(
-                found
-            ).wait()  # a pipeline's stage may have none of them
+        if not is_meta:  # a pipeline's stage may have none of them
+            context.mesh.communicator("pp").all_reduce_max(found).wait()
         if not found:
             raise DeepSpeedConfigError(
                 f"fp8.enabled: none of the model's {len(linears)} linear layers can use it: their sizes "

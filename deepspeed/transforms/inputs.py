@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deepspeed.transforms.errors import TransformError
-from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, in_order
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, sort_transforms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class InputChain:
     """Applies input transforms in order. ValueError: their constraints have no order."""
 
     def __init__(self, transforms: Sequence[InputTransform]) -> None:
-        self.transforms = in_order(transforms, INPUT_ORDER, others=MODULE_ORDER)
+        self.transforms = sort_transforms(transforms, INPUT_ORDER, others=MODULE_ORDER)
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int, micro_step: int

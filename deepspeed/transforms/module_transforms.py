@@ -17,7 +17,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
 from deepspeed.transforms.errors import TransformError, TransformRefusedError
 from deepspeed.transforms.inputs import InputTransform
-from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, in_order
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, Ordered, sort_transforms
 from deepspeed.transforms.record import RECORD, Successors, TransformReport, Transforms, transforms_of
 from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ModuleTransform(Ordered, Protocol):
-    """Changes a module before an engine takes it.
+    """ModuleChanges a module before an engine takes it.
 
     ``after`` and ``before`` name transforms that run earlier and later, if present; otherwise ``MODULE_ORDER`` applies.
     A transform may change modules made by those that it names in ``after``; otherwise two transforms must not change
@@ -61,7 +61,7 @@ class TransformContext:
 
     def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager in which tensors partitioned by ``zero.Init`` can be read whole. Collective."""
-        from deepspeed.zero.gathering.gathered import GatheredParameters
+        from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
         return GatheredParameters(list(tensors))
 
@@ -107,7 +107,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _has_engine(module: nn.Module) -> bool:
     return any(
-        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].alone)
+        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].standalone)
         for param in module.parameters()
     )
 
@@ -128,7 +128,7 @@ def transform_module(
     """
     record = transforms_of(module)
     requested = [*from_config, *record.requested]
-    pending = in_order(
+    pending = sort_transforms(
         [transform for transform in requested if transform.name not in record.names],
         MODULE_ORDER,
         others=[*record.names, *INPUT_ORDER],
@@ -154,7 +154,7 @@ class _TransformRun:
 
     def __init__(self, module: nn.Module, before: Transforms) -> None:
         self.module = module
-        self.start = self.now = Structure(module)
+        self.start = self.now = ModuleSnapshot(module)
         originals = before.originals or Originals(tuple(self.start.weights), {})
         self.result = Transforms(
             [], list(before.reports), originals, list(before.inputs), dict(before.claims), Successors()
@@ -178,7 +178,7 @@ class _TransformRun:
 
     def record(self, transform: ModuleTransform, context: TransformContext) -> None:
         """Check and record the changes of ``transform``."""
-        after = Structure(self.module)
+        after = ModuleSnapshot(self.module)
         changes = self.now.changes_to(after)
         self._check_claims(transform, changes)
         self._check_originals(context, after)
@@ -195,7 +195,7 @@ class _TransformRun:
         )
         self.now = after
 
-    def _check_claims(self, transform: ModuleTransform, changes: Changes) -> None:
+    def _check_claims(self, transform: ModuleTransform, changes: ModuleChanges) -> None:
         gone = {id(each) for each in changes.gone}
         touched = [*changes.places, *(path for path, each in self.now.modules.items() if id(each) in gone)]
         for path in touched:
@@ -206,7 +206,7 @@ class _TransformRun:
                     f"changed; if intended, declare it with after=({owner!r},)"
                 )
 
-    def _check_originals(self, context: TransformContext, after: Structure) -> None:
+    def _check_originals(self, context: TransformContext, after: ModuleSnapshot) -> None:
         for name, made in context.originals.items():
             if name not in self.now.weights:
                 raise ValueError(f"it describes {name}, which the module did not have")
@@ -221,7 +221,7 @@ class _TransformRun:
             raise ValueError(f"it drops {min(unknown)}, which the module does not have")
 
 
-def _summary(context: TransformContext, changes: Changes) -> str:
+def _summary(context: TransformContext, changes: ModuleChanges) -> str:
     places = len(changes.places)
     parts = [f"{places} module{'s' if places != 1 else ''} changed"] if places else []
     for what, params in (
@@ -242,7 +242,7 @@ _IGNORED = frozenset({*_PARTS, "training"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class ModuleChanges:
     """Differences of two structures. ``places``: path -> module there now, if it is new or replaced, or its own
     tensors, attributes or children's names changed; ``gone``: modules no longer anywhere; ``frozen``: parameters that
     were trainable before."""
@@ -254,7 +254,7 @@ class Changes:
     frozen: list[nn.Parameter]
 
 
-class Structure:
+class ModuleSnapshot:
     """The modules, parameters and buffers of a module, by reference; values are not copied."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -280,7 +280,7 @@ class Structure:
         }
         """Shapes of the tensors in the state dict."""
 
-    def changes_to(self, now: Structure) -> Changes:
+    def changes_to(self, now: ModuleSnapshot) -> ModuleChanges:
         """Return the changes from this structure to ``now``, a later one of the same module."""
         places = {
             path: each
@@ -292,7 +292,7 @@ class Structure:
                 places.setdefault(path, each)
         old, new = self.params.values(), now.params.values()
         staying = {id(param) for param in new}
-        return Changes(
+        return ModuleChanges(
             places=places,
             gone=[each for key, each in self.held.items() if key not in now.held],
             added=[param for param in new if id(param) not in self.trainable],

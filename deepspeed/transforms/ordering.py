@@ -32,7 +32,7 @@ class Ordered(Protocol):
 T = TypeVar("T", bound=Ordered)
 
 
-def in_order(transforms: Sequence[T], standard: Sequence[str], others: Iterable[str] = ()) -> list[T]:
+def sort_transforms(transforms: Sequence[T], standard: Sequence[str], others: Iterable[str] = ()) -> list[T]:
     """Sort ``transforms`` by ``standard`` and their own constraints, otherwise stably.
 
     ``others``: further names that constraints may mention (transforms that ran before, names of the other kind).

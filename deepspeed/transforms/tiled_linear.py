@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.exceptions import SplitError
 from deepspeed.base.sharded import full_shape, is_zero_param
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 Output = Any
 """What one tile returns: a tensor, or ``(tensor, bias or None)`` for layers that leave the bias to the caller."""

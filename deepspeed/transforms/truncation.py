@@ -63,7 +63,8 @@ def cut(batch: Any, length: int) -> Any:
     Raises:
         ValueError: no tensor looks like tokens.
     """
-    tokens = _tokens(batch)
+    named = _named(batch)
+    tokens = named if named is not None else _first(batch)
     if tokens is None:
         raise ValueError(
             "the curriculum found no sequence to truncate: no input is named input_ids, inputs_embeds or "
@@ -91,11 +92,6 @@ def cut(batch: Any, length: int) -> Any:
         return tensor
 
     return _each(batch, shorter)
-
-
-def _tokens(batch: Any) -> Tensor | None:
-    named = _named(batch)
-    return named if named is not None else _first(batch)
 
 
 def _named(value: Any) -> Tensor | None:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
-
-
-class ActiveContext(Protocol):
-    """The interface of ``zero.Init`` used here."""
-
-    overrides: Any
-    dtype: Any
-    device: Any
-
-    def patch_init_and_builtins(self) -> None: ...
-    def _post_init_method(self, module: Any) -> None: ...
+from typing import Any
 
 
 class ActiveContexts:
     """Patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
 
     def __init__(self) -> None:
-        self.contexts: list[ActiveContext] = []
+        self.contexts: list[Any] = []  # each a ``zero.Init``
         self.restores: list[Callable[[], None]] = []
         self.suspended = 0
         self.composing = 0

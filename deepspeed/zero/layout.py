@@ -8,8 +8,9 @@ end, padded, and divided evenly among the ranks of its group: rank ``r`` owns sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -155,6 +156,23 @@ class CutPolicy:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+Item = TypeVar("Item")
+
+
+def batches(items: Iterable[Item], numel_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Yield consecutive items with at most ``most`` elements in total, at least one item each."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        if batch and size + numel_of(item) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += numel_of(item)
+    if batch:
+        yield batch
 
 
 def cut(

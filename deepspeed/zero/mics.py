@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.zero.gathering.init_context import Init, read_config
-from deepspeed.zero.gathering.standalone_shard import shard_alone
+from deepspeed.zero.gathering.standalone_shard import shard_standalone
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.replica_groups import ReplicaGroup
 
@@ -69,7 +69,7 @@ class MiCS_Init(Init):
         return ReplicaGroup.whole(self.communicator).mics(self.shard_size)
 
     def _shard_whole(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.replica_group.shard, self.replica_group.all_ranks)
+        shard_standalone(param, self.replica_group.shard, self.replica_group.all_ranks)
 
     def get_partition_rank(self) -> int:
         return self.replica_group.shard.rank

@@ -49,7 +49,7 @@ class ShardOwner(Protocol):
     """Over the ranks that together hold one copy of the parameter."""
     all_ranks: Any
     """Over all ranks that hold any copy of the parameter."""
-    alone: bool
+    standalone: bool
     """Whether ``zero.Init`` sharded the parameter individually and no engine has taken it over yet."""
 
     def local_part(self, position: int) -> Tensor: ...
@@ -66,17 +66,8 @@ CHECKS_WRITES = "_ds_checks_writes"
 _ids = itertools.count()
 _DEEPCOPY = "__deepcopy__"
 
-_ATTRIBUTES = (
-    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
-    "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group",
-    "ds_secondary_tensor", "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group",
-    "ds_zero_partition_rank", "ds_zero_partition_world_size", "all_gather", "all_gather_coalesced",
-    "aligned_size", "convert_to_zero_parameters", "ds_summary", "get_partition_dp_group",
-    "get_partition_rank", "padding_size", "partition", "partition_numel",
-)  # fmt: skip
 
-
-def is_cast(tensor: Tensor) -> bool:
+def is_castable(tensor: Tensor) -> bool:
     """Return whether ``tensor`` follows the model's dtype. Integers do not, nor do quantized values such as frozen
     8-bit weights, which are meaningless without their scales."""
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
@@ -93,18 +84,7 @@ def convert(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
     attributes.ds_active_sub_modules = set()
     attributes.ds_secondary_tensor = attributes.ds_zero_param_process_group = None
     attributes.ds_status = ZeroParamStatus.AVAILABLE
-    for method in (
-        all_gather,
-        all_gather_coalesced,
-        aligned_size,
-        convert_to_zero_parameters,
-        ds_summary,
-        get_partition_dp_group,
-        get_partition_rank,
-        padding_size,
-        partition,
-        partition_numel,
-    ):
+    for method in _METHODS:
         setattr(param, method.__name__, MethodType(method, param))
     setattr(param, _DEEPCOPY, MethodType(_deepcopy, param))
     _assign_owner(param, owner, position)
@@ -144,7 +124,7 @@ def _assign_owner(param: nn.Parameter, owner: ShardOwner, position: int) -> None
     attributes.ds_persist = getattr(owner, "persistent", False)
 
 
-def note_neighbours(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
+def set_secondary_group(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
     """Record that ``param`` is gathered from the ranks of ``near`` only (ZeRO++'s hpZ).
 
     ``all_holders``: these ranks hold one complete copy, so this rank's secondary shard is its primary one.
@@ -179,7 +159,7 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     return memo[id(param)]
 
 
-def follow_dtype(param: Any) -> None:
+def sync_shard_dtype(param: Any) -> None:
     """Convert the shard to the dtype that ``module.double()`` and the like gave the partitioned parameter."""
     cast = getattr(param.ds_owner, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
@@ -189,21 +169,20 @@ def follow_dtype(param: Any) -> None:
 def read_full(param: Tensor, out: Tensor) -> None:
     """Copy the whole parameter into ``out`` [full shape]. Collective if partitioned."""
     if is_zero_param(param):
-        follow_dtype(param)
+        sync_shard_dtype(param)
         param.ds_owner.read_param(param.ds_position, out)  # type: ignore[attr-defined]
     else:
         out.copy_(param.data)
 
 
-# Documented methods of a partitioned parameter --------------------------------------------------------------
-
-
-def make_whole(module: nn.Module) -> None:
+def gather_permanently(module: nn.Module) -> None:
     """Turn what ``zero.Init`` partitioned into ordinary parameters, for engines that never gather (stages 0 to 2).
 
     Parameters that a stage-3 engine holds are left alone. Collective.
     """
-    held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].alone]
+    held = [
+        param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].standalone
+    ]
     for param in held:
         whole = torch.empty(full_shape(param), dtype=param.dtype, device=param.device)
         read_full(param, whole)
@@ -215,6 +194,9 @@ def make_whole(module: nn.Module) -> None:
             "keeps them partitioned",
             ranks=[0],
         )
+
+
+# Documented methods of a partitioned parameter --------------------------------------------------------------
 
 
 def partition_numel(param: Any) -> int:
@@ -289,7 +271,7 @@ def all_gather(
     """
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
-            follow_dtype(each)
+            sync_shard_dtype(each)
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
                 each.ds_owner.read_param(each.ds_position, whole)
@@ -313,7 +295,7 @@ def partition(
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
         if has_been_updated:
-            follow_dtype(each)
+            sync_shard_dtype(each)
             each.ds_owner.write_param(each.ds_position, each.data)
         gathered = getattr(each.ds_owner, "views", None)
         if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():
@@ -337,3 +319,16 @@ def ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
         "active_sub_modules": param.ds_active_sub_modules,
         "ds_tensor.shape": tuple(param.ds_tensor.shape),
     }
+
+
+_METHODS = (
+    all_gather, all_gather_coalesced, aligned_size, convert_to_zero_parameters, ds_summary, get_partition_dp_group,
+    get_partition_rank, padding_size, partition, partition_numel,
+)  # fmt: skip
+
+_ATTRIBUTES = (
+    CHECKS_WRITES, GATHER_COUNT, _DEEPCOPY, "ds_active_sub_modules", "ds_owner", "ds_id", "ds_numel",
+    "ds_numel_aligned", "ds_param_type", "ds_persist", "ds_position", "ds_process_group", "ds_secondary_tensor",
+    "ds_shape", "ds_status", "ds_tensor", "ds_zero_param_process_group", "ds_zero_partition_rank",
+    "ds_zero_partition_world_size", *(method.__name__ for method in _METHODS),
+)  # fmt: skip

@@ -69,10 +69,8 @@ def is_partial(param: Tensor, *, matrices: bool = False) -> bool:
     of a stack of whole matrices counts as whole."""
     placement, own = placement_of(param), tuple(full_shape(param))
     whole = placement.global_shape
-    if EXPERTS in placement.split and len(whole) > len(
-        own
-    ):  # other ranks have different tensors of that name
-        whole = whole[1:]
+    if EXPERTS in placement.split and len(whole) > len(own):
+        whole = whole[1:]  # other ranks have different tensors of that name
     if len(whole) != len(own):  # split in an unknown way
         return True
     first = int(matrices and is_stack(param))

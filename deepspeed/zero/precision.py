@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.config.plan import PrecisionPlan
-from deepspeed.zero.params import follow_dtype, is_cast
+from deepspeed.zero.params import is_castable, sync_shard_dtype
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 """Parameter attribute: the wire dtype of its gradient, if not the parameter's dtype."""
@@ -39,7 +39,7 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
                 _cast_param(param, own.get(owner, plan.param))
             for name, buffer in owner._buffers.items():
                 dtype = own.get(owner, plan.buffer)
-                if buffer is not None and dtype is not None and is_cast(buffer):
+                if buffer is not None and dtype is not None and is_castable(buffer):
                     owner._buffers[name] = buffer.to(dtype)
 
 
@@ -55,12 +55,12 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    if dtype is None or not is_cast(param):
+    if dtype is None or not is_castable(param):
         return
     if param.dtype != dtype:
         param.data = param.data.to(dtype)
     if is_zero_param(param):
-        follow_dtype(param)
+        sync_shard_dtype(param)
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

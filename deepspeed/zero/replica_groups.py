@@ -28,6 +28,7 @@ from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import split_ranks
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.zero.layout import batches
 
 DENSE = "dense"
 """Weights that all ranks hold."""
@@ -71,9 +72,8 @@ def replica_group_name(param: torch.Tensor) -> str:
         return str(shared[0])
     if getattr(param, "allreduce", True):
         return DENSE
-    return str(getattr(param, "group_name", "ep_size_1")) + (
-        _DIVIDED_SUFFIX if getattr(param, DIVIDED, False) else ""
-    )
+    suffix = _DIVIDED_SUFFIX if getattr(param, DIVIDED, False) else ""
+    return str(getattr(param, "group_name", "ep_size_1")) + suffix
 
 
 class Levels(NamedTuple):
@@ -222,11 +222,9 @@ class ReplicaGroups:
         return {name: replica_group.shard.size for name, replica_group in self._known.items()}
 
     def _sharded(self, replica_group: ReplicaGroup) -> ReplicaGroup:
-        return (
-            replica_group.mics(self.mics_shard_size)
-            if self.mics_shard_size > 0
-            else replica_group.grouped(self.group_size)
-        )
+        if self.mics_shard_size > 0:
+            return replica_group.mics(self.mics_shard_size)
+        return replica_group.grouped(self.group_size)
 
     def _shared(self, name: str, all_ranks: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
         """Return the group of a weight on several pipeline stages: gradients of all stages add up, and the mean is
@@ -250,11 +248,9 @@ class ReplicaGroups:
             replica_group = replace(
                 replica_group, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
             )
-        return (
-            self._divided(replica_group, same, device)
-            if name.endswith(_DIVIDED_SUFFIX)
-            else self._sharded(replica_group)
-        )
+        if name.endswith(_DIVIDED_SUFFIX):
+            return self._divided(replica_group, same, device)
+        return self._sharded(replica_group)
 
     def _divided(
         self, replica_group: ReplicaGroup, same: Sequence[int], device: torch.device
@@ -319,25 +315,12 @@ def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> N
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
         for group in by_kind.values():
-            for batch in _batches(group, BROADCAST_NUMEL):
+            for batch in batches(group, torch.Tensor.numel, BROADCAST_NUMEL):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 communicator.broadcast(flat.view(torch.uint8), src=0).wait()
                 if communicator.rank:
                     for tensor, value in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                         tensor.copy_(value.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if batch and size + tensor.numel() > numel:
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.numel()
-    if batch:
-        yield batch
 
 
 def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:

@@ -24,7 +24,12 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.placements import own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.update_context import OptimizerContext, SwappedGroupsStep, local_squares, params_by_group
+from deepspeed.zero.update_context import (
+    SwappedGroupsStep,
+    UpdateContextBuilder,
+    local_squares,
+    params_by_group,
+)
 
 if TYPE_CHECKING:
     from deepspeed.zero.pending_params import PendingParams
@@ -51,9 +56,8 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     is 0."""
     if max_norm <= 0:
         return 1.0
-    inverse = _fp32(
-        1.0 / _fp32(_fp32(norm).value + _EPS).value
-    ).value  # torch divides by a tensor in two roundings
+    # torch divides by a tensor in two roundings
+    inverse = _fp32(1.0 / _fp32(_fp32(norm).value + _EPS).value).value
     coefficient = _fp32(inverse * _fp32(max_norm).value).value
     return coefficient if coefficient < 1.0 or math.isnan(coefficient) else 1.0
 
@@ -114,7 +118,7 @@ class StepExecutor:
         publisher: WeightPublisher,
         replica_groups: ReplicaGroups,
         names: Sequence[str],
-        admission: PendingParams,
+        pending_params: PendingParams,
         before_step: Sequence[Callable[[], None]] = (),
         by_rows: Collection[nn.Parameter] = (),
     ) -> None:
@@ -130,8 +134,8 @@ class StepExecutor:
         self._non_dense = self._find_non_dense(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
-        self.admission = admission
-        admission.subscribe(self._admitted)
+        self.pending_params = pending_params
+        pending_params.subscribe(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -140,16 +144,13 @@ class StepExecutor:
         self._grad_key: list[int] = []
         self._lists: list[GroupTensors] = []
         self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
-        self.optimizer_context = OptimizerContext(store, replica_groups, sharded=self.sharded)
+        self.optimizer_context = UpdateContextBuilder(store, replica_groups, sharded=self.sharded)
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
-        self._wants_local: Callable[[], bool] | None = (
-            optimizer.keeps_own_gradients if store.traits.own_communication else None
-        )
-        self._step_fragments: Any = (
-            optimizer.step_fragments if store.traits.fused else SwappedGroupsStep(store, by_rows)
-        )
+        traits = store.traits
+        self._wants_local = optimizer.wants_local_gradients if traits.own_communication else None
+        self._step_fragments = optimizer.step_fragments if traits.fused else SwappedGroupsStep(store, by_rows)
 
     def step(self) -> StepResult:
         self.reducer.finish()
@@ -193,10 +194,10 @@ class StepExecutor:
 
     def _agree(self) -> StepVote:
         """Vote, and vote again if late or newly activated gradients had to be summed after the first vote."""
-        self.admission.find_pending()
+        self.pending_params.find_pending()
         vote = self._vote()
         if any(vote.activated):
-            self.admission.admit(vote.activated)
+            self.pending_params.admit(vote.activated)
         if vote.has_late_gradients:
             self.reducer.reduce_late()
         return self._vote() if vote.needs_second_vote else vote
@@ -269,7 +270,7 @@ class StepExecutor:
                     part
                     for fragments, _, grads, _ in self._lists
                     for owned, grad in zip(fragments, grads, strict=True)
-                    if owned.grad_bucket.counts
+                    if owned.grad_bucket.counts_in_norm
                     for part in own_views(
                         self.store.params[owned.param_index], grad, owned.fragment.param_offset
                     )
@@ -318,11 +319,8 @@ class StepExecutor:
         index = -int(worst.item())
         if index < len(self.names):
             return self.names[index]
-        return (
-            "(of another part of the model)"
-            if self.replica_groups.across
-            else "(none: the squares overflow fp64)"
-        )
+        elsewhere = self.replica_groups.across
+        return "(of another part of the model)" if elsewhere else "(none: the squares overflow fp64)"
 
     # Update -------------------------------------------------------------------------------------------------
 
@@ -340,7 +338,7 @@ class StepExecutor:
 
     def _context(self, norm: float) -> UpdateContext:
         """Return the context of an update whose gradient has this ``norm`` after clipping."""
-        return self.optimizer_context.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
+        return self.optimizer_context.context(norm, local_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -10,7 +10,7 @@ same parameters in the same order. Gradients exist from ``backward`` to ``step``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +18,8 @@ from torch import Tensor, nn
 ACCESS = "_ds_state_access"
 
 
-class ParamAccess(Protocol):
-    """Interface of ``deepspeed.zero.states.access.StateAccess`` used here.
-
-    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D. Each `param` is an
-    `nn.Parameter`, which torch's own annotations of modules call a Tensor.
-    """
-
-    def full_master(self, param: Any) -> Tensor | None: ...
-    def set_full_master(self, param: Any, value: Tensor) -> None: ...
-    def full_state(self, param: Any, key: str) -> Tensor | None: ...
-    def set_full_state(self, param: Any, key: str, value: Tensor) -> None: ...
-    def full_gradient(self, param: Any) -> Tensor | None: ...
-    def set_full_gradient(self, param: Any, value: Tensor) -> None: ...
-    def local_master(self, param: Any) -> Tensor | None: ...
-    def local_state(self, param: Any, key: str) -> Tensor | None: ...
-    def local_gradient(self, param: Any) -> Tensor | None: ...
-    def set_local_master(self, param: Any, value: Tensor) -> None: ...
-    def set_local_state(self, param: Any, key: str, value: Tensor) -> None: ...
-    def set_local_gradient(self, param: Any, value: Tensor) -> None: ...
-
-
-def _access(param: Tensor) -> ParamAccess | None:
+def _access(param: Tensor) -> Any:
+    """Return the parameter's ``deepspeed.zero.states.access.StateAccess``; None if there is none."""
     return getattr(param, ACCESS, None)
 
 
@@ -48,7 +28,7 @@ def is_kept_by_engine(param: Tensor) -> bool:
     return _access(param) is not None
 
 
-def _required(param: Tensor) -> ParamAccess:
+def _required(param: Tensor) -> Any:
     access = _access(param)
     if access is None:
         raise ValueError(

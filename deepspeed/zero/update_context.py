@@ -11,13 +11,13 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.native import sum_of_squares
-from deepspeed.ops.update import UpdateContext
+from deepspeed.ops.update import UpdateContext, refresh_weights
 from deepspeed.zero.placements import is_partial, is_stack, own_views
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 
 
-class OptimizerContext:
+class UpdateContextBuilder:
     """Makes the ``UpdateContext`` of each step. ``sharded``: whether the fragments of ``store`` are parts of
     parameters."""
 
@@ -42,11 +42,13 @@ class OptimizerContext:
             self._matrices = make(self.store, self.replica_groups)
 
         self._holders = (
-            Holders(self.store, self.replica_groups, sharded=sharded) if traits.own_communication else None
+            HolderGroups(self.store, self.replica_groups, sharded=sharded)
+            if traits.own_communication
+            else None
         )
 
-    def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
-        """Return the context of one update. ``gradient_norm``: after clipping. ``own_gradients``: gradients have not
+    def context(self, gradient_norm: float, *, local_gradients: bool) -> UpdateContext:
+        """Return the context of one update. ``gradient_norm``: after clipping. ``local_gradients``: gradients have not
         been summed over ranks."""
         return UpdateContext(
             gradient_norm=gradient_norm,
@@ -54,7 +56,7 @@ class OptimizerContext:
             segment_largest=self._sums and self._sums.largest,
             copy_sum=self._sums and self._sums.total,
             whole_matrices=self._matrices,
-            holders=self._holders if own_gradients else None,
+            holders=self._holders if local_gradients else None,
             parts=self.replica_groups.dense.shard
             if self.sharded and self.store.traits.own_communication
             else None,
@@ -70,9 +72,8 @@ class SegmentSums:
         self.members: dict[Communicator, list[int]] = {}
         self.shard = replica_groups.dense.shard if sharded else None
         if sharded:
-            for replica_group, params in params_by_group(
-                store.params, replica_groups
-            ).items():  # several may share one ``shard``
+            by_group = params_by_group(store.params, replica_groups)
+            for replica_group, params in by_group.items():  # several may share one ``shard``
                 self.members.setdefault(replica_group.shard, []).extend(params)
         for index, param in enumerate(store.params):
             for others in replica_groups.parts_of(param) if is_partial(param) else ():
@@ -136,7 +137,7 @@ class SegmentSums:
         return whole[indices.to(whole.device)]
 
 
-class Holders:
+class HolderGroups:
     """Groups masters by the ranks that hold the same ones: all ranks with these weights, or, if ``sharded``, the
     ranks with the same shard. Parts of tensors and copies of whole ones are separate kinds (Note: blocks and copies
     in `zero/partitioning.py`)."""
@@ -195,18 +196,8 @@ class SwappedGroupsStep:
             for _, masters, _, _ in fragments:
                 for master in masters:
                     master.grad = None
-        self._publish(fragments)
-
-    @staticmethod
-    def _publish(fragments: Sequence[GroupTensors]) -> None:
-        written = [
-            (low, master.reshape(-1))
-            for _, masters, _, lows in fragments
-            for low, master in zip(lows, masters, strict=True)
-            if low is not None
-        ]
-        if written:
-            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
+        for _, masters, _, lows in fragments:
+            refresh_weights(masters, lows)
 
 
 def params_by_group(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
-from deepspeed.zero.layout import UNUSED
+from deepspeed.zero.layout import UNUSED, batches
 from deepspeed.zero.placements import is_stack
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
@@ -82,7 +83,7 @@ class WholeMatrices:
         for param, value in zip(params, values, strict=True):
             mine[fragment_of[id(param)].param_index] = value.view(-1)
         for holders, matrices in self.matrices[index].items():
-            for batch in batches(matrices, BATCH_NUMEL):
+            for batch in batches(matrices, attrgetter("numel"), BATCH_NUMEL):
                 self._exchange(holders, batch, mine, function)
 
     def _exchange(
@@ -170,20 +171,6 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
             if parts and slot.param != UNUSED:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
                 yield Matrix(slot.param, matrix_shape(param), tuple(parts), owner)
-
-
-def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
-    """Yield consecutive matrices with at most ``numel`` elements in total, at least one matrix each."""
-    batch: list[Matrix] = []
-    size = 0
-    for matrix in matrices:
-        if batch and size + matrix.numel > numel:
-            yield batch
-            batch, size = [], 0
-        batch.append(matrix)
-        size += matrix.numel
-    if batch:
-        yield batch
 
 
 def _slots(

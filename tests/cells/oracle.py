@@ -326,7 +326,7 @@ class Alone:
         rounds: list[list[Gradients]] = [
             [{} for _ in range(cell.replicas)] for _ in range(self.wires.rounds(cell, count))
         ]
-        travel = bool(self.wires.gradients) and not keeps_own_gradients(cell, step)
+        travel = bool(self.wires.gradients) and not wants_local_gradients(cell, step)
         for replica in range(cell.replicas):
             losses.append([])
             for number in range(self.micro, self.micro + count):
@@ -381,7 +381,7 @@ class Alone:
 
         Ranks that share experts hold one copy of them, with the gradient of all these ranks' tokens.
         """
-        if not keeps_own_gradients(cell, step):
+        if not wants_local_gradients(cell, step):
             return float(sums[-1].norm())
         size = 2 if cell.shards == "mics" else 1
         experts = torch.cat(
@@ -418,7 +418,7 @@ class Alone:
             self.expected.generated[-1].append(found)
 
 
-def keeps_own_gradients(cell: Cell, step: int) -> bool:
+def wants_local_gradients(cell: Cell, step: int) -> bool:
     """Return whether no rank has the gradient of all ranks' data in this step, counted from 0."""
     full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
     return cell.sends_signs and not full

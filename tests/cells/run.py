@@ -26,8 +26,8 @@ from tests.cells.oracle import (
     Expected,
     Tolerance,
     expected_of,
-    keeps_own_gradients,
     tolerance,
+    wants_local_gradients,
     widest,
 )
 from tests.cells.routing import by_replica, kept_by_replica, nearly_tied
@@ -225,7 +225,7 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected) -> I
                         yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {far}"
                 # the oracle has no gradient of one rank's part of a sequence, or of the tokens that experts divide
                 divided = cell.axis("sp") > 1 or (cell.model == "moe" and cell.axis("tp") > 1)
-                known = not (divided and keeps_own_gradients(cell, step))
+                known = not (divided and wants_local_gradients(cell, step))
                 if known and (
                     far := _off(each.norms[at], lambda it, at=step: it.norms[at], expected, allowed.norm)
                 ):

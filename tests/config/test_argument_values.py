@@ -16,7 +16,7 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigEr
 from deepspeed.config.optimizers import BUILT_IN, COMPACT_KEYS, check_optimizer
 from deepspeed.config.problems import Problem
 from deepspeed.optim.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.optim.schedulers import resolve_scheduler
+from deepspeed.optim.scheduler_choice import resolve_scheduler
 from deepspeed.zero.optimizer_registry import imported
 
 NAN, INF = math.nan, math.inf

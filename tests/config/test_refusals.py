@@ -284,8 +284,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "comm/topology.py:PipelineParallelGrid.share_sequences": ("ranks",),
     "transforms/progressive_layer_drop.py:LayerDrop.apply": ("model",),
     "engine/rollout/serving_rollout.py:_check_ranks": ("call",),
-    "optim/schedulers.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
-    "optim/schedulers.py:resolve_scheduler": (
+    "optim/scheduler_choice.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
+    "optim/scheduler_choice.py:resolve_scheduler": (
         ("scheduler.params.no_argument", {"scheduler": {"type": "WarmupLR", "params": {"no_argument": 1}}}),
         ("scheduler.params.step_size", {"scheduler": {"type": "StepLR", "params": {}}}),
     ),

@@ -13,8 +13,8 @@ from torch import nn
 import deepspeed
 from deepspeed.config.sections.model import CompileConfig
 from deepspeed.transforms.compile.backend import (
-    SETTINGS,
-    CompileWork,
+    BUILTIN_PASSES,
+    GraphPassRunner,
     make_backend,
     opt_passes,
     register_compile_pass,
@@ -289,8 +289,8 @@ def test_default_schedules() -> None:
         periods = read_schedule(default_schedule(plain, stage), stage)
         assert [period.step for period in periods] == ([0, WARMUP] if stage == 3 else [0])
     assert offload_adam_states.NAME in read_schedule(default_schedule(moving, 2), 2)[0].settings
-    assert {name for name, setting in SETTINGS.items() if opt_passes[name] is setting.function} == set(
-        SETTINGS
+    assert {name for name, setting in BUILTIN_PASSES.items() if opt_passes[name] is setting.function} == set(
+        BUILTIN_PASSES
     )
 
 
@@ -333,7 +333,7 @@ def test_a_backend_runs_passes_by_itself() -> None:
         phases.append(facts[-1])
 
     with compiler():
-        backend = make_backend("eager", CompileConfig(), {}, CompileWork((note,)))
+        backend = make_backend("eager", CompileConfig(), {}, GraphPassRunner((note,)))
         layer = nn.Linear(3, 2)
         x = torch.ones(4, 3)
         out = torch.compile(layer, backend=backend)(x)

@@ -33,7 +33,7 @@ NOT_IN_A_PLAIN_RUN = (
     "deepspeed.optim.onebit", "deepspeed.parallel.expert.layer", "deepspeed.parallel.pipeline",
     "deepspeed.parallel.sequence", "deepspeed.parallel.tensor", "deepspeed.planning.planner", "deepspeed.tools",
     "deepspeed.transforms.module_transforms", "deepspeed.transforms.recompute.checkpointing",
-    "deepspeed.zero.gathering.scheduled_gather", "deepspeed.zero.gathering.shard_server",
+    "deepspeed.zero.gathering.scheduled_gatherer", "deepspeed.zero.gathering.shard_server",
     "deepspeed.zero.gradients.quantized_sum", "deepspeed.zero.muon", "deepspeed.zero.offload.tiers",
     "deepspeed.zero.offload.zenflow",
 )  # fmt: skip

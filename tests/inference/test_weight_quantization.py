@@ -100,6 +100,18 @@ def test_layers_are_chosen_by_their_names() -> None:
     assert type(module.layers[1]) is nn.Identity
 
 
+def test_quantized_embeddings_clip_what_they_look_up() -> None:
+    """As ``max_norm`` says: rows longer than that are scaled down, also of the quantized table."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(30, 32, max_norm=3.0, norm_type=2.0)
+    with torch.no_grad():
+        plain.weight[:4] *= 0.1
+    quantized = QuantizedEmbedding(settings(8), plain)
+    found, wanted = quantized(TOKENS), plain(TOKENS).detach()
+    assert found.norm(dim=-1).max() <= 3.0 + 1e-4 and found.shape == (2, 14, 32)
+    torch.testing.assert_close(found, wanted, atol=0.03, rtol=0)
+
+
 def zero_config(folder: Path, offload: str, **section: Any) -> dict[str, Any]:
     kept = {"offload_param": {"device": offload, "nvme_path": str(folder)}} if offload != "none" else {}
     return {

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.optim.onebit.adam import OnebitAdam
-from deepspeed.optim.own_variance import (
-    OWN_VARIANCE,
+from deepspeed.optim.onebit.adam import (
+    LOCAL_VARIANCE,
+    OnebitAdam,
     RootCodec,
     average_variances,
     random_sums,
@@ -174,7 +174,7 @@ def variances_of(engine: Any) -> list[Tensor]:
     )
     for owned in store.fragments:
         first = owned.fragment.param_offset
-        value = store.state_of(owned)[OWN_VARIANCE].reshape(-1)
+        value = store.state_of(owned)[LOCAL_VARIANCE].reshape(-1)
         totals[owned.param_index][first : first + value.numel()] += value / copies
     for total in totals:
         dist.all_reduce(total)
@@ -203,4 +203,4 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="variance_interval=-1"):
         OnebitAdam([torch.zeros(3, requires_grad=True)], variance_interval=-1)
     plain = OnebitAdam([torch.zeros(3, requires_grad=True)])
-    assert OWN_VARIANCE not in plain.update_traits.rank_state
+    assert LOCAL_VARIANCE not in plain.update_traits.rank_state

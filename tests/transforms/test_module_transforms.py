@@ -21,7 +21,7 @@ from deepspeed.transforms import (
     request,
     transforms_of,
 )
-from deepspeed.transforms.ordering import MODULE_ORDER, in_order
+from deepspeed.transforms.ordering import MODULE_ORDER, sort_transforms
 from tests.pool import distributed
 from tests.transforms.users import Adapters, Fusion, Model, make_model, settings, start, tokens, train
 
@@ -39,7 +39,7 @@ class Named:
 
 
 def sorted_names(*transforms: Named) -> list[str]:
-    return [each.name for each in in_order(transforms, MODULE_ORDER)]
+    return [each.name for each in sort_transforms(transforms, MODULE_ORDER)]
 
 
 def test_order() -> None:
@@ -75,7 +75,7 @@ def test_order() -> None:
 )
 def test_no_order(transforms: tuple[Named, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        in_order(transforms, MODULE_ORDER)
+        sort_transforms(transforms, MODULE_ORDER)
 
 
 @distributed(world_size=1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.engine import engine as engine_module
-from deepspeed.zero.gradients.sums import GradientSum, InFlight
+from deepspeed.zero.gradients.sums import GradientSum, InFlight, MakeOut
 from tests.pool import distributed
 from tests.zero.models import assert_same, config_for
 
@@ -32,10 +32,8 @@ class EightBitSum:
     def __init__(self, inner: GradientSum) -> None:
         self.inner = inner
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        return self.inner.start(rounded(local), kept, before, after)
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        return self.inner.start(rounded(local), make_out, prescale, postscale)
 
 
 def rounded(values: Tensor) -> Tensor:

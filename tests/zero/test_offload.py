@@ -23,8 +23,8 @@ from deepspeed.compat.offload_states import get_state_devices
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.offload import OffloadStateTypeEnum
 from deepspeed.ops.aio.engine import AioFailure, AioOptions
-from deepspeed.zero import wiring
 from deepspeed.zero.gathering import param_storage, sharded_model
+from deepspeed.zero.gradients import factory
 from deepspeed.zero.offload import state_moves, swap_file, tiers
 from deepspeed.zero.offload.swap_file import SwapFile
 from deepspeed.zero.offload.tiers import OffloadedTier, device_share
@@ -52,15 +52,15 @@ def plain_config(stage: int, precision: str = "fp32", **options: Any) -> dict[st
 @contextlib.contextmanager
 def pretend_device() -> Iterator[None]:
     """Take the CPU for a device whose memory is not host memory: the paths of a GPU, with plain copies."""
-    modules = (param_storage, sharded_model, state_moves, tiers, wiring)
-    saved = [(module, module.off_host) for module in modules]
+    modules = (param_storage, sharded_model, state_moves, tiers, factory)
+    saved = [(module, module.has_own_memory) for module in modules]
     for module in modules:
-        module.off_host = lambda _: True
+        module.has_own_memory = lambda _: True
     try:
         yield
     finally:
         for module, function in saved:
-            module.off_host = function
+            module.has_own_memory = function
 
 
 def assert_equal_runs(left: Any, right: Any) -> None:

@@ -44,13 +44,13 @@ class MomentumExchange(torch.optim.Optimizer):
         self.updates = 0
         self.exchanges: list[int] = []  # numbers of the updates, and who this was
 
-    def keeps_own_gradients(self) -> bool:
+    def wants_local_gradients(self) -> bool:
         return self.updates + 1 >= self.own_from
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "exchanges": list(self.exchanges), "rank": dist.get_rank()}
 
-    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
+    def load_rank_state_dict(self, saved: Any, rank: int, ranks: int) -> None:
         found = saved[rank % len(saved)] if saved else {"updates": 0, "exchanges": [], "rank": rank}
         assert found["rank"] == rank
         self.updates, self.exchanges = found["updates"], found["exchanges"]

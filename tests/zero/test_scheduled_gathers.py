@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.zero.gathering import sharded_model
-from deepspeed.zero.gathering.launch_order import EntryKind, LaunchEntry, decode, encode, with_foresight
+from deepspeed.zero.gathering.launch_order import EntryKind, LaunchEntry, decode, encode, with_prefetch
 from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
-from deepspeed.zero.gathering.scheduled_gather import MIN_PATIENCE_S, GatherCounts
+from deepspeed.zero.gathering.scheduled_gatherer import MIN_PATIENCE_S, GatherCounts
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, make_zoo
 
@@ -358,9 +358,9 @@ def need(b: int) -> LaunchEntry:
 def test_gathers_move_ahead_of_sums_but_not_of_the_release_that_makes_room() -> None:
     summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RESHARD, 0)
     record = [need(0), need(1), gone, summed, need(0), need(2)]
-    assert with_foresight(record, [1, 1, 1], window=0) == [need(0), need(1), summed, need(0), need(2)]
-    assert with_foresight(record, [1, 1, 1], window=1) == [need(0), need(1), need(0), summed, need(2)]
-    assert with_foresight(record, [1, 1, 1], window=2) == [need(0), need(1), need(0), need(2), summed]
+    assert with_prefetch(record, [1, 1, 1], window=0) == [need(0), need(1), summed, need(0), need(2)]
+    assert with_prefetch(record, [1, 1, 1], window=1) == [need(0), need(1), need(0), summed, need(2)]
+    assert with_prefetch(record, [1, 1, 1], window=2) == [need(0), need(1), need(0), need(2), summed]
     assert decode(encode([record, [], [summed]])) == [record, [], [summed]]
 
 

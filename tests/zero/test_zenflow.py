@@ -300,7 +300,7 @@ def test_split_layers_begin_anew(tmp_path: Any) -> None:
         for _ in range(2):
             engine.backward(engine(ids).square().mean())
             engine.step()
-        return engine.core.own_state.zenflow.steps
+        return engine.core.own_state.steps
 
     for before, after in ((split, {}), ({}, split)):
         engine = started(before)

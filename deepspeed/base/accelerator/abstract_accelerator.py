@@ -24,6 +24,10 @@ def _check_host(device: Any) -> None:
         raise ValueError(f"device={device!r}: only host memory can be pinned; pass device='cpu'")
 
 
+def _tensor_constructor(dtype: torch.dtype) -> property:
+    return property(lambda accelerator: accelerator._tensor_type(dtype))
+
+
 class DeepSpeedAccelerator(ABC):
     """The device type of this process. Methods initialize the device only when they need it.
 
@@ -239,33 +243,13 @@ class DeepSpeedAccelerator(ABC):
         """Return a constructor of tensors of a dtype on this device."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
-    @property
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.float64)
-
-    @property
-    def FloatTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.float16)
-
-    @property
-    def IntTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.int32)
-
-    @property
-    def LongTensor(self) -> Callable[..., torch.Tensor]:
-        return self._tensor_type(torch.int64)
+    BFloat16Tensor = _tensor_constructor(torch.bfloat16)
+    ByteTensor = _tensor_constructor(torch.uint8)
+    DoubleTensor = _tensor_constructor(torch.float64)
+    FloatTensor = _tensor_constructor(torch.float32)
+    HalfTensor = _tensor_constructor(torch.float16)
+    IntTensor = _tensor_constructor(torch.int32)
+    LongTensor = _tensor_constructor(torch.int64)
 
     # --- Profiler ranges --------------------------------------------------------------------------
 

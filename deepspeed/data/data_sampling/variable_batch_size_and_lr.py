@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.base.logging import logger
-from deepspeed.base.stateful import Loads, state_of
+from deepspeed.base.stateful import LoadsStateDict, state_of
 from deepspeed.data.data_sampling.sequence_lengths import sequence_lengths
 from deepspeed.data.data_sampling.token_batches import TokenBatches, pack
 from deepspeed.data.data_sampling.token_batches import scale_lr as scale_lr
@@ -218,7 +218,7 @@ class VariableBatchSizeLR(LRScheduler):
                 f"the learning rate was saved with different batches ({len(state_dict['batch_sizes'])} of "
                 f"them, now {len(self.batch_sizes)}): it resumes by the number of trained batches"
             )
-        if isinstance(self.base_lr_scheduler, Loads) and state_dict["base_lr_scheduler"] is not None:
+        if isinstance(self.base_lr_scheduler, LoadsStateDict) and state_dict["base_lr_scheduler"] is not None:
             self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
         self.base_lrs, self.unscaled_lrs = list(state_dict["base_lrs"]), list(state_dict["unscaled_lrs"])
         self.last_epoch = state_dict["last_epoch"]

@@ -10,7 +10,7 @@ import torch
 from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.transforms.compile.backend import CompileWork
+from deepspeed.transforms.compile.backend import GraphPassRunner
 from deepspeed.transforms.compile.passes import offload_adam_states, prefetch, selective_gather
 from deepspeed.transforms.compile.schedule import Period
 from deepspeed.zero.gathering.sharded_model import ShardedModel
@@ -30,7 +30,7 @@ _STATES = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 class PassSchedule:
     """Applies the settings of each period at its step, on all ranks between two steps."""
 
-    def __init__(self, engine: Engine, periods: Sequence[Period], work: CompileWork) -> None:
+    def __init__(self, engine: Engine, periods: Sequence[Period], work: GraphPassRunner) -> None:
         self.engine = engine
         self.periods = list(periods)
         self.work = work

@@ -15,7 +15,7 @@ from deepspeed.base.logging import is_rank_zero
 from deepspeed.compression.eigenvalue import Eigenvalue
 from deepspeed.compression.moq import MoQQuantizer
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.compression import EigenvalueConfig, QuantizeTrainingConfig
@@ -207,4 +207,4 @@ def _whole(param: Any) -> Iterator[None]:
     with GatheredParameters([param]):
         yield
         param.ds_owner.write_param(param.ds_position, param.data)
-    param.ds_owner.changed()
+    param.ds_owner.shards_written()

@@ -10,7 +10,7 @@ from deepspeed.base.logging import logger
 if TYPE_CHECKING:
     from deepspeed.config.sections.model import CompileConfig
     from deepspeed.engine.interface import Engine
-    from deepspeed.transforms.compile.backend import CompileWork
+    from deepspeed.transforms.compile.backend import GraphPassRunner
     from deepspeed.transforms.compile.passes.contract import PassContract
 
 
@@ -20,7 +20,7 @@ class Compilation:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.is_compiled = False
-        self.work: CompileWork | None = None
+        self.work: GraphPassRunner | None = None
         """The graphs of ``compile.deepcompile``, once it has begun."""
 
     def compile(
@@ -72,12 +72,12 @@ class Compilation:
     ) -> Any:
         """Start following a schedule of passes; return a backend for ``torch.compile`` that runs them."""
         from deepspeed.engine.observers.compile_passes import PassSchedule
-        from deepspeed.transforms.compile.backend import CompileWork, make_backend
+        from deepspeed.transforms.compile.backend import GraphPassRunner, make_backend
         from deepspeed.transforms.compile.schedule import default_schedule, read_schedule
 
         stage = self._engine._config.zero_optimization_stage
         periods = read_schedule(default_schedule(config, stage) if schedule is None else schedule, stage)
-        work = CompileWork(debug_log=config.debug_log)
+        work = GraphPassRunner(debug_log=config.debug_log)
         made = make_backend(backend, config, compile_kwargs, work)
         PassSchedule(self._engine, periods, work)
         self.work = work

@@ -23,7 +23,7 @@ from deepspeed.inference.adapters import FusedAdapters
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
-from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
+from deepspeed.zero.gathering.gathered_parameters import unwrap_model_for_generation
 
 _SEEDS = 2**62
 

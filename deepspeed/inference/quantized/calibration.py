@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
 from deepspeed.zero.partitioning import blocks_of
@@ -123,7 +123,7 @@ def quantize_calibrated(
             before += layer.weight.nbytes
             after += made.words.nbytes + made.scales.nbytes
             parent._modules[name] = made.train(layer.training)
-            keep_hooks(layer, made)
+            move_hooks(layer, made)
     return CalibrationReport(method, bits, errors, before, after)
 
 

@@ -15,7 +15,7 @@ from deepspeed.inference.kernels import IntegerLinear, quantize_linears
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.transforms.lora.config import QuantizationConfig
-from deepspeed.transforms.lora.quantization import FrozenLinear, quantized
+from deepspeed.transforms.lora.quantization import FrozenLinear, make_quantized
 from deepspeed.transforms.weight_quantization.quantization import quantize_layers
 
 
@@ -115,7 +115,7 @@ def quantize_to_fp6(module: nn.Module) -> str:
         parallel = isinstance(layer, (LinearLayer, LinearAllreduce))
         if not (parallel or type(layer) is nn.Linear) or weight is None or owners[id(weight)] > 1:
             continue
-        stored = quantized(weight.detach(), config)
+        stored = make_quantized(weight.detach(), config)
         if parallel:
             if layer.transposed or layer.cut.shared():  # type: ignore[union-attr, operator]
                 continue

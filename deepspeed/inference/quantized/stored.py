@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.checkpoint.foreign.packed_weights import GroupedIntegers
 from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix, padded_columns
@@ -27,7 +27,7 @@ def keep_integers(module: nn.Module, name: str, weight: GroupedIntegers) -> bool
     if matrix is None:
         return False
     replaced = IntegerLinear(matrix, layer.bias, layer.weight.dtype).train(layer.training)
-    keep_hooks(layer, replaced)
+    move_hooks(layer, replaced)
     parent._modules[child] = replaced
     return True
 

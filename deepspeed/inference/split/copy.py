@@ -12,7 +12,7 @@ from deepspeed.base.sharded import is_zero_param
 from deepspeed.checkpoint.placement import local_part
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.split.layers import split_over
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam, adam_defaults
+from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, Group, UpdateContext, UpdateTraits
@@ -25,9 +28,12 @@ from deepspeed.optim.one_bit import (
     round_into,
     variance_steps,
 )
-from deepspeed.optim.own_variance import OWN_VARIANCE, average_variances, continue_variances, share_of_mean
 from deepspeed.optim.sign_exchange import FEEDBACK
 
+LOCAL_VARIANCE = "own_variance"
+"""State entry of a tensor: its variance, continued with this rank's gradients."""
+SUMS = 4096
+"""Length of the sketch: runs of this many elements are added up, each run with one random sign."""
 AUTO = "auto"
 STABLE = 0.96
 """The variance is stable once sums of variances 1 / (1 - beta2) updates apart have at least this ratio (sec. 7.1)."""
@@ -54,7 +60,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     update_traits = UpdateTraits(
         elementwise=True, own_communication=True, rank_state=(FEEDBACK,), script_keys=(MASK,)
     )
-    own_state_names = (FEEDBACK,)
+    extra_state_names = (FEEDBACK,)
 
     def __init__(
         self,
@@ -95,8 +101,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         self._shares: dict[tuple[int, int], float] = {}
         """Share of a rank's squared gradients that counts for the variance, by group and kind of weights."""
         if self.variance_interval:
-            self.own_state_names = (FEEDBACK, OWN_VARIANCE)
-            self.update_traits = replace(type(self).update_traits, rank_state=self.own_state_names)
+            self.extra_state_names = (FEEDBACK, LOCAL_VARIANCE)
+            self.update_traits = replace(type(self).update_traits, rank_state=self.extra_state_names)
 
     @property
     def adam_freeze_key(self) -> bool:
@@ -126,7 +132,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         if before > 0 and STABLE <= now / before <= 1 / STABLE:
             self.freeze_step = self.updates + 1  # the ranks vote on it before the next update
 
-    def update_own(
+    def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
@@ -160,11 +166,11 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         """Update each rank's own variances; average them every ``variance_interval``. ``new``: masters whose own
         variance, if empty, starts from the common one."""
         masters, since = list(part.masters), self.updates - int(self.freeze_step)
-        own, variances = ([self.state[m][name] for m in masters] for name in (OWN_VARIANCE, "exp_avg_sq"))
+        own, variances = ([self.state[m][name] for m in masters] for name in (LOCAL_VARIANCE, "exp_avg_sq"))
         for master in new:
             state = self.state[master]
-            if not state[OWN_VARIANCE].any():
-                state[OWN_VARIANCE].copy_(state["exp_avg_sq"])
+            if not state[LOCAL_VARIANCE].any():
+                state[LOCAL_VARIANCE].copy_(state["exp_avg_sq"])
         scale, beta2 = grad_scale * grad_scale, group["betas"][1]
         # Without holders gradients are summed already, and there is nothing to average.
         kinds = list(by_holders(masters, context.holders)) or [
@@ -185,14 +191,14 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             used, now = (corrections(group, step, at)[0] for at in (variance_steps(self.state[master]), step))
             variance.mul_(used / now)  # updates divide by ``used``, as for a frozen variance
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
         if self.variance_interval:
             mine["shares"] = dict(self._shares)
-        return {**super().own_state(), **mine}
+        return {**super().rank_state_dict(), **mine}
 
-    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
-        super().load_own_state(saved, rank, ranks)
+    def load_rank_state_dict(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_rank_state_dict(saved, rank, ranks)
         self._shares = dict(saved[rank].get("shares", {})) if len(saved) == ranks else {}
         if len(saved) and self.chooses_freeze_step:
             self.freeze_step = saved[0].get("freeze_step", self.freeze_step)
@@ -229,3 +235,64 @@ def plain_step(
     step = (momentum / root(variance, variance_correction, eps)).mul_(rate)
     param.mul_(decay).sub_(step.to(param.dtype))
     round_into(low, param)
+
+
+# Variances that each rank continues with its local gradients (``variance_interval``), with rare averaging.
+#
+# The local gradient is the mean gradient plus noise, so its squares are too large: by nearly the same factor
+# everywhere, and by exactly that factor where a gradient is mostly noise. The factor is estimated from sums with random
+# signs.
+
+
+def share_of_mean(grads: Sequence[Tensor], ranks: Communicator, seed: int) -> float:
+    """Estimate the squared norm of the mean gradient of ``ranks``, divided by the mean of their squared norms. At
+    most 1; the same on all of ``ranks``. Collective."""
+    if ranks.size == 1:
+        return 1.0
+    own = random_sums(grads, seed).double()
+    square = own.square().sum().reshape(1)
+    found = torch.cat([own, square])
+    ranks.all_reduce(found, scale=1.0 / ranks.size).wait()
+    of_mean, mean = float(found[:-1].square().sum()), float(found[-1])
+    return min(max(of_mean / mean, 0.5 / ranks.size), 1.0) if mean > 0 else 1.0
+
+
+def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
+    """Return a linear sketch of ``grads``, fp32 [SUMS], whose expected squared norm over seeds is theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(SUMS, device=grads[0].device)
+    for grad in grads:
+        flat = grad.detach().reshape(-1)
+        runs = -(-flat.numel() // SUMS)
+        signs = (
+            torch.randint(0, 2, (runs,), generator=generator).mul_(2).sub_(1).to(flat.device, torch.float32)
+        )
+        whole = flat.numel() // SUMS
+        for first in range(0, whole, SUMS):
+            some = flat[first * SUMS : min(first + SUMS, whole) * SUMS].view(-1, SUMS).float()
+            total += signs[first : first + len(some)] @ some
+        if rest := flat.numel() % SUMS:
+            total[:rest] += signs[-1] * flat[-rest:].float()
+    return total
+
+
+def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: float, beta2: float) -> None:
+    """Compute ``own`` = beta2 * own + (1 - beta2) * scale * grads^2 in place."""
+    for whole, source in zip(own, grads, strict=True):
+        for variance, grad in pieces(whole, source):
+            wide = grad.float()
+            variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
+
+
+def average_variances(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
+    """Set ``variances`` to the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
+    torch._foreach_copy_(list(variances), list(own))
+    if ranks.size == 1:
+        return
+    flat = [variance.contiguous() for variance in variances]
+    ends = list(accumulate(variance.numel() for variance in flat))
+    part = part_numel(ends[-1], ranks.size)
+    compressed_mean(Concatenated(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
+    for variance, copy in zip(variances, flat, strict=True):
+        if copy is not variance:
+            variance.copy_(copy)

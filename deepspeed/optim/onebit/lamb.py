@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.ops import native
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits, refresh_weights
 from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
@@ -20,7 +20,6 @@ from deepspeed.optim.one_bit import (
     ema_update,
     mean_over_holders,
     numels_of,
-    publish,
     variance_steps,
     whole_sums,
 )
@@ -62,7 +61,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         rank_state=(FEEDBACK,),
         script_keys=(MASK,),
     )
-    own_state_names = (FEEDBACK, FRESH)
+    extra_state_names = (FEEDBACK, FRESH)
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             old = self.coeff_beta if float(average) else 0.0  # the first ratio is its own average
             average.mul_(old).add_((1.0 - old) * ratio)
 
-    def update_own(
+    def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
@@ -152,7 +151,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         if masters:
             self._exchange(number, masters, states, context)
         self._apply(masters, states, group, before, context)
-        publish(masters, part.lows)
+        refresh_weights(masters, part.lows)
 
     def _exchange(
         self, number: int, masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext

@@ -88,7 +88,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     update_traits = UpdateTraits(
         elementwise=True, own_communication=True, rank_state=(FEEDBACK, LOCAL, "exp_avg"), script_keys=(MASK,)
     )
-    own_state_names = (FEEDBACK, LOCAL, SYNCED)
+    extra_state_names = (FEEDBACK, LOCAL, SYNCED)
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             return True
         return update % local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper) == 0
 
-    def update_own(
+    def update_after_warmup(
         self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
@@ -273,17 +273,17 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         mine = {
             "variance_updates": self.variance_updates,
             "exchanges": self.exchanges,
             "rate_sums": dict(self.rate_sums),
         }
-        return {**super().own_state(), **mine}
+        return {**super().rank_state_dict(), **mine}
 
     @torch.no_grad()
-    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
-        super().load_own_state(saved, rank, ranks)
+    def load_rank_state_dict(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_rank_state_dict(saved, rank, ranks)
         found = saved[0] if len(saved) else {}
         self.variance_updates = int(found.get("variance_updates", self.updates))
         self.exchanges = int(found.get("exchanges", 0))

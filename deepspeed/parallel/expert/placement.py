@@ -126,7 +126,7 @@ def write_experts(
     """Call ``write(state dict, file name)`` for each expert of which this rank is the first holder. A file holds the
     weights of one expert of one layer under their names in the whole model. Sharded weights are gathered: collective;
     an error is raised only after all experts, so that no rank is left waiting."""
-    from deepspeed.zero.gathering.gathered import GatheredParameters
+    from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
     failed: Exception | None = None
     for path, layer in module.named_modules():

@@ -29,7 +29,7 @@ from deepspeed.parallel.expert.routes import (
     topk_routes,
 )
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
-from deepspeed.transforms.recompute.rng import RegionNumbers
+from deepspeed.transforms.recompute.rng import RegionRNG
 
 # For custom layers of scripts: splitting tokens that are replicated over tensor-parallel ranks, gathering them, and
 # exchanging tokens between expert-parallel ranks, all with gradients. The tensor-parallel ranks are those of the newest
@@ -327,7 +327,7 @@ class MOELayer(nn.Module):
         self.ep_group_name = ep_group_name
         self.num_local_experts = num_local_experts
         self._ranks: Communicator | None = Communicator(None) if ep_size == 1 else None
-        self._numbers = RegionNumbers(Communicator(None))
+        self._numbers = RegionRNG(Communicator(None))
         self.watch: RouteWatch | None = None
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
@@ -343,7 +343,7 @@ class MOELayer(nn.Module):
     def divide_tokens(self, ranks: Communicator) -> None:
         """Let each of ``ranks``, which hold the same tokens and experts (tensor parallelism), dispatch a part of the
         tokens."""
-        self._numbers = RegionNumbers(ranks)
+        self._numbers = RegionRNG(ranks)
         self.experts.divide_tokens(ranks.size > 1)  # type: ignore[operator]
 
     def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:

@@ -36,7 +36,7 @@ from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_o
 from deepspeed.parallel.pipeline.simulated import MetaModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.transforms.recompute import checkpointing
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]

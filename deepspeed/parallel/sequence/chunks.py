@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.transforms.recompute.kept_inputs import leaves_device
 from deepspeed.transforms.recompute.side_stream import SideStream
+from deepspeed.zero.offload.host_copies import has_own_memory
 
 HOST = torch.device("cpu")
 
@@ -39,13 +39,13 @@ class SequenceChunk:
         self.device = chunk.device if device is None else torch.device(device)
         self.chunk_shape, self.chunk_dtype = chunk.shape, chunk.dtype
         self._stream = SideStream() if stream is None else stream
-        self._away = away and leaves_device(self.device)
+        self._away = away and has_own_memory(self.device)
         chunk = chunk.detach()
         if not self._away:
             self.cpu_chunk, self._on_device = chunk, chunk
             return
         self.cpu_chunk = chunk
-        if leaves_device(chunk.device):
+        if has_own_memory(chunk.device):
             pinned = chunk.device.type == "cuda"
             self.cpu_chunk = torch.empty(chunk.shape, dtype=chunk.dtype, device=HOST, pin_memory=pinned)
             self._stream.copy(chunk, self.cpu_chunk)

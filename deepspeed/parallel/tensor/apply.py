@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.base.sharded import full_shape, is_zero_param
 from deepspeed.checkpoint.placement import place, placement_of
 from deepspeed.comm.collectives import Communicator
@@ -25,7 +25,7 @@ from deepspeed.parallel.tensor.planning.plan import (
     TensorParallelPlan,
     VocabularyPlan,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 OnSwap = Callable[[nn.Parameter, nn.Parameter], None]
 
@@ -139,7 +139,7 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
     for path, layer in layers:
         if path in plan.heads:
             made: Any = forms_of(layer).get("column", LinearLayer)(
-                _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
+                _known_linear(layer), group, cut=plan.cut, weight=weight, clone_optimizer=True, name=path
             )
             bias = made.bias = made.bias if bias is None else bias
         else:
@@ -178,7 +178,7 @@ def _known_linear(layer: nn.Module) -> nn.Module:
         return layer
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias
-    keep_hooks(layer, plain)
+    move_hooks(layer, plain)
     return plain
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
@@ -31,7 +31,7 @@ from deepspeed.parallel.tensor.probing import transposed_by_trial
 from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 from deepspeed.zero import params as zero_params
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
 
@@ -137,7 +137,7 @@ class TensorParallelLayer(nn.Module):
         kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         kept.pop("forward", None)
         vars(self).update(kept)
-        keep_hooks(module, self)
+        move_hooks(module, self)
         for name, buffer in module.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
 
@@ -314,7 +314,7 @@ class LinearLayer(_ParallelLinear):
         gather_output: gather the whole output on every rank.
         gather_in_evaluation: gather only in evaluation mode or without gradients, for a head with a vocabulary-parallel
             loss.
-        stand_in: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
+        clone_optimizer: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
             (``VocabParallelLogits``), for the model's own loss.
         cut: of the outputs (``dim`` is ignored). By default as even as possible. Gradients of elements held by several
             ranks are summed.
@@ -341,7 +341,7 @@ class LinearLayer(_ParallelLinear):
         sequence: SequenceRegion | None = None,
         shared_input: InputRule | None = None,
         gather_in_evaluation: bool = False,
-        stand_in: bool = False,
+        clone_optimizer: bool = False,
         overlap_comm: bool = False,
         name: str | None = None,
     ) -> None:
@@ -350,7 +350,7 @@ class LinearLayer(_ParallelLinear):
         self.gather_output = gather_output
         self.overlap_comm = overlap_comm and shared_input is None
         self.gather_in_evaluation = gather_in_evaluation
-        self.stand_in = stand_in
+        self.clone_optimizer = clone_optimizer
         self.sequence = sequence
         self.shared_input: InputRule = shared_input or SharedInput()
         self._overlaps = bool(self.cut.shared())
@@ -398,15 +398,15 @@ class LinearLayer(_ParallelLinear):
             output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
         if self._gathers_output():
             return gather_from(output, self.group, self.cut.along(-1))
-        if self.stand_in and self.group.size > 1:
+        if self.clone_optimizer and self.group.size > 1:
             return VocabParallelLogits.of(output, self.group, self.cut)
         return output
 
     def _gathers_output(self) -> bool:
         """Return whether to gather the output. Compiled code does not support ``VocabParallelLogits``."""
-        if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
+        if self.gather_output or (self.clone_optimizer and torch.compiler.is_compiling()):
             return True
-        return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
+        return (self.gather_in_evaluation or self.clone_optimizer) and not self._is_training()
 
     def _is_training(self) -> bool:
         return self.training and torch.is_grad_enabled()

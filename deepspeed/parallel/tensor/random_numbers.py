@@ -11,22 +11,22 @@ from typing import Any
 from torch import nn
 
 from deepspeed.base.tracing import untraced
-from deepspeed.transforms.recompute.rng import RegionNumbers
+from deepspeed.transforms.recompute.rng import RegionRNG
 
 
-def draw_differently(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
+def draw_differently(module: nn.Module, numbers: RegionRNG) -> nn.Module:
     """Make the forward of ``module`` draw different random numbers on each rank. Returns ``module``, whose class is
     replaced by a subclass. Use one ``numbers`` for all modules of a model."""
     return _convert(module, numbers, _Different)
 
 
-def draw_equally(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
+def draw_equally(module: nn.Module, numbers: RegionRNG) -> nn.Module:
     """Make the forward of ``module``, nested in one that draws differently, draw the same numbers on all ranks."""
     return _convert(module, numbers, _Equal)
 
 
 class _Different(nn.Module):
-    numbers: RegionNumbers
+    numbers: RegionRNG
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ class _Different(nn.Module):
 
 
 class _Equal(nn.Module):
-    numbers: RegionNumbers
+    numbers: RegionRNG
 
     @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class _Equal(nn.Module):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _convert(module: nn.Module, numbers: RegionNumbers, how: type[nn.Module]) -> nn.Module:
+def _convert(module: nn.Module, numbers: RegionRNG, how: type[nn.Module]) -> nn.Module:
     if numbers.group.size == 1:
         return module
     if not isinstance(module, how):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.base.module_utils import without_hooks
+from deepspeed.base.module_utils import clear_hooks
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import DONE, Pending
 from deepspeed.parallel.tensor.apply import apply_plan
@@ -46,7 +46,7 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
     device = torch.device(get_accelerator().current_device_name())
     devices = [] if device.type == "cpu" else [get_accelerator().current_device()]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        module = stand_in(plan.example, device)
+        module = clone_optimizer(plan.example, device)
         inputs = example_values(plan.example, device)
         own = plan.within(module)
         whole = _Whole()
@@ -194,7 +194,7 @@ _MAX_FP32 = 2**31
 """Number of weight elements up to which the stand-in is in fp32; beyond, it is in bf16."""
 
 
-def stand_in(example: Example, device: torch.device) -> nn.Module:
+def clone_optimizer(example: Example, device: torch.device) -> nn.Module:
     """Materialize the example's module on ``device`` in evaluation mode, with random weights of trained magnitude, and
     ties preserved. Buffers keep the user's values if known."""
     module, numbers = example.module, _numbers(device)
@@ -207,7 +207,7 @@ def stand_in(example: Example, device: torch.device) -> nn.Module:
         known = example.buffers.get(name)
         memo[id(buffer)] = _unknown(buffer, device) if known is None else known.detach().to(device, copy=True)
     made = copy.deepcopy(module, memo).eval()
-    without_hooks(made)  # the user's hooks are not meant for the stand-in
+    clear_hooks(made)  # the user's hooks are not meant for the stand-in
     return made
 
 

@@ -77,7 +77,7 @@ def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> 
 
 def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
     """Return (operation, bytes, ranks, stride) of the bucket's gather after an update, or None: of weights that are
-    whole on every rank, or of shards across the groups that each hold a copy (``zero/gathering/quantized_gather.py``).
+    whole on every rank, or of shards across the groups that each hold a copy (``zero/gathering/gather_pieces.py``).
     """
     layout, group = bucket.layout, setting.plan.packing.group
     if layout.num_shards == 1:

@@ -22,7 +22,7 @@ from deepspeed.transforms.compile.passes import (
     zero3_compile,
     zero_1_and_2_compile,
 )
-from deepspeed.transforms.compile.passes.builtin import GraphPass, PassSetting
+from deepspeed.transforms.compile.passes.builtin import BuiltinPass, GraphPass
 from deepspeed.transforms.compile.passes.contract import (
     CAP_Z3_GATHER_RELEASE,
     PassContract,
@@ -33,13 +33,13 @@ from deepspeed.transforms.compile.profilers import ProfilingResult
 _AFTER_GATHERS = frozenset({CAP_Z3_GATHER_RELEASE})
 
 
-def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset[str]) -> PassSetting:
+def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset[str]) -> BuiltinPass:
     nothing: frozenset[str] = frozenset()
     terms = PassContract(name, contract.get("provides", nothing), contract.get("requires", nothing))
-    return PassSetting(name, function, frozenset(stages), terms)
+    return BuiltinPass(name, function, frozenset(stages), terms)
 
 
-SETTINGS: dict[str, PassSetting] = {
+BUILTIN_PASSES: dict[str, BuiltinPass] = {
     setting.name: setting
     for setting in (
         _setting(zero3_compile.NAME, zero3_compile.add_z3_gather_release, 3, provides=_AFTER_GATHERS),
@@ -54,10 +54,10 @@ SETTINGS: dict[str, PassSetting] = {
 }
 """The built-in passes by name."""
 
-opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in SETTINGS.items()}
+opt_passes: dict[str, GraphPass] = {name: setting.function for name, setting in BUILTIN_PASSES.items()}
 """All passes that a schedule may name."""
 
-for _setting_ in SETTINGS.values():
+for _setting_ in BUILTIN_PASSES.values():
     register_pass_contract(_setting_.name, _setting_.contract)
 
 
@@ -76,7 +76,7 @@ def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContr
 
 
 @dataclass
-class CompileWork:
+class GraphPassRunner:
     """The passes that one engine's compilation runs over each graph, and their compile times.
 
     ``times``: ``(phase, index, graph_id, seconds)`` of each graph; phase is "fwd" or "bwd".
@@ -143,7 +143,7 @@ def make_backend(
     backend: str,
     compile_config: CompileConfig,
     compile_kwargs: Mapping[str, Any] = {},
-    owned_frames: CompileWork | None = None,
+    owned_frames: GraphPassRunner | None = None,
 ) -> Callable[[Any, Sequence[Any]], Any]:
     """Make a backend for ``torch.compile`` that runs passes over the graphs of forward and backward.
 
@@ -154,7 +154,7 @@ def make_backend(
 
     ValueError: another backend, whose graphs are not accessible.
     """
-    work = owned_frames if owned_frames is not None else CompileWork(debug_log=compile_config.debug_log)
+    work = owned_frames if owned_frames is not None else GraphPassRunner(debug_log=compile_config.debug_log)
     if backend in ("eager", "aot_eager"):
         return partial(_run_eagerly, work)
     if backend == "inductor":
@@ -164,7 +164,7 @@ def make_backend(
     )
 
 
-def _run_eagerly(work: CompileWork, gm: Any, inputs: Sequence[Any]) -> Any:
+def _run_eagerly(work: GraphPassRunner, gm: Any, inputs: Sequence[Any]) -> Any:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -186,7 +186,7 @@ def _run_eagerly(work: CompileWork, gm: Any, inputs: Sequence[Any]) -> Any:
     return make(gm, inputs)
 
 
-def _run_inductor(work: CompileWork, options: dict[str, Any], gm: Any, inputs: Sequence[Any]) -> Any:
+def _run_inductor(work: GraphPassRunner, options: dict[str, Any], gm: Any, inputs: Sequence[Any]) -> Any:
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 

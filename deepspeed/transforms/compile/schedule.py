@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config.sections.model import CompileConfig
-from deepspeed.transforms.compile.backend import SETTINGS, opt_passes
+from deepspeed.transforms.compile.backend import BUILTIN_PASSES, opt_passes
 from deepspeed.transforms.compile.passes import (
     offload_adam_states,
     prefetch,
@@ -61,7 +61,7 @@ def read_schedule(schedule: Sequence[Any], stage: int) -> list[Period]:
 
 
 def _period(step: int, passes: Sequence[str | GraphPass], stage: int) -> Period:
-    ours = {setting.function: name for name, setting in SETTINGS.items()}
+    ours = {setting.function: name for name, setting in BUILTIN_PASSES.items()}
     settings: list[str] = []
     others: list[GraphPass] = []
     for entry in passes:
@@ -79,8 +79,8 @@ def _period(step: int, passes: Sequence[str | GraphPass], stage: int) -> Period:
         if name is None:
             others.append(function)
             continue
-        if stage not in SETTINGS[name].stages:
-            wanted = " or ".join(map(str, sorted(SETTINGS[name].stages)))
+        if stage not in BUILTIN_PASSES[name].stages:
+            wanted = " or ".join(map(str, sorted(BUILTIN_PASSES[name].stages)))
             raise ValueError(
                 f"schedule, step {step}: pass {name!r} needs zero_optimization.stage {wanted} (it is {stage})"
             )

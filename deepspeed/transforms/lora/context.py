@@ -128,7 +128,7 @@ def _replacement(
             cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
         ) -> Any:
             delayed = None if lora is None else LoRAConfig(**{**vars(lora), "delay_lora_init": True})
-            made = OptimizedLinear(
+            return OptimizedLinear(
                 in_features,
                 out_features,
                 bias,
@@ -138,6 +138,5 @@ def _replacement(
                 dtype or torch.get_default_dtype(),
                 original,
             )
-            return made
 
     return Linear

@@ -16,11 +16,11 @@ from deepspeed.transforms.lora.quantization import (
     QuantizedLinear,
     QuantizedParameter,
     frozen_linear,
-    quantize_loaded,
-    quantized_loaded,
-    quantized_whole,
+    quantize_assigned,
+    quantize_gathered,
+    quantize_state_dict,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 
 class OptimizedLinear(nn.Module):
@@ -107,7 +107,7 @@ class LoRAOptimizedLinear(nn.Module):
         self.quantizes_loaded = False
         self.weight = plain.weight.requires_grad_(False)  # not a copy: it may already be partitioned
         self.bias = plain.bias.requires_grad_(False) if bias else None
-        self.register_load_state_dict_pre_hook(quantize_loaded)
+        self.register_load_state_dict_pre_hook(quantize_state_dict)
         if not lora_config.delay_lora_init:
             self.init_lora()
 
@@ -132,14 +132,14 @@ class LoRAOptimizedLinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_weight_2.weight)
         if self.quantization_config is not None and not isinstance(self.weight, QuantizedParameter):
-            self.weight = quantized_whole(self.weight, self.quantization_config)
+            self.weight = quantize_gathered(self.weight, self.quantization_config)
         self.weight.requires_grad_(False)
         if self.offloads:
-            self._offload()
+            self.weight.data = self.weight.data.to("cpu")
 
     def full_weight(self) -> Tensor:
         """Return the frozen weight [outputs, inputs] in floating point."""
-        return self.weight.dequantized() if isinstance(self.weight, QuantizedParameter) else self.weight
+        return _values(self.weight)
 
     def merged_weight(self) -> Tensor:
         """Return the weight [outputs, inputs] of an equivalent plain layer, with the adapters merged."""
@@ -162,14 +162,8 @@ class LoRAOptimizedLinear(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and self.__dict__.get("quantizes_loaded"):
-            value = quantized_loaded(value, self.quantization_config)
+            value = quantize_assigned(value, self.quantization_config)
         super().__setattr__(name, value)
-
-    def _offload(self) -> None:
-        if isinstance(self.weight, QuantizedParameter):
-            self.weight.offload()
-        else:
-            self.weight.data = self.weight.data.to("cpu")
 
     def extra_repr(self) -> str:
         stored = self.quantization_config

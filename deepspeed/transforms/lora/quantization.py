@@ -15,7 +15,7 @@ from deepspeed.base.sharded import is_zero_param
 from deepspeed.ops.formats.linear import frozen_linear as product_of_frozen
 from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
 from deepspeed.transforms.lora.config import QuantizationConfig
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 
 class QuantizedParameter(nn.Parameter):
@@ -136,32 +136,32 @@ def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = Non
     return out if bias is None else out + bias
 
 
-def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
+def make_quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
     """Make a `QuantizedParameter` from ``data``."""
     make: Any = QuantizedParameter  # torch's metaclass hides its arguments from type checkers
     return make(data, quantization_config=config)
 
 
-def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
+def quantize_gathered(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
     """Quantize ``weight``; if ``zero.Init`` has partitioned it, it is gathered first (collective). On the meta device
     the result only has the right size, for planning."""
     if weight.is_meta:
-        made = quantized(weight.data, config)
+        made = make_quantized(weight.data, config)
         groups = -(-weight.numel() // config.group_size)
         size = config.group_size * config.q_bits // 8 + 4  # codes and a scale
         made.data = torch.empty(groups, size, dtype=config.q_dtype, device="meta")
         return made
     with GatheredParameters(weight):
-        return quantized(weight.data.clone() if is_zero_param(weight) else weight.data, config)
+        return make_quantized(weight.data.clone() if is_zero_param(weight) else weight.data, config)
 
 
-def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
+def quantize_assigned(value: Any, config: QuantizationConfig | None) -> Any:
     """Return the value to store when a loader sets a layer's weight: a plain parameter with values is quantized,
     keeping attributes that the loader has set on it."""
     plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedParameter)
     if not plain or not value.is_floating_point() or value.is_meta or is_zero_param(value):
         return value
-    made = quantized(value.data, config)
+    made = make_quantized(value.data, config)
     for name, note in value.__dict__.items():
         setattr(made, name, note)
     return made
@@ -198,20 +198,20 @@ class QuantizedLinear(FrozenLinear):
     ) -> None:
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
         self.quantization_config = quantization_config or QuantizationConfig()
-        self.weight = quantized(self.weight.data, quantization_config)
-        self.register_load_state_dict_pre_hook(quantize_loaded)
+        self.weight = make_quantized(self.weight.data, quantization_config)
+        self.register_load_state_dict_pre_hook(quantize_state_dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "quantization_config" in self.__dict__:
-            value = quantized_loaded(value, self.quantization_config)
+            value = quantize_assigned(value, self.quantization_config)
         super().__setattr__(name, value)
 
 
-def quantize_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def quantize_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Quantize floating-point values for ``module.weight`` in a state dict to be loaded (a pre-hook)."""
     weight, given = module.weight, state_dict.get(f"{prefix}weight")
     if not isinstance(weight, QuantizedParameter) or not isinstance(given, Tensor):
         return
     if given.is_floating_point() and given.shape == weight.full_shape and weight.is_quantized_now:
         values = given.to(weight.device, weight.full_dtype)
-        state_dict[f"{prefix}weight"] = quantized(values, weight.quantization_config).data
+        state_dict[f"{prefix}weight"] = make_quantized(values, weight.quantization_config).data

@@ -2,7 +2,7 @@
 
 The repeated blocks of a model (``zero/partitioning.py``) are called through ``BudgetedCall``. In the first forward with
 gradients, one block of each kind runs normally and is measured (``block_record.py``), the others keep only their
-inputs. At its end, the ranks agree on the measurements, and ``choice.py`` decides what each block keeps from then on.
+inputs. At its end, the ranks agree on the measurements, and ``knapsack.py`` decides what each block keeps from then on.
 What is measured is what actually runs, including parallel layers, adapters and autocast.
 
 A block that does not keep everything runs under torch's non-reentrant checkpoint, with the chosen results kept (below):
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.transforms.recompute.block_record import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.transforms.recompute.checkpointing import SWITCH
-from deepspeed.transforms.recompute.choice import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
+from deepspeed.transforms.recompute.knapsack import Block, BudgetTooSmall, Footprint, RecomputeChoice, choose
 from deepspeed.zero.partitioning import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"
@@ -51,7 +51,7 @@ class Budget:
         self.choice: RecomputeChoice | None = None
         self.chosen: dict[nn.Module, frozenset[Key] | None] = {}
         """Results that each block keeps; None: everything. Missing blocks keep only their inputs."""
-        self.counting: Count | None = None
+        self.measurement: ForwardMeasurement | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
         """Return the budget of a copy of the model, for the copied blocks."""
@@ -60,9 +60,9 @@ class Budget:
         made.chosen = {copy.deepcopy(block, memo): chosen for block, chosen in self.chosen.items()}
         return made
 
-    def decide(self, count: Count) -> None:
+    def decide(self, measured: ForwardMeasurement) -> None:
         """Choose what to keep, from the counts of all ranks. DeepSpeedConfigError: the budget is too small."""
-        counted = count.result()
+        counted = measured.result()
         if self.ranks is not None:
             counted = max_over_ranks(counted, self.ranks)
         budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
@@ -78,7 +78,8 @@ class Budget:
                 f"{_at_least(self.limit, problem.least, counted)} or more, or use a smaller micro-batch"
             ) from None
         self.choice = choice
-        self.chosen = {block: way.chosen for block, way in zip(count.blocks, choice.ways, strict=True)}
+        chosen = (option.chosen for option in choice.options)
+        self.chosen = dict(zip(measured.blocks, chosen, strict=True))
         log_dist(report(choice), ranks=[0])
 
 
@@ -88,7 +89,7 @@ def _at_least(limit: float, least: int, counted: Footprint) -> str:
     return f"{-(-100 * least // max(counted.everything, 1)) / 100:g}"
 
 
-class Count:
+class ForwardMeasurement:
     """Measurement of one forward: calls of blocks in order, and bytes saved outside them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -165,7 +166,7 @@ class BudgetedCall:
         if not torch.is_grad_enabled() or inside_transform():
             return run(*args, **kwargs)
         args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(each) for key, each in kwargs.items()}
-        counting = self.budget.counting
+        counting = self.budget.measurement
         if counting is not None:
             return counting.call(
                 self.block,
@@ -201,7 +202,7 @@ def _no_cache(value: Any) -> Any:
 
 
 def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, kwargs: Any) -> Any:
-    return checkpointing.selective_checkpoint(run, partial(keeping, chosen), args, kwargs)
+    return checkpointing.selective_checkpoint(run, partial(selective_contexts, chosen), args, kwargs)
 
 
 class MemoryBudget:
@@ -255,14 +256,14 @@ class _FirstForward:
         ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or inside_transform() or self.budget.counting is not None:
+        if not torch.is_grad_enabled() or inside_transform() or self.budget.measurement is not None:
             return
         refuse_own_checkpoints(module)
-        self.budget.counting = Count(module)
-        self.budget.counting.begin()
+        self.budget.measurement = ForwardMeasurement(module)
+        self.budget.measurement.begin()
 
     def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        count, self.budget.counting = self.budget.counting, None
+        count, self.budget.measurement = self.budget.measurement, None
         if count is None:
             return
         count.end()
@@ -293,20 +294,20 @@ def report(choice: RecomputeChoice) -> str:
         f"{_size(choice.peak)} are used ({_size(counted.outside)} outside the blocks), for "
         f"{choice.extra_share:.1%} more FLOPs in the blocks"
     ]
-    for first, last, way, block in _runs(choice):
+    for first, last, option, block in _runs(choice):
         which = f"block {first}" if first == last else f"blocks {first} to {last}"
-        lines.append(f"  {which}: {_rerun_text(counted.kinds[block.kind], way.chosen)}")
+        lines.append(f"  {which}: {_rerun_text(counted.kinds[block.kind], option.chosen)}")
     return "\n".join(lines)
 
 
 def _runs(choice: RecomputeChoice) -> Sequence[tuple[int, int, Any, Block]]:
-    """Group consecutive blocks that do the same: (first block, last block, way, block)."""
+    """Group consecutive blocks that do the same: (first block, last block, option, block)."""
     found: list[tuple[int, int, Any, Block]] = []
-    for number, (way, block) in enumerate(zip(choice.ways, choice.counted.blocks, strict=True)):
-        if found and found[-1][2] == way and found[-1][3] == block:
-            found[-1] = (found[-1][0], number, way, block)
+    for number, (option, block) in enumerate(zip(choice.options, choice.counted.blocks, strict=True)):
+        if found and found[-1][2] == option and found[-1][3] == block:
+            found[-1] = (found[-1][0], number, option, block)
         else:
-            found.append((number, number, way, block))
+            found.append((number, number, option, block))
     return found
 
 
@@ -442,6 +443,11 @@ class _Numbering(TorchDispatchMode):
         return func, position
 
 
+class _KeptResult(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
 class _Keep(_Numbering):
     """Mode for the first run: keeps the chosen results."""
 
@@ -452,7 +458,7 @@ class _Keep(_Numbering):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         if is_counted(func) and (key := self.key(func)) in self._chosen:
-            self._kept[key] = tree_map_only(Tensor, lambda t: (t.detach(), t._version), outputs)
+            self._kept[key] = tree_map_only(Tensor, lambda t: _KeptResult(t.detach(), t._version), outputs)
         return outputs
 
 
@@ -472,12 +478,7 @@ class _Reuse(_Numbering):
 
 
 def _unchanged(func: Any, kept: Any) -> Any:
-    if (
-        isinstance(kept, tuple)
-        and len(kept) == 2
-        and isinstance(kept[0], Tensor)
-        and isinstance(kept[1], int)
-    ):
+    if isinstance(kept, _KeptResult):
         tensor, version = kept
         if tensor._version != version:
             raise RuntimeError(
@@ -490,7 +491,7 @@ def _unchanged(func: Any, kept: Any) -> Any:
     return kept
 
 
-def keeping(chosen: Collection[Key]) -> tuple[_Keep, _Reuse]:
+def selective_contexts(chosen: Collection[Key]) -> tuple[_Keep, _Reuse]:
     """Return the contexts of a region's first and second run (``context_fn`` of ``torch.utils.checkpoint``)."""
     kept: dict[Key, Any] = {}
     return _Keep(chosen, kept), _Reuse(kept)

@@ -32,7 +32,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 from deepspeed.config.sections.model import DeepSpeedActivationCheckpointingConfig
 from deepspeed.observe.timer import SynchronizedWallClockTimer
-from deepspeed.transforms.recompute.kept_inputs import Arena, InHost, KeptInputs
+from deepspeed.transforms.recompute.kept_inputs import Arena, HostInputs, KeptInputs
 from deepspeed.transforms.recompute.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 from deepspeed.transforms.recompute.rng import reseed_tensor_parallel, seed_model_parallel
 from deepspeed.transforms.recompute.scope import PROCESS, begin_forward, end_forward, running
@@ -48,7 +48,7 @@ class Settings:
     mpu: Any = None
     section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
     arena: Arena | None = None
-    in_host: InHost = field(default_factory=InHost)
+    host_inputs: HostInputs = field(default_factory=HostInputs)
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
     network: Network = process_network
     layers: list[Any] = field(default_factory=list)
@@ -85,7 +85,9 @@ class Settings:
         if in_arena and self.arena is None:
             self.arena = Arena(regions or 1)
         arena = self.arena if in_arena else None
-        return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena, in_host=self.in_host)
+        return KeptInputs(
+            self.group(), offload=section.cpu_checkpointing, arena=arena, host_inputs=self.host_inputs
+        )
 
 
 # --- Settings -------------------------------------------------------------------------------------

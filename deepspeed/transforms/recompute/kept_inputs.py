@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.transforms.recompute.side_stream import SideStream
+from deepspeed.zero.offload.host_copies import has_own_memory
 
 
 class InputSlot:
@@ -54,7 +55,7 @@ class Arena:
 
 
 @dataclass(eq=False)
-class KeptTensors:
+class KeptInput:
     """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros.
 
     ``before``: the preceding input in host memory; ``fetched``: its copy to the device, in flight or complete.
@@ -64,21 +65,21 @@ class KeptTensors:
     slot: InputSlot | None
     shape: torch.Size
     device: torch.device
-    before: weakref.ref[KeptTensors] | None = None
+    before: weakref.ref[KeptInput] | None = None
     fetched: Tensor | None = None
 
 
 @dataclass(eq=False)
-class InHost:
+class HostInputs:
     """Inputs of one owner in host memory: the last one, and the stream for copies."""
 
-    last: weakref.ref[KeptTensors] | None = None
+    last: weakref.ref[KeptInput] | None = None
     stream: SideStream = field(default_factory=SideStream)
 
-    def add(self, kept: KeptTensors) -> None:
+    def add(self, kept: KeptInput) -> None:
         kept.before, self.last = self.last, weakref.ref(kept)
 
-    def take(self, kept: KeptTensors) -> Tensor:
+    def take(self, kept: KeptInput) -> Tensor:
         """Return ``kept.local`` on its device, and start fetching the preceding one (Note: fetched ahead)."""
         found = self.stream.arrived(kept.fetched if kept.fetched is not None else self._fetch(kept))
         kept.fetched = None
@@ -87,35 +88,36 @@ class InHost:
             before.fetched = self._fetch(before)
         return found
 
-    def _fetch(self, kept: KeptTensors) -> Tensor:
+    def _fetch(self, kept: KeptInput) -> Tensor:
         return self.stream.copy(kept.local, torch.empty_like(kept.local, device=kept.device))
-
-
-def leaves_device(device: torch.device) -> bool:
-    """Return whether host memory is separate from the memory of ``device``."""
-    return device.type != "cpu"
 
 
 class KeptInputs:
     """``pack`` and ``unpack`` for one configuration. All ranks of the group must call them in the same order."""
 
     def __init__(
-        self, communicator: Communicator, *, offload: bool, arena: Arena | None, in_host: InHost | None = None
+        self,
+        communicator: Communicator,
+        *,
+        offload: bool,
+        arena: Arena | None,
+        host_inputs: HostInputs | None = None,
     ) -> None:
         self._communicator = communicator
         self._offload = offload
         self._arena = arena
-        self._in_host = in_host or InHost()
+        self._host_inputs = host_inputs or HostInputs()
 
     def pack(self, tensor: Tensor) -> Any:
         # Masks and positions are small, and differ between ranks in some models: they are kept unchanged.
         if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
             return tensor
-        part = self._part(tensor)
-        to_host = self._offload and leaves_device(tensor.device)
+        numel = -(-tensor.numel() // self._communicator.size)
+        start = self._communicator.rank * numel
+        part = tensor.detach().reshape(-1)[start : start + numel]  # this rank's elements
+        to_host = self._offload and has_own_memory(tensor.device)
         device = torch.device("cpu") if to_host else tensor.device
         pinned = to_host and tensor.device.type == "cuda"
-        numel = -(-tensor.numel() // self._communicator.size)
         if self._arena is not None:
             slot = self._arena.take(numel, tensor.dtype, device, pinned)
             local = slot.tensor
@@ -125,19 +127,19 @@ class KeptInputs:
             slot = None
             local = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
         local[part.numel() :].zero_()
-        kept = KeptTensors(local, slot, tensor.shape, tensor.device)
+        kept = KeptInput(local, slot, tensor.shape, tensor.device)
         if to_host:
-            self._in_host.stream.copy(part, local[: part.numel()])
-            self._in_host.add(kept)
+            self._host_inputs.stream.copy(part, local[: part.numel()])
+            self._host_inputs.add(kept)
         else:
             local[: part.numel()].copy_(part)
         return kept
 
     def unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, KeptTensors):
+        if not isinstance(kept, KeptInput):
             return kept
-        away = self._offload and leaves_device(kept.device)
-        local = self._in_host.take(kept) if away else kept.local
+        away = self._offload and has_own_memory(kept.device)
+        local = self._host_inputs.take(kept) if away else kept.local
         if self._communicator.size > 1:
             full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
             self._communicator.all_gather(full, local).wait()
@@ -145,9 +147,3 @@ class KeptInputs:
             # Cloned, because the slot returns to the arena while the recomputed region may still hold its input.
             full = local.clone() if local is kept.local and kept.slot is not None else local
         return full[: kept.shape.numel()].view(kept.shape)
-
-    def _part(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of the flattened tensor."""
-        size, rank = self._communicator.size, self._communicator.rank
-        numel = -(-tensor.numel() // size)
-        return tensor.detach().reshape(-1)[rank * numel : (rank + 1) * numel]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from deepspeed.transforms.recompute.kept_inputs import leaves_device
 from deepspeed.transforms.recompute.side_stream import SideStream
+from deepspeed.zero.offload.host_copies import has_own_memory
 
 
 @dataclass
@@ -164,7 +164,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         overlaps = tensor.numel() > 1 and 0 in tensor.stride()
         is_weight = isinstance(tensor, (nn.Parameter, nn.Buffer))
         return (
-            leaves_device(tensor.device)
+            has_own_memory(tensor.device)
             and tensor.nbytes >= self.min_offload_bytes
             and not (overlaps or is_weight)
         )

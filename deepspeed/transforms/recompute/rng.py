@@ -3,7 +3,7 @@
 Ranks of a tensor-parallel group hold parts of the same layer. Replicated computation (dropout on the layer's output)
 must draw equal numbers on each rank; partitioned computation (dropout inside the layer) different ones. The former uses
 the device's default generator, the latter a named state of the tracker (Shoeybi et al., *Megatron-LM*, 2019), in layers
-written for it, or ``RegionNumbers``, in our own.
+written for it, or ``RegionRNG``, in our own.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def reseed_tensor_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -
         get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
 
 
-class RegionNumbers:
+class RegionRNG:
     """Random numbers of a region that is partitioned over ``group``: different on each rank, and reproduced when a
     checkpointed region is recomputed, by any checkpointing implementation.
 
@@ -121,9 +121,8 @@ class RegionNumbers:
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        self._equal: torch.Tensor | None = (
-            None  # the default generator's state while a region's state replaces it
-        )
+        self._equal: torch.Tensor | None = None
+        """The default generator's state while a region's state replaces it."""
 
     @contextlib.contextmanager
     def different(self) -> Iterator[None]:
@@ -157,8 +156,8 @@ class RegionNumbers:
             self._equal = accelerator.get_rng_state()
             accelerator.set_rng_state(own)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RegionNumbers:
-        return RegionNumbers(self.group)
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionRNG:
+        return RegionRNG(self.group)
 
 
 def share_random_states(group: Communicator) -> None:

@@ -20,7 +20,7 @@ from deepspeed.transforms.weight_quantization.utils import (
     parts_of_param,
     recursive_setattr,
 )
-from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
 if TYPE_CHECKING:
     from deepspeed.transforms.module_transforms import TransformContext
@@ -95,10 +95,7 @@ class GroupwiseLinear(_QuantizedBase, nn.Linear):
         self.train(pre_quant_layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return frozen_linear(input, self._values_for, self.bias)
-
-    def _values_for(self, like: Tensor) -> Tensor:
-        return self.values(like.dtype)
+        return frozen_linear(input, lambda like: self.values(like.dtype), self.bias)
 
 
 class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
@@ -114,6 +111,8 @@ class GroupwiseEmbedding(_QuantizedBase, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self._rows(input.reshape(-1))
+        if self.max_norm is not None:  # torch would clip the table itself
+            rows = torch.renorm(rows, self.norm_type, 0, self.max_norm)
         return rows.view(*input.shape, self.embedding_dim)
 
     def _rows(self, tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.module_utils import move_hooks
 from deepspeed.ops.formats.integers import levels_above
 from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 
@@ -121,7 +121,7 @@ Quantizer, DeQuantizer = GroupwiseQuantizer, GroupwiseDequantizer
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
     """Replace the submodule at the dotted path ``module_name`` of ``model`` by ``module``, keeping its hooks."""
     parent, _, name = module_name.rpartition(".")
-    keep_hooks(model.get_submodule(module_name), module)
+    move_hooks(model.get_submodule(module_name), module)
     setattr(model.get_submodule(parent), name, module)
 
 

@@ -33,10 +33,9 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepspeed.zero.gathering.gather import LocalGather
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.zero.gathering.transitions import LiveBudget, Transitions
+from deepspeed.zero.gathering.transitions import Gatherer, LiveBudget, Transitions
 from deepspeed.zero.gradients.backward import GraphTask
 
 recording: Callable[[], bool] = torch.is_grad_enabled
@@ -92,16 +91,15 @@ class ParamCoordinator:
     """Turns calls of hooked modules, and backwards through them, into uses of ``buckets`` (trainable and frozen),
     which ``gatherer`` moves within ``budget``."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: LocalGather, budget: LiveBudget) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: Gatherer, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
         self.gatherer = gatherer
         self.transitions = Transitions(buckets, gatherer, budget)
         self.fits_budget = self.transitions.fits_budget
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
-        self.trains_in_eval_mode = (
-            False  # a backward went through a pass that eval mode had announced as an evaluation
-        )
+        self.trains_in_eval_mode = False
+        """Whether a backward went through a pass that eval mode had announced as an evaluation."""
         self._lock = self.transitions.lock
         self._step_thread = threading.get_ident()
         self._clock = 0

@@ -26,8 +26,8 @@ from deepspeed.config.plan import storage_options
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.offload import get_aio_config
 from deepspeed.zero.active_contexts import active_contexts
-from deepspeed.zero.gathering.gathered import GatheredParameters
-from deepspeed.zero.gathering.standalone_shard import shard_alone
+from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
+from deepspeed.zero.gathering.standalone_shard import shard_standalone
 from deepspeed.zero.offload.swap_file import SwapFile
 from deepspeed.zero.parameter_offload import register_external_parameter, unregister_external_parameter
 from deepspeed.zero.params import (
@@ -35,8 +35,8 @@ from deepspeed.zero.params import (
     MultipleAllGatherHandles,
     ZeroParamStatus,
     ZeroParamType,
-    is_cast,
-    note_neighbours,
+    is_castable,
+    set_secondary_group,
 )
 from deepspeed.zero.replica_groups import ReplicaGroup
 
@@ -84,7 +84,7 @@ def zero_wrapper_for_fp_tensor_constructor(
         if fn in _ALWAYS_FLOATING and kwargs.get("dtype") is None and kwargs.get("out") is None:
             kwargs["dtype"] = target_fp_dtype  # no cast afterwards, when both copies would have to fit
         made = fn(*args, **kwargs)
-        if is_cast(made) and made.dtype != target_fp_dtype:
+        if is_castable(made) and made.dtype != target_fp_dtype:
             made.data = made.data.to(target_fp_dtype)
         return made
 
@@ -126,7 +126,7 @@ class InsertPostInitMethodToModuleSubClasses:
 
     def __enter__(self) -> Any:
         if self.enabled:
-            active_contexts.contexts.append(self)  # type: ignore[arg-type]
+            active_contexts.contexts.append(self)
             active_contexts.unpatch()
             _patch()
         return self
@@ -192,12 +192,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         zero = settings.get("zero_optimization") or {}
         self.checks_writes = bool(zero.get("enable_sanity_checks"))
         self.group_size = int(zero.get("zero_hpz_partition_size", 1))
-        name = (
-            "cpu"
-            if remote_device in ("cpu", "nvme")
-            else get_accelerator().device_name(dist.get_local_rank())
-        )
-        self.device = torch.device(name)
+        on_host = remote_device in ("cpu", "nvme")
+        self.device = torch.device("cpu" if on_host else get_accelerator().device_name(dist.get_local_rank()))
         if module is not None:
             for param in module.parameters():
                 self._shard(param)
@@ -212,20 +208,20 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if param.is_meta:
             return  # left for the caller to fill; initialize() partitions it later
         assert self.device is not None
-        dtype = self.dtype if is_cast(param) else param.dtype
+        dtype = self.dtype if is_castable(param) else param.dtype
         param.data = param.data.to(self.device, dtype)
         self._shard_whole(param)
         if self.checks_writes:
             setattr(param, CHECKS_WRITES, True)
 
     def _shard_whole(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.communicator, swap=self.swap)
+        shard_standalone(param, self.communicator, swap=self.swap)
         if self.group_size > 1:
-            near = self.neighbours
-            note_neighbours(param, near.group, all_holders=near is self.communicator)
+            near = self.secondary_group
+            set_secondary_group(param, near.group, all_holders=near is self.communicator)
 
     @functools.cached_property
-    def neighbours(self) -> Communicator:
+    def secondary_group(self) -> Communicator:
         """Ranks of this rank's group (``zero_hpz_partition_size``), or all ranks."""
         levels = ReplicaGroup.whole(self.communicator).grouped(self.group_size).levels
         return self.communicator if levels is None else levels.near

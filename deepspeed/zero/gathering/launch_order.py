@@ -120,7 +120,7 @@ class LaunchOrder:
         self.restart()
 
 
-def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window: int) -> list[LaunchEntry]:
+def with_prefetch(record: Sequence[LaunchEntry], numels: Sequence[int], window: int) -> list[LaunchEntry]:
     """Return the launch order of a record, with each gather as early as a window of ``window`` elements ahead of its
     use allows, but never before the reshard of its own bucket, which is whole until then."""
     order: list[LaunchEntry] = []

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepspeed.config.plan import ParamOffload
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.offload.swap_file import SwapFile
 
 KEY = "zero_optimization.offload_param.nvme_path"
@@ -31,30 +31,18 @@ class ParamStorage:
         """Return whether shards are stored in a file."""
         return self.swap is not None
 
-    @property
-    def buffers(self) -> int:
-        return self.plan.buffers if self.plan is not None else 0
-
-    @property
-    def buffer_numel(self) -> int:
-        return self.plan.buffer_numel if self.plan is not None else 0
-
-    def keep(self, part: Tensor) -> Tensor:
+    def store(self, part: Tensor) -> Tensor:
         """Return a copy of ``part`` [n] where it will be stored."""
         if self.plan is None:
             return part.clone()
         if self.swap is not None and self.plan.files(part.numel(), self.host_numel):
             return self.swap.put(part)
-        if not off_host(part.device):
+        if not has_own_memory(part.device):
             kept = part.clone()
         else:
             kept = host_empty(part.numel(), part.dtype, pin=self.plan.pin).copy_(part)
         self.host_numel += part.numel()
         return kept
-
-    def keep_persistent(self, part: Tensor) -> Tensor:
-        """Return a copy of ``part`` on its device, for persistent parameters: they are too small for offloading."""
-        return part.clone()
 
     def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
         """Start to fill ``full`` [n] with the shard of one bucket; return a function that waits for it."""

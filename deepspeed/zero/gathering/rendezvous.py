@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _HEAD = struct.Struct("<dq")  # patience, bytes of the intent
@@ -85,12 +85,7 @@ def pack_answer(order: Sequence[int] | None) -> bytes:
     return struct.pack(f"<{len(order) + 1}q", len(order), *order)
 
 
-ANSWER_HEAD = _COUNT.size
-
-
-def answer_length(head: bytes) -> int:
-    return _COUNT.unpack(head)[0]
-
-
-def unpack_order(body: bytes) -> list[int]:
-    return list(struct.unpack(f"<{len(body) // _COUNT.size}q", body))
+def read_answer(read: Callable[[int], bytes]) -> list[int] | None:
+    """Invert ``pack_answer``, where ``read(n)`` returns the next n bytes."""
+    (count,) = _COUNT.unpack(read(_COUNT.size))
+    return None if count < 0 else list(struct.unpack(f"<{count}q", read(count * _COUNT.size)))

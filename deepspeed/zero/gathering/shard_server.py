@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,14 +38,7 @@ from torch import Tensor
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.constants import RANK_ENDED
 from deepspeed.comm.collectives import CommunicationError, Communicator
-from deepspeed.zero.gathering.rendezvous import (
-    ANSWER_HEAD,
-    Arrival,
-    Rendezvous,
-    answer_length,
-    pack_answer,
-    unpack_order,
-)
+from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous, pack_answer, read_answer
 
 # A barrier for leaving ranks, where too many ranks serve shards for each to tell every other one directly.
 #
@@ -103,9 +97,8 @@ _COUNT = struct.Struct("<q")
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LEAVING = -1  # instead of a bucket: close the connection when the serving rank leaves
-_RENDEZVOUS = (
-    -2
-)  # instead of a bucket: a rendezvous arrival follows; the version field is its length in bytes
+_RENDEZVOUS = -2
+"""Instead of a bucket: a rendezvous arrival follows; the version field is its length in bytes."""
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -210,11 +203,7 @@ class ShardServer:
         try:
             connection = self._connection(0)
             connection.sendall(_REQUEST.pack(_RENDEZVOUS, len(message)) + message)
-            head = _read(connection, ANSWER_HEAD)
-            if not head:
-                raise ConnectionError("the connection was closed")
-            count = answer_length(head)
-            return None if count < 0 else unpack_order(_read(connection, count * ANSWER_HEAD))
+            return read_answer(partial(_read, connection))
         except OSError as error:
             raise self._lost_error(0, error, "announce the next gathers") from error
 
@@ -261,10 +250,7 @@ class ShardServer:
                 return
             (arriving,) = _COUNT.unpack(_read(connection, _COUNT.size))
             while True:
-                request = _read(connection, _REQUEST.size)
-                if not request:
-                    return
-                bucket, version = _REQUEST.unpack(request)
+                bucket, version = _REQUEST.unpack(_read(connection, _REQUEST.size))
                 if bucket == _RENDEZVOUS:
                     arrival = Arrival.unpack(_read(connection, version))
                     connection.sendall(pack_answer(self.rendezvous.join(arriving, arrival)))
@@ -383,11 +369,11 @@ def _listen(master: str) -> socket.socket:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Read exactly ``count`` bytes; empty at the end of the connection."""
+    """Read exactly ``count`` bytes. ConnectionError: the connection was closed before."""
     data = b""
     while len(data) < count:
         piece = connection.recv(count - len(data))
         if not piece:
-            return b""
+            raise ConnectionError("the connection was closed")
         data += piece
     return data

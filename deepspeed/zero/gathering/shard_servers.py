@@ -48,9 +48,9 @@ class ShardServers:
         bucket = self.buckets[index]
         server = self.servers.get(bucket.layout.replica_group)
         if server is None:
-            full.copy_(bucket.own_shard())
+            full.copy_(bucket.device_shard())
         else:
-            bucket.at_rest()
+            bucket.stored_shard()
             server.fetch(self._slot[index], full)
         bucket.communicator.count_fetch(full)
 

@@ -35,12 +35,12 @@ class ShardedBucket(ParamBucket):
     ``Transitions`` decides when; only it calls ``allocate``, ``arrived`` and ``reshard``.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator``
-    joins the ranks that hold one copy, ``all_ranks`` those of all replicas (MiCS). ``keep`` copies this rank's part
-    of the whole bucket to ``shard``: on the device, or where shards are offloaded to; ``check`` is called before an
-    offloaded shard is accessed.
+    joins the ranks that hold one copy, ``all_ranks`` those of all replicas (MiCS). ``store`` copies this rank's
+    part of the whole bucket to ``shard``: on the device, or where shards are offloaded to; ``check_storage`` is called
+    before an offloaded shard is accessed.
     """
 
-    alone = False
+    standalone = False
 
     def __init__(
         self,
@@ -50,18 +50,18 @@ class ShardedBucket(ParamBucket):
         *,
         persistent: bool,
         all_ranks: Communicator | None = None,
-        keep: Callable[[Tensor], Tensor] = torch.clone,
-        check: Callable[[], None] | None = None,
+        store: Callable[[Tensor], Tensor] = torch.clone,
+        check_storage: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layout, params, communicator)
-        self.keep = keep
-        self.check = check
+        self.store = store
+        self.check_storage = check_storage
         self.all_ranks = all_ranks or communicator
         self.persistent = persistent
         self.lossy = False  # whether gathers round the weights
         self.status = Status.SHARDED
         self.transitions: Any = None  # set by its owner
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_shards_written: Callable[[], None] = lambda: None
         self.device = self.params[0].device
         self.views: list[Tensor] = []
         self._empty = torch.empty(0, dtype=layout.dtype, device=self.device)
@@ -83,7 +83,7 @@ class ShardedBucket(ParamBucket):
                 param.data = self._empty
                 self.views.append(view)
             start, stop = self.layout.shard_range(self.rank)
-            self.full, self.shard = full, self.keep(full[start:stop])
+            self.full, self.shard = full, self.store(full[start:stop])
         for position, param in enumerate(self.params):
             zero_params.adopt(param, self, position)
         self.arrived()
@@ -119,10 +119,10 @@ class ShardedBucket(ParamBucket):
         self.full.untyped_storage().resize_(0)
         self.status = Status.SHARDED
 
-    def changed(self) -> None:
+    def shards_written(self) -> None:
         """Notify the shard server, after every rank wrote its shard outside a step."""
         torch.autograd.graph.increment_version(self.params)
-        self.on_change()
+        self.on_shards_written()
 
     # What the step sees -------------------------------------------------------------------------------------
 
@@ -136,20 +136,20 @@ class ShardedBucket(ParamBucket):
     def refresh(self) -> Pending:
         """Gather the shards again into the whole bucket."""
         assert self.full is not None
-        return self.communicator.all_gather(self.full, self.own_shard())
+        return self.communicator.all_gather(self.full, self.device_shard())
 
-    def at_rest(self) -> Tensor:
+    def stored_shard(self) -> Tensor:
         """Return ``shard`` for immediate reading or writing. OSError: the file that holds it was truncated."""
         assert self.shard is not None
-        if self.check is not None:
-            self.check()
+        if self.check_storage is not None:
+            self.check_storage()
         return self.shard
 
-    def own_shard(self) -> Tensor:
+    def device_shard(self) -> Tensor:
         """Return this rank's shard [shard_numel] on the device: ``shard`` itself, or a copy at its
         place in ``full``."""
         assert self.full is not None
-        shard = self.at_rest()
+        shard = self.stored_shard()
         if shard.device == self.full.device:
             return shard
         start, stop = self.layout.shard_range(self.rank)
@@ -194,7 +194,7 @@ class ShardedBucket(ParamBucket):
 
     def local_part(self, position: int) -> Tensor:
         """Return this rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
-        shard = self.at_rest()
+        shard = self.stored_shard()
         slot = self.layout.slots[position]
         start, stop = self.layout.shard_range(self.rank)
         low, high = max(start, slot.offset), min(stop, slot.end)

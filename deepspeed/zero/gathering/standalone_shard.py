@@ -13,11 +13,11 @@ from deepspeed.zero import params as zero_params
 from deepspeed.zero.offload.swap_file import SwapFile
 
 
-class SoloShard:
+class StandaloneShard:
     """Owner of ``shard`` [ceil(numel / ranks)], the documented ``ds_tensor`` of a parameter created under
     ``zero.Init``."""
 
-    alone = True
+    standalone = True
     persistent = False
 
     def __init__(
@@ -64,7 +64,7 @@ class SoloShard:
 
     def copy_of(self, param: nn.Parameter) -> nn.Parameter:
         """Return a new parameter whose own shard equals ``param``'s."""
-        zero_params.follow_dtype(param)
+        zero_params.sync_shard_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
         owner = object.__new__(type(self))
         owner.__dict__.update(self.__dict__)
@@ -79,10 +79,10 @@ class SoloShard:
 
     def shard_like_this(self, param: nn.Parameter) -> None:
         """Partition another parameter, still whole, over the same ranks."""
-        shard_alone(param, self.communicator, self.all_ranks, self.swap)
+        shard_standalone(param, self.communicator, self.all_ranks, self.swap)
 
 
-def shard_alone(
+def shard_standalone(
     param: nn.Parameter,
     communicator: Communicator,
     all_ranks: Communicator | None = None,
@@ -93,6 +93,6 @@ def shard_alone(
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (all_ranks or communicator).broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, SoloShard(param, communicator, all_ranks, swap), 0)
+        zero_params.convert(param, StandaloneShard(param, communicator, all_ranks, swap), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

@@ -30,7 +30,7 @@ resharded
 
 An update *evicts* a bucket despite its holders, since its copy is stale. It is gathered again at its next use.
 
-The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather ahead of need; it
+The gatherer (``gatherers.py``, ``scheduled_gatherer.py``) moves the shards. It may ``begin`` a gather ahead of need; it
 never reshards. Any transition outside the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
@@ -44,13 +44,16 @@ import sys
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
+
+if TYPE_CHECKING:
+    from deepspeed.zero.gradients.reducer import LaunchTurns
 
 # The order of bucket uses in the last step, which predicts the next use. Pure.
 
@@ -94,6 +97,10 @@ class UseTrace:
                 self._cursor = position + 1
                 return
 
+    def upcoming(self, most: int) -> list[int]:
+        """Return the next ``most`` buckets in the order of the last step."""
+        return self._last[self._cursor : self._cursor + most]
+
     def distance(self, b: int) -> int:
         """Return the number of elements used before the next use of bucket ``b``; NEVER if there is none, or no trace
         yet."""
@@ -130,15 +137,55 @@ class LiveBudget:
     max_reuse: int
 
 
-class Gatherer(Protocol):
-    """Moves shards for the ``Transitions`` that it is connected to: see `zero/gathering/gather.py`."""
+class Gatherer:
+    """Base of what moves the shards of ``buckets`` for the ``Transitions`` that it is connected to: see
+    `zero/gathering/gatherers.py`."""
 
-    def connect(self, transitions: Transitions) -> None: ...
-    def gather(self, index: int, phase: Phase) -> None: ...
-    def begin_pass(self, phase: Phase, root: Hashable) -> None: ...
-    def end_pass(self, phase: Phase) -> None: ...
-    def finish(self, index: int) -> None: ...
-    def resharded(self, index: int) -> None: ...
+    turns: LaunchTurns | None = None
+    """Decides whose turn it is, if the gathers are collectives that share one order with the gradient sums."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
+        self.buckets = list(buckets)
+
+    def connect(self, transitions: Transitions) -> None:
+        """Connect to ``transitions``, which requests gathers and is notified of the beginning and end of each."""
+        self.transitions = transitions
+        self.lock = transitions.lock
+
+    def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
+        """Make bucket ``index`` whole; on return it is GATHERED."""
+        raise NotImplementedError
+
+    def begin_pass(self, phase: Phase, root: Hashable) -> None:
+        """Begin a pass: an outermost call of module ``root``."""
+
+    def end_pass(self, phase: Phase) -> None:
+        """End the pass."""
+
+    def finish(self, index: int) -> None:
+        """Finish the gather of bucket ``index`` if it is in flight."""
+
+    def resharded(self, index: int) -> None:
+        """Note that bucket ``index`` was resharded."""
+
+    def end_of_step(self) -> None:
+        """End the backwards of a step; the weights are about to change."""
+
+    def abandon(self) -> None:
+        """Restart the step, after an exception ended the batch."""
+
+    def shards_written(self) -> None:
+        """Note that every rank has written its shards."""
+
+    def set_prefetch(self, prefetch_numel: int) -> None:
+        """Set the prefetch window in elements and forget the order of the last step. Called on all ranks between two
+        steps; no effect without prefetching."""
+
+    def settle(self) -> None:
+        """Complete everything in flight, before the buckets are dissolved. Called by all ranks."""
+
+    def close(self) -> None:
+        """Close; no more gathers will follow."""
 
 
 class Transitions:
@@ -230,7 +277,7 @@ class Transitions:
             finally:
                 self._threads_changed.notify_all()
 
-    # Holders ------------------------------------------------------------------------------------------------
+    # HolderGroups ------------------------------------------------------------------------------------------------
 
     def take(self, needs: Sequence[int], phase: Phase) -> None:
         """Add a holder to each of ``needs``, which are whole on return."""
@@ -362,14 +409,17 @@ class Transitions:
         bucket = self.buckets[b]
         with self.lock:
             if persistent and bucket.status is Status.SHARDED:
-                full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
-                self.arrived(b)
+                self._gather_now(b)
             bucket.persistent = persistent
             for param in bucket.params:
                 param.ds_persist = persistent  # type: ignore[attr-defined]
             self._gathered_outside_training.discard(b)
             self._reshard_if_idle(b)
+
+    def _gather_now(self, b: int) -> None:
+        full = self.begin(b)
+        self.buckets[b].communicator.all_gather(full, self.buckets[b].device_shard()).wait()
+        self.arrived(b)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -383,7 +433,5 @@ class Transitions:
         """Gather every parameter permanently, into its own memory. Collective."""
         for b, bucket in enumerate(self.buckets):
             if bucket.status is Status.SHARDED and bucket.shard is not None:
-                full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
-                self.arrived(b)
+                self._gather_now(b)
             bucket.destroy()

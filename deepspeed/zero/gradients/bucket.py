@@ -29,12 +29,12 @@ class GradBucket:
     the shard is kept.
 
     ``shapes``: full shapes of the parameters, one per slot. ``over_ranks``: format of the sum over all ranks that
-    hold these weights, times ``factors`` before and after; ``own``: the format while each rank, or each group that
-    shares a copy, keeps its own gradients (None: impossible); ``rank``: index of this rank's shard; ``counts``:
-    whether this rank's shard counts in the norm, which exactly one holder's does. ``host``: set if the shard is
-    copied to host memory (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory.
-    ``new_shard(numel, dtype)`` allocates ``reduced`` where it is not a slice of the full buffer. ``after_sum``:
-    called with this rank's result of each sum over ranks, to change it in place.
+    hold these weights, times ``factors`` before and after; ``local_format``: the format while each rank, or each
+    group that shares a copy, keeps its own gradients (None: impossible); ``rank``: index of this rank's shard;
+    ``counts_in_norm``: whether this rank's shard counts in the norm, which exactly one holder's does. ``host``: set if
+    the shard is copied to host memory (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory.
+    ``new_shard(numel, dtype)`` allocates ``reduced`` where it is not a slice of the full buffer. ``after_sum``: called
+    with this rank's result of each sum over ranks, to change it in place.
     """
 
     after_sum: Callable[[Tensor], None] | None = None
@@ -50,9 +50,9 @@ class GradBucket:
         device: torch.device,
         *,
         rank: int,
-        own: GradientSum | None = None,
+        local_format: GradientSum | None = None,
         factors: tuple[float, float] = (1.0, 1.0),
-        counts: bool = True,
+        counts_in_norm: bool = True,
         accumulate_dtype: torch.dtype,
         keep_local: bool,
         new_shard: Callable[[int, torch.dtype], Tensor],
@@ -64,13 +64,13 @@ class GradBucket:
         self.shapes = tuple(shapes)
         self._gaps = layout.gaps()
         self.over_ranks = over_ranks
-        self._formats: tuple[GradientSum | None, GradientSum] = (own, over_ranks)
+        self._formats: tuple[GradientSum | None, GradientSum] = (local_format, over_ranks)
         self.pool = pool
         self.device = device
         self.dtype = accumulate_dtype
         self.keep_local = keep_local
         self.factors = factors
-        self.counts = counts
+        self.counts_in_norm = counts_in_norm
         self.start, self.stop = layout.shard_range(rank)
         self.local: Tensor | None = None
         self.views: list[Tensor] = []  # of the current or last local buffer, shaped like the parameters
@@ -268,7 +268,7 @@ class GradBucket:
         self.reduced = None
 
 
-class GradPlace(NamedTuple):
+class GradLocation(NamedTuple):
     """Place of a parameter's gradient: its bucket, the bucket's number, and the position in it."""
 
     number: int
@@ -296,7 +296,7 @@ class ExposedGrads:
         """All views exposed after the last backward."""
 
     def show(
-        self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradPlace]
+        self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Mapping[int, GradLocation]
     ) -> None:
         """Set ``grad`` of the ``used`` parameters."""
         self.params, self._views = [], []
@@ -329,7 +329,7 @@ class ExposedGrads:
         self.params = []
 
     def take_assigned(
-        self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradPlace]
+        self, params: Sequence[nn.Parameter], used: list[bool], places: Mapping[int, GradLocation]
     ) -> None:
         """Take gradients that the script assigned, after a backward or without one, as the sums over ranks.
         Parameters whose gradient it set to None are not updated: ``used`` becomes False."""
@@ -374,6 +374,7 @@ class BucketOrder:
 
     def _count_arrivals(self) -> None:
         self._to_arrive = [sum(self._expected[index] for index in indices) for indices in self._members]
+        self.repeats = any(count > 1 for count in self._expected)  # some parameter arrives several times
 
     def begin(self) -> None:
         """Begin a backward: nothing has arrived, and nothing is launched."""

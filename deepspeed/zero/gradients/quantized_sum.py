@@ -21,7 +21,7 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.compressed import Concatenated, compressed_mean, part_numel
 from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
-from deepspeed.zero.gradients.sums import GradientSum, InFlight
+from deepspeed.zero.gradients.sums import GradientSum, InFlight, MakeOut
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import Levels, ReplicaGroup
 
@@ -58,11 +58,11 @@ class ErrorFeedback:
         self.error.lerp_(lost.nan_to_num_(0.0, 0.0, 0.0), 1.0 - self.beta)
         return payloads
 
-    def kept(self) -> dict[str, Any] | None:
+    def saved(self) -> dict[str, Any] | None:
         return None if self.error is None else {"sums": self.sums, "error": self.error}
 
-    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
-        self.sums, self.error = int(kept["sums"]), kept["error"].to(device)
+    def restore(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        self.sums, self.error = int(saved["sums"]), saved["error"].to(device)
 
 
 class QuantizedSum:
@@ -85,21 +85,21 @@ class QuantizedSum:
         self.mine = slice(*layout.shard_range(ranks.rank))
         self.numel = layout.shard_numel
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        if before != 1.0:
-            local.mul_(before)
-        out = local[self.mine] if kept is None else kept()
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        if prescale != 1.0:
+            local.mul_(prescale)
+        out = local[self.mine] if make_out is None else make_out()
         finish = (
-            self._exchange(out, local.view(self.ranks.size, -1), self.ranks, after)
+            self._exchange(out, local.view(self.ranks.size, -1), self.ranks, postscale)
             if self.levels is None
-            else self._by_levels(out, local, self.levels, after)
+            else self._by_levels(out, local, self.levels, postscale)
         )
-        return InFlight(Pending(finish), out, local, kept is None)
+        return InFlight(Pending(finish), out, local, make_out is None)
 
-    def _exchange(self, out: Tensor, parts: Tensor, ranks: Communicator, after: float) -> Callable[[], None]:
-        """Sum this rank's row of ``parts`` [ranks, n] over the ranks into ``out``, times ``after``; return the
+    def _exchange(
+        self, out: Tensor, parts: Tensor, ranks: Communicator, postscale: float
+    ) -> Callable[[], None]:
+        """Sum this rank's row of ``parts`` [ranks, n] over the ranks into ``out``, times ``postscale``; return the
         function that waits."""
         sent = self.encode(parts)
         received = torch.empty_like(sent)
@@ -107,11 +107,11 @@ class QuantizedSum:
 
         def finish() -> None:
             pending.wait()
-            out.copy_(self.codec.total(received, self.numel).mul_(after))
+            out.copy_(self.codec.total(received, self.numel).mul_(postscale))
 
         return finish
 
-    def _by_levels(self, out: Tensor, local: Tensor, levels: Levels, after: float) -> Callable[[], None]:
+    def _by_levels(self, out: Tensor, local: Tensor, levels: Levels, postscale: float) -> Callable[[], None]:
         """Sum within the group first, then across groups: each position sums the shards r = g * s + i of its own i."""
         near, across = levels
         by_place = local.view(across.size, near.size, self.numel).transpose(0, 1).reshape(-1)
@@ -121,7 +121,7 @@ class QuantizedSum:
         def finish() -> None:
             # Buckets are collected in the order in which they were launched, which all ranks share.
             nearby.wait()
-            self._exchange(out, own.view(across.size, self.numel), across, after)()
+            self._exchange(out, own.view(across.size, self.numel), across, postscale)()
 
         return finish
 
@@ -141,17 +141,15 @@ class CompressedSum:
         self.worker_error: Tensor | None = None
         self.server_error: Tensor | None = None
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
         def finish() -> None:
             # Buckets are collected in the order in which they were launched, which all ranks share.
             numel, ranks = local.numel(), self.ranks.size
             part = part_numel(numel, ranks)
             wanted = torch.zeros(part * ranks, dtype=torch.float32, device=local.device)
             wanted[:numel] = local
-            if before != 1.0:
-                wanted.mul_(before)
+            if prescale != 1.0:
+                wanted.mul_(prescale)
             if self.keeps_errors and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
             errors = None if self.worker_error is None else Concatenated([self.worker_error])
@@ -159,17 +157,17 @@ class CompressedSum:
             for error in (self.worker_error, self.server_error):
                 if error is not None:  # non-finite in a step that will be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)
-            local.copy_(wanted[:numel].mul_(after * ranks))
+            local.copy_(wanted[:numel].mul_(postscale * ranks))
 
         return InFlight(Pending(finish), local, local, True)
 
-    def kept(self) -> dict[str, Any] | None:
+    def saved(self) -> dict[str, Any] | None:
         if self.worker_error is None:
             return None
         return {"worker": self.worker_error, "server": self.server_error}
 
-    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
-        self.worker_error, self.server_error = kept["worker"].to(device), kept["server"].to(device)
+    def restore(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        self.worker_error, self.server_error = saved["worker"].to(device), saved["server"].to(device)
 
 
 def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:

@@ -16,8 +16,9 @@ Collective gathers at stage 3 need no such exchange: a gather that follows a sum
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment. The
 number of arrivals of each is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
-arrives after its bucket was launched is kept as a late gradient. It is summed at the end of the backward if that is
-the one that is recorded, or if there are no other ranks; else the ranks agree at the step (``StepVote``) to sum it.
+arrives after its bucket was launched is kept as a late gradient. It is summed at the end of the backward, for which
+the ranks ask each other there, if the record has a parameter that arrives several times: such a number may change.
+Else they find it at the step (``StepVote``).
 
 [Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are about
 to be dropped, and on all ranks in the same step (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at
@@ -40,7 +41,7 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
-from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradPlace
+from deepspeed.zero.gradients.bucket import BucketOrder, ExposedGrads, GradBucket, GradLocation
 from deepspeed.zero.layout import UNUSED
 
 
@@ -118,7 +119,7 @@ class GradReducer:
         self.cadence = cadence
         self.usual_cadence = cadence
         """The cadence that temporary ones return to: the plan's, or at stage 3 the one that fits the budget of live
-        parameters (``wiring.cadence``)."""
+        parameters (``factory.cadence``)."""
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary
@@ -139,11 +140,11 @@ class GradReducer:
 
     def _index_params(self, added: int) -> None:
         """Index every parameter's place in the buckets; the last ``added`` of them are new."""
-        places: dict[int, GradPlace] = {}
+        places: dict[int, GradLocation] = {}
         members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
             slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != UNUSED]
-            places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
+            places.update((index, GradLocation(b, bucket, position)) for position, index in slots)
             members.append([index for _, index in slots])
         self._places = places
         self._order = self._order.extended(members, added)
@@ -325,11 +326,20 @@ class GradReducer:
         self._launch_rest()
         for bucket in self.buckets:
             bucket.collect()
-        late = bool(self._late) and self.communicator.size == 1  # other ranks may have none
-        if not self._order.agreed:
-            late = self._order.agree(bool(self._late), self.communicator, self.device)
-        if late:
+        if self._sums_late_now():
             self.reduce_late()
+
+    def _sums_late_now(self) -> bool:
+        """Return whether all ranks sum late gradients at the end of this backward (Note: arrivals). Collective where a
+        parameter arrives several times."""
+        late, now = bool(self._late), bool(self._late) and self.communicator.size == 1
+        if not self._order.agreed:
+            now = self._order.agree(late, self.communicator, self.device)
+        if self.communicator.size == 1 or not self._order.repeats:
+            return now
+        any_late = torch.tensor([late], dtype=torch.int64, device=self.device)
+        self.communicator.all_reduce_max(any_late).wait()
+        return bool(any_late.item())
 
     def _launch_rest(self) -> None:
         self._order.launch_rest(self.launch if self.turns is None else self.turns.sum_ready)

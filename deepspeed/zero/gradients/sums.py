@@ -3,7 +3,7 @@
 A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum``
 is the plain one. Others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
 shard (MiCS), ``RowSum`` sends only the touched rows of an embedding. ``QuantizedSum`` (``quantized_sum.py``) replaces
-the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
+the plain one. A new format is a class with a ``start`` method; ``factory.py`` decides which ones a bucket gets.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.pending import DONE
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.layout import BucketLayout
+
+MakeOut = Callable[[], Tensor]
 
 
 class InFlight(NamedTuple):
@@ -36,12 +38,11 @@ class InFlight(NamedTuple):
 class GradientSum(Protocol):
     """Wire format: how the local sums of a bucket become one sum over ranks."""
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        """Start the sum over ranks of ``local`` [padded_numel], times ``before`` on each rank and ``after`` in total.
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        """Start the sum over ranks of ``local`` [padded_numel], times ``prescale`` on each rank and ``postscale`` in
+        total.
 
-        ``kept`` returns memory [shard_numel] of the wire dtype that outlives the sum; it is None if there is none
+        ``make_out`` returns memory [shard_numel] of the wire dtype that outlives the sum; it is None if there is none
         yet, or the result will be added to an earlier one. ``local`` may be overwritten. Every rank of the bucket's
         replica group starts the same sums in the same order.
         """
@@ -55,11 +56,11 @@ class ErrorFeedback(Protocol):
     parts: frozenset[str]
     """Keys of its state, which differ between stages."""
 
-    def kept(self) -> dict[str, Any] | None:
+    def saved(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint; None: nothing yet."""
         ...
 
-    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
+    def restore(self, saved: Mapping[str, Any], device: torch.device) -> None: ...
 
 
 def feedback_of(over_ranks: GradientSum) -> ErrorFeedback | None:
@@ -88,20 +89,18 @@ class DenseSum:
         self.scatter = scatter and layout.num_shards > 1
         self.mine = slice(*layout.shard_range(communicator.rank)) if layout.num_shards > 1 else None
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
         wire = local
         if local.dtype != self.dtype:
             wire = self.pool.take(local.numel(), self.dtype, local.device).copy_(local)
-        if before != 1.0:
-            wire.mul_(before)
+        if prescale != 1.0:
+            wire.mul_(prescale)
         if not self.scatter:
-            pending = self.communicator.all_reduce(wire, scale=after)
+            pending = self.communicator.all_reduce(wire, scale=postscale)
             return InFlight(pending, wire if self.mine is None else wire[self.mine], wire, True)
-        out = wire[self.mine] if kept is None else kept()
-        pending = self.communicator.reduce_scatter(out, wire, scale=after)
-        return InFlight(pending, out, wire, kept is None)
+        out = wire[self.mine] if make_out is None else make_out()
+        pending = self.communicator.reduce_scatter(out, wire, scale=postscale)
+        return InFlight(pending, out, wire, make_out is None)
 
 
 class LocalSum:
@@ -111,10 +110,8 @@ class LocalSum:
     def __init__(self, holders: int) -> None:
         self.holders = holders
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        scale = before * after * self.holders
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        scale = prescale * postscale * self.holders
         if not math.isclose(scale, 1.0, rel_tol=1e-12):
             local.mul_(scale)
         return InFlight(DONE, local, local, True)
@@ -128,10 +125,8 @@ class GroupSum:
         self.inner = inner
         self.copies = copies
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        return self.inner.start(local, kept, before, after * self.copies)
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        return self.inner.start(local, make_out, prescale, postscale * self.copies)
 
 
 class ReplicatedSum:
@@ -146,15 +141,13 @@ class ReplicatedSum:
         self.inner = inner
         self.replicas = replicas
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
-        flight = self.inner.start(local, kept, before, 1.0)
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
+        flight = self.inner.start(local, make_out, prescale, 1.0)
 
         def finish() -> None:
             # Buckets are collected in the order in which they were launched, which all ranks share.
             flight.pending.wait()
-            self.replicas.all_reduce(flight.out, scale=after).wait()
+            self.replicas.all_reduce(flight.out, scale=postscale).wait()
 
         return flight._replace(pending=Pending(finish))
 
@@ -176,9 +169,7 @@ class RowSum:
         self.rows, self.width = shape
         self.mine = slice(*layout.shard_range(communicator.rank))
 
-    def start(
-        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
-    ) -> InFlight:
+    def start(self, local: Tensor, make_out: MakeOut | None, prescale: float, postscale: float) -> InFlight:
         size = self.communicator.size
         table = local[: self.rows * self.width].view(self.rows, self.width)
         touched = table.ne(0).any(dim=1).nonzero().view(-1)
@@ -186,12 +177,12 @@ class RowSum:
         self.communicator.all_gather(counts, torch.tensor([touched.numel()], device=local.device)).wait()
         most = int(counts.max())
         if size == 1 or most * size >= self.rows:
-            return self.dense.start(local, kept, before, after)
-        finish = self._exchange(table, touched, counts.tolist(), most, before, after)
+            return self.dense.start(local, make_out, prescale, postscale)
+        finish = self._exchange(table, touched, counts.tolist(), most, prescale, postscale)
         return InFlight(Pending(finish), local[self.mine], local, True)
 
     def _exchange(
-        self, table: Tensor, touched: Tensor, counts: list[int], most: int, before: float, after: float
+        self, table: Tensor, touched: Tensor, counts: list[int], most: int, prescale: float, postscale: float
     ) -> Callable[[], None]:
         size, device = self.communicator.size, table.device
         rows = torch.zeros(most, dtype=torch.int64, device=device)
@@ -203,7 +194,7 @@ class RowSum:
         all_values = torch.empty(size * most * self.width, dtype=self.dtype, device=device)
         pendings = (
             self.communicator.all_gather(all_rows, rows),
-            self.communicator.all_gather(all_values, values.mul_(before).view(-1)),
+            self.communicator.all_gather(all_values, values.mul_(prescale).view(-1)),
         )
 
         def add_up() -> None:
@@ -217,6 +208,6 @@ class RowSum:
             for rank, (count, mine) in enumerate(zip(counts, place.split(counts), strict=True)):
                 total.index_add_(0, mine, received[rank, :count].to(wide))
             table.zero_()
-            table[touched_by_any] = total.mul_(after).to(self.dtype).to(table.dtype)
+            table[touched_by_any] = total.mul_(postscale).to(self.dtype).to(table.dtype)
 
         return add_up

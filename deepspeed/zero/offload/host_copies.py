@@ -10,8 +10,8 @@ from torch import Tensor
 from deepspeed.base.accelerator import get_accelerator
 
 
-def off_host(device: torch.device) -> bool:
-    """Return whether ``device`` has its own memory, so that offloading from it means copying."""
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether ``device`` has its own memory, apart from the host's, so that offloading from it means copying."""
     return device.type != "cpu"
 
 

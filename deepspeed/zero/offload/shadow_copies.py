@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.optim.first_state import stand_in
+from deepspeed.optim.initial_state import clone_optimizer
 from deepspeed.zero.offload.host_copies import host_empty
 from deepspeed.zero.states.store import PARAMS, OwnedFragment
 
@@ -61,7 +61,7 @@ class ShadowCopies:
     def __init__(self, optimizer: MultiTensorOptimizer) -> None:
         # Shadow copies alternate between two sets of memory, and an optimizer caches a table of addresses per list:
         # one optimizer per set keeps both tables valid.
-        first, second = stand_in(optimizer, {}, []), stand_in(optimizer, {}, [])
+        first, second = clone_optimizer(optimizer, {}, []), clone_optimizer(optimizer, {}, [])
         second.state = first.state
         self.state = first.state
         self._optimizers: tuple[Any, Any] = (first, second)

@@ -19,7 +19,7 @@ from torch import Tensor
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.states.store import StateStore
 
 Kind = OffloadStateTypeEnum
@@ -60,7 +60,7 @@ class StateMover:
         if kind is Kind.lp_params:
             for bucket in self.weights:
                 bucket.evict()
-        tensors = [tensor for tensor in self._tensors(kind) if off_host(tensor.device)]
+        tensors = [tensor for tensor in self._tensors(kind) if has_own_memory(tensor.device)]
         with self._keep_links():
             for group in by_storage(tensors):
                 size = group[0].untyped_storage().nbytes()

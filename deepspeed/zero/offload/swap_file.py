@@ -81,9 +81,8 @@ class SwapFile:
         self._mapping: Callable[[], mmap.mmap | None] = lambda: None  # the latest one, while a tensor uses it
         self._mapped_from = 0
         root = folder.parents[1]  # the user's folder; we add "deepspeed" and the kind
-        self._maps: list[
-            tuple[int, int, int]
-        ] = []  # address, bytes, offset in the file; sorted by address, disjoint
+        self._maps: list[tuple[int, int, int]] = []
+        """Address, bytes, offset in the file; sorted by address, disjoint."""
         if not root.parent.exists():
             raise FileNotFoundError(
                 errno.ENOENT,

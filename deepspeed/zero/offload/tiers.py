@@ -25,7 +25,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.config.plan import StateOffload
 from deepspeed.ops.aio.memory import LockedMemory
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
-from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.host_copies import has_own_memory, host_empty
 from deepspeed.zero.offload.swap_file import PAGE, SwapFile, SwapTransfer
 from deepspeed.zero.states.fragments import OwnedFragment, sub_groups
 from deepspeed.zero.states.store import Groups, ResidentTier, StateOf
@@ -162,7 +162,7 @@ class OffloadedTier(ResidentTier):
         memory = LockedMemory()
         self.slots = [StagingSlot(memory) for _ in range(plan.slots)]
         self.bytes_to_device = 0  # weights sent to the device
-        self._part_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
+        self._sub_group_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
         self._state_of: StateOf = lambda _: {}
 
     # Placement ----------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ class OffloadedTier(ResidentTier):
     def offloads(self, layout: BucketLayout) -> bool:
         return layout.index not in self.resident
 
-    def own_master(self, weights: Tensor) -> bool:
-        return off_host(weights.device) or self._is_swapped(weights)
+    def needs_master(self, weights: Tensor) -> bool:
+        return has_own_memory(weights.device) or self._is_swapped(weights)
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
         """Split the fragment into pieces of at most ``sub_group_numel`` elements, which elementwise optimizers do not
@@ -184,7 +184,7 @@ class OffloadedTier(ResidentTier):
             for low in range(0, f.numel, size)
         ]
 
-    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def new_masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy the masters to the swap file, piece by piece, or to (pinned) host memory."""
         if self.swap is None:
             host = host_empty(weights.numel(), dtype, pin=self.plan.pin)
@@ -200,7 +200,7 @@ class OffloadedTier(ResidentTier):
         """Return memory for summed gradients. Of a device: (pinned) host memory, the target of copies while backward
         runs. Of the host: a mapping of the swap file, for which the page cache spares the storage while memory is
         free."""
-        if off_host(device):
+        if has_own_memory(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
         if self.swap is not None:
             return self.swap.new(numel, dtype)
@@ -221,7 +221,7 @@ class OffloadedTier(ResidentTier):
                 groups, sub_group.groups = sub_group.groups, []
                 self.sub_groups.append(sub_group)
                 self._enter(sub_group, groups, len(self.sub_groups) - 1)
-        self.rest()  # state that the client's optimizer already had
+        self.store_new_state()  # state that the client's optimizer already had
 
     def _enter(self, sub_group: SubGroup, groups: list[list[OwnedFragment]], number: int) -> None:
         """Add fragments to sub-group ``number``."""
@@ -235,7 +235,7 @@ class OffloadedTier(ResidentTier):
                 sub_group.records.append(record)
                 sub_group.known.update(map(id, record.tensors))
         for owned in fragments:
-            self._part_of[id(owned)] = number
+            self._sub_group_of[id(owned)] = number
             if not sub_group.resident and self._stages(owned):
                 sub_group.staged.append(owned)
         sub_group.views = {}  # the staged weights follow the records
@@ -243,12 +243,12 @@ class OffloadedTier(ResidentTier):
     def _stages(self, owned: OwnedFragment) -> bool:
         """Return whether the updated weights pass through the slot on their way to the model."""
         low = owned.low
-        return low is not None and (off_host(low.device) or self._is_swapped(low))
+        return low is not None and (has_own_memory(low.device) or self._is_swapped(low))
 
     def _is_swapped(self, low: Tensor) -> bool:
         return self.weights_swap is not None and self.weights_swap.holds(low)
 
-    def rest(self) -> None:
+    def store_new_state(self) -> None:
         if self.swap is not None:
             for sub_group in self.sub_groups:
                 if not sub_group.resident:
@@ -300,10 +300,10 @@ class OffloadedTier(ResidentTier):
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
         for number in range(len(self.sub_groups)):
-            part = [[o for o in group if self._part_of[id(o)] == number] for group in groups]
+            part = [[o for o in group if self._sub_group_of[id(o)] == number] for group in groups]
             if any(part):
                 yield part
-                self.rest()
+                self.store_new_state()
 
     def describe(self) -> str:
         """Return one line for the log at start-up."""
@@ -342,7 +342,7 @@ class OffloadedTier(ResidentTier):
         chosen: dict[int, list[list[int]]] = {}
         for g, group in enumerate(groups):
             for i, owned in enumerate(group.fragments):
-                number = self._part_of[id(owned)]
+                number = self._sub_group_of[id(owned)]
                 chosen.setdefault(number, [[] for _ in groups])[g].append(i)
         for number in sorted(chosen):
             picked = zip(groups, chosen[number], strict=True)
@@ -460,7 +460,7 @@ def make_tier(
     if plan is None:
         return ResidentTier()
     plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
-    separate_host = off_host(device)
+    separate_host = has_own_memory(device)
     swap = None
     if plan.folder is not None:
         swap = open_swap(plan, plan.folder)

@@ -6,9 +6,9 @@ every step. The gradients of the others are accumulated on the device for a *rou
 the host, which updates its copy of everything, with ``overlap_step`` during the next round. The updated weights come
 back at the end of that round: no gradient waits for more than two rounds.
 
-[Note: two truths] The packed value of a chosen element is current and the host's is stale; for any other element the
-host's is current. ``settle`` writes the packed values to the host's tensors. Readers of masters or state call it
-first (``StateStore.settle``), and columns are chosen again only after it. External writes are detected by the
+[Note: packed and host values] The packed value of a chosen element is current and the host's is stale; for any other
+element the host's is current. ``settle`` writes the packed values to the host's tensors. Readers of masters or state
+call it first (``StateStore.settle``), and columns are chosen again only after it. External writes are detected by the
 versions of the tensors.
 
 [Note: results] The host updates shadow copies, which are taken at the end of a round. Until then a checkpoint saves
@@ -33,7 +33,7 @@ from deepspeed.config.plan import ZenFlowPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import UpdateContext
-from deepspeed.optim.first_state import stand_in
+from deepspeed.optim.initial_state import clone_optimizer
 from deepspeed.zero.offload.columns import ColumnChoice
 from deepspeed.zero.offload.host_copies import host_empty
 from deepspeed.zero.offload.shadow_copies import (
@@ -130,6 +130,7 @@ class ZenFlow:
     optimizer: MultiTensorOptimizer
     store: StateStore
     replica_groups: ReplicaGroups
+    takes_part = True  # as a ``RankState``: each rank saves its chosen columns and deferred gradients
 
     def __post_init__(self) -> None:
         self.choice = ColumnChoice(self.store, self.replica_groups, self.plan.ratio)
@@ -142,7 +143,7 @@ class ZenFlow:
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, ZenFlowPiece] = {}
         self._shadow_copies = ShadowCopies(self.optimizer)
-        self._packed_optimizer: Any = stand_in(self.optimizer, {}, [])
+        self._packed_optimizer: Any = clone_optimizer(self.optimizer, {}, [])
         self._job: Future[None] | None = None
         self._updating: list[tuple[ZenFlowPiece, ShadowCopy]] = []
         self._dirty = False
@@ -169,12 +170,8 @@ class ZenFlow:
         self._dirty = True
         self.steps += 1
         self.in_round += 1
-        if self.ends_round:
+        if self.in_round >= self.interval:
             self._end_round()
-
-    @property
-    def ends_round(self) -> bool:
-        return self.in_round >= self.interval
 
     def _pieces_of(self, used: Sequence[bool]) -> list[ZenFlowPiece]:
         """Return the pieces of the updated fragments; new ones start with all or none of their elements chosen."""
@@ -199,7 +196,7 @@ class ZenFlow:
             self._packed_optimizer.state.pop(piece.packed[0], None)
         piece.load(self._packed_device)
         self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
-        self._count_to_device(piece.packed)
+        self.bytes_to_device += _nbytes(piece.packed)
 
     @property
     def _packed_device(self) -> torch.device:
@@ -323,7 +320,7 @@ class ZenFlow:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Bring masters and state in the store up to date (Note: two truths)."""
+        """Bring masters and state in the store up to date (Note: packed and host values)."""
         if self._dirty:
             self._dirty = False
             for piece in self._pieces.values():
@@ -371,9 +368,6 @@ class ZenFlow:
             piece.live, piece.names, piece.packed = live_tensors(piece.owned, state), sorted(state), []
             self._pieces[key] = piece
             self._load(piece)
-
-    def _count_to_device(self, packed: Sequence[Tensor]) -> None:
-        self.bytes_to_device += _nbytes(packed)
 
     # Checkpoints --------------------------------------------------------------------------------------------
 
@@ -433,11 +427,8 @@ class ZenFlow:
                 self._pieces[id(owned)] = self._restored(owned, entries)
         self._start_update()
         self.record_versions()
-        return (
-            []
-            if known
-            else ["ZenFlow restarts: no deferred updates and column selection were saved for these ranks"]
-        )
+        lost = "ZenFlow restarts: no deferred updates and column selection were saved for these ranks"
+        return [] if known else [lost]
 
     def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> ZenFlowPiece:
         piece = self._new_piece(owned)
@@ -530,18 +521,3 @@ class ZenFlowStepExecutor(StepExecutor):
     def close(self) -> None:
         super().close()
         self.zenflow.close()
-
-
-class ZenFlowState:
-    """``OwnState`` for ZenFlow: each rank saves its chosen columns and deferred gradients."""
-
-    takes_part = True
-
-    def __init__(self, zenflow: ZenFlow) -> None:
-        self.zenflow = zenflow
-
-    def saved(self) -> dict[str, Any]:
-        return self.zenflow.saved()
-
-    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        return self.zenflow.load(saved, rank, ranks)

@@ -110,7 +110,7 @@ class StateAccess:
         """Yield the ``shards`` of which this rank is the first holder: among MiCS replicas and, at stage 0, among all
         ranks with the same weights."""
         self.store.settle()
-        return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts)
+        return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts_in_norm)
 
     def _each(self, fragments: Iterable[OwnedFragment]) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Yield the fragments with quantized state decoded; values the caller writes are encoded again when it asks
@@ -352,7 +352,7 @@ class StateAccess:
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
         """Return a per-element optimizer state [shape] such as ``exp_avg``. KeyError, on every rank: there is none.
         Collective."""
-        parts = [(o, self.store.first_values(o).get(key)) for o in self._fragments(param)]
+        parts = [(o, self.store.values_or_initial(o).get(key)) for o in self._fragments(param)]
         found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
         missing = torch.tensor([float(len(found) < len(parts))], device=param.device)
         if self._is_sharded(param):  # only ranks that hold a fragment know
@@ -400,7 +400,7 @@ class StateAccess:
         return self._local(param, [o.master if o.low is None else o.low for o in self._fragments(param)])
 
     def local_state(self, param: nn.Parameter, key: str) -> Tensor:
-        return self._local(param, [self.store.first_values(o)[key] for o in self._fragments(param)])
+        return self._local(param, [self.store.values_or_initial(o)[key] for o in self._fragments(param)])
 
     def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
         with self._writable_state(param, key) as parts:

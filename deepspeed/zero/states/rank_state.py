@@ -26,8 +26,8 @@ ROUNDING = 8
 """Elements by which padding may lengthen a rank's part of a bucket."""
 
 
-class OwnState:
-    """Per-rank state: ``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer behind
+class RankState:
+    """Per-rank state: ``UpdateTraits.rank_state`` by parameter name, and ``rank_state_dict`` of the optimizer behind
     ``access``.
 
     Of each parameter a rank saves the pieces that it updates: where they begin (``START``) in which boxes of the whole
@@ -47,7 +47,7 @@ class OwnState:
         """Return this rank's state, live; None if neither the optimizer communicates nor a wire format keeps errors."""
         if not self.takes_part:
             return None
-        wire = {index: kept for index, feedback in self._feedbacks().items() if (kept := feedback.kept())}
+        wire = {index: kept for index, feedback in self._feedbacks().items() if (kept := feedback.saved())}
         if not self.store.traits.own_communication:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer
@@ -60,7 +60,7 @@ class OwnState:
             about = {START: index.start, PLACE: (index.global_shape, index.boxes), SERVER_ERRORS: errors}
             by_name.setdefault(index.name, []).append({**piece, **about})
         by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
-        return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
+        return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.rank_state_dict(), WIRE: wire}
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Load from ``saved[r]``, the state of rank r; return notes for the log. Local.
@@ -70,9 +70,9 @@ class OwnState:
         differs.
         """
         notes = self._restore_wire(saved, rank, ranks)
-        return (
-            notes + self._load_optimizer(saved, rank, ranks) if self.store.traits.own_communication else notes
-        )
+        if self.store.traits.own_communication:
+            notes += self._load_optimizer(saved, rank, ranks)
+        return notes
 
     def _load_optimizer(self, parts: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         # Another optimizer may have saved only the error feedback of gradients.
@@ -81,7 +81,7 @@ class OwnState:
         alike = len(saved) == ranks and self._same_pieces(saved[rank])
         if self.store.traits.rank_state and len(saved):
             self._load_means([saved[rank]] if alike else saved)
-        optimizer.load_own_state(_Parts(saved), rank, ranks)
+        optimizer.load_rank_state_dict(_OptimizerStates(saved), rank, ranks)
         if len(saved) and not alike:
             if isinstance(optimizer, ServerErrorOwner):
                 optimizer.forget_server_errors()
@@ -214,8 +214,8 @@ def _add(total: Tensor, own: ShardIndex, source: ShardIndex, values: Tensor) -> 
             )
 
 
-class _Parts(Sequence[Mapping[str, Any]]):
-    """The optimizer's ``own_state`` as each rank saved it."""
+class _OptimizerStates(Sequence[Mapping[str, Any]]):
+    """The optimizer's ``rank_state_dict`` as each rank saved it."""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
         self.saved = saved

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.ops.update import traits_of
-from deepspeed.optim.first_state import constructed_state, first_state
+from deepspeed.ops.update import refresh_weights, traits_of
+from deepspeed.optim.initial_state import initial_state, state_of_constructor
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import BucketLayout, Fragment
@@ -84,23 +84,23 @@ class StateStore:
         dtype = self.master_dtype or weights.layout.dtype
         tier = self.tier.of(weights.layout)
         example = weights.shard if weights.shard is not None else weights.params[0].data
-        separate = dtype != weights.layout.dtype or tier.own_master(example)
+        separate = dtype != weights.layout.dtype or tier.needs_master(example)
         flat = None
         if separate and weights.shard is not None and len(fragments) == len(weights.fragments):
-            flat = tier.masters(weights.shard, dtype)
+            flat = tier.new_masters(weights.shard, dtype)
         for fragment in fragments:
             if self.group_of[fragment.param] < 0:
                 continue
             whole = None  # master of the whole parameter, if buckets are not flat
             if weights.shard is None and separate:
                 param = self.params[fragment.param]
-                whole = tier.masters(param.detach().reshape(-1), dtype)
+                whole = tier.new_masters(param.detach().reshape(-1), dtype)
             for piece in tier.pieces(fragment):
                 low = weights.local_weights(piece)
                 if flat is not None:
                     master = flat[piece.shard_offset : piece.shard_offset + piece.numel]
                 elif weights.shard is not None and separate:
-                    master = tier.masters(low, dtype)
+                    master = tier.new_masters(low, dtype)
                 elif weights.shard is not None or tier.cuts:
                     start = piece.param_offset
                     master = low if whole is None else whole[start : start + piece.numel]
@@ -121,7 +121,7 @@ class StateStore:
         if example is not None:
             group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]
             probe = nn.Parameter(torch.zeros(1))
-            self._needs_constructor |= bool(constructed_state(self.optimizer, group, probe))
+            self._needs_constructor |= bool(state_of_constructor(self.optimizer, group, probe))
         for owned in fragments:
             state = old.get(id(self.params[owned.param_index]))
             if state:
@@ -135,12 +135,12 @@ class StateStore:
         values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
             # Created by the optimizer's constructor for a parameter that was already sharded.
-            return self._first_state(owned)
+            return self._initial_state(owned)
         per_element = {key for key, value in values.items() if value.shape == shape}
         # For a scalar parameter, "step" and the like have its shape too: the state of a vector tells them from
         # per-element state.
         if not shape and master.dim():
-            first = self._first_state(owned)
+            first = self._initial_state(owned)
             per_element = {
                 k for k in values if isinstance(first.get(k), Tensor) and first[k].shape == master.shape
             }
@@ -185,11 +185,9 @@ class StateStore:
             elif owned.grad_bucket.layout is bucket.layout and owned.master.dim() == 1:
                 owned.master.data = bucket.local_weights(owned.fragment)
 
-    def refresh_low(self, fragments: Iterable[OwnedFragment]) -> None:
+    def refresh_low(self, fragments: Sequence[OwnedFragment]) -> None:
         """Round the masters into the model's own weights."""
-        pairs = [(owned.low, owned.master.reshape(-1)) for owned in fragments if owned.low is not None]
-        if pairs:
-            torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
+        refresh_weights([owned.master for owned in fragments], [owned.low for owned in fragments])
 
     def refresh_masters(self) -> None:
         """Set the masters from the model's own weights, after these were loaded or edited."""
@@ -202,7 +200,7 @@ class StateStore:
         missing = [[o for o in group if wanted(o) and not self.state_of(o)] for group in self.by_group]
         for batch in self.tier.batches(missing):
             for owned in (owned for group in batch for owned in group):
-                self.optimizer.state[owned.master] = self._first_state(owned)
+                self.optimizer.state[owned.master] = self._initial_state(owned)
 
     def allocate_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
         """Create state, to be overwritten, for the ``wanted`` fragments; if others have state, drop all of it first."""
@@ -218,17 +216,17 @@ class StateStore:
         if self._needs_constructor:
             self.ensure_state()
 
-    def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
+    def state_or_initial(self, owned: OwnedFragment) -> dict[str, Any]:
         """Return the state of a fragment, or its initial state, which is not stored."""
-        return self.state_of(owned) or self._first_state(owned)
+        return self.state_of(owned) or self._initial_state(owned)
 
-    def first_values(self, owned: OwnedFragment) -> dict[str, Any]:
-        """Return ``first_state`` with quantized entries decoded."""
-        state = self.first_state(owned)
+    def values_or_initial(self, owned: OwnedFragment) -> dict[str, Any]:
+        """Return ``state_or_initial`` with quantized entries decoded."""
+        state = self.state_or_initial(owned)
         return self._decoded(state) if self.traits.coded else state
 
-    def _first_state(self, owned: OwnedFragment) -> dict[str, Any]:
-        return first_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)
+    def _initial_state(self, owned: OwnedFragment) -> dict[str, Any]:
+        return initial_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)
 
 
 class _GroupSwap:
@@ -275,7 +273,7 @@ class ResidentTier:
         """Return the tier that places the masters of this bucket."""
         return self if self.offloads(layout) else ResidentTier()
 
-    def own_master(self, weights: Tensor) -> bool:
+    def needs_master(self, weights: Tensor) -> bool:
         """Return whether these weights need a separate master even if they have the master dtype."""
         return False
 
@@ -283,7 +281,7 @@ class ResidentTier:
         """Return the pieces in which the fragment is owned; an offloading tier splits large ones."""
         return [fragment]
 
-    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    def new_masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of ``weights`` [n] in the master dtype, where the tier keeps masters."""
         return weights.to(dtype, copy=True)
 
@@ -302,7 +300,7 @@ class ResidentTier:
         """Yield ``groups`` in parts whose state fits in memory together."""
         yield groups
 
-    def rest(self) -> None:
+    def store_new_state(self) -> None:
         """Move state that was created or replaced outside ``update`` to where it rests."""
 
     def forget_state(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.parallel.tensor.random_numbers import draw_differently, draw_equally
-from deepspeed.transforms.recompute.rng import RegionNumbers, share_random_states
+from deepspeed.transforms.recompute.rng import RegionRNG, share_random_states
 from tests.parallel.tensor.blocks import Model, batch, split, tensor_parallel
 from tests.pool import distributed
 
@@ -38,7 +38,7 @@ def test_states_are_shared_and_parts_differ() -> None:
     group = tensor_parallel().communicator("tp")
     torch.manual_seed(dist.get_rank())
     share_random_states(group)
-    numbers = RegionNumbers(group)
+    numbers = RegionRNG(group)
     own = draw_differently(nn.Dropout(), numbers)
     inner = draw_equally(nn.Dropout(), numbers)
     assert isinstance(own, nn.Dropout)
@@ -64,7 +64,7 @@ def test_states_are_shared_and_parts_differ() -> None:
 @distributed(world_size=2)
 def test_recomputation_draws_the_same(how: str) -> None:
     group = tensor_parallel().communicator("tp")
-    numbers = RegionNumbers(group)
+    numbers = RegionRNG(group)
     inner = draw_equally(nn.Dropout(0.3), numbers)
     outer = draw_differently(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8), inner), numbers)
     checkpoint = {

@@ -29,9 +29,9 @@ def _clean() -> Iterator[None]:
 
 @pytest.mark.parametrize("form", ["checkpoint", "non_reentrant_checkpoint"])
 def test_inputs_leave_and_come_back_one_ahead(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_inputs, "leaves_device", lambda device: True)
+    monkeypatch.setattr(kept_inputs, "has_own_memory", lambda device: True)
     ahead: list[int] = []
-    take = kept_inputs.InHost.take
+    take = kept_inputs.HostInputs.take
 
     def watched(self: Any, kept: Any) -> Tensor:
         found = take(self, kept)
@@ -39,16 +39,16 @@ def test_inputs_leave_and_come_back_one_ahead(form: str, monkeypatch: pytest.Mon
         ahead.append(int(before is not None and before.fetched is not None))
         return found
 
-    monkeypatch.setattr(kept_inputs.InHost, "take", watched)
+    monkeypatch.setattr(kept_inputs.HostInputs, "take", watched)
     model = stack(depth=4)
     expected = gradients(model, plain)
     ds.configure(None, checkpoint_in_cpu=True)
     for _ in range(2):
         ahead.clear()
         settings = ds._state.process
-        before = settings.in_host.stream.copies
+        before = settings.host_inputs.stream.copies
         assert_same_bits(gradients(model, getattr(ds, form)), expected)
-        assert settings.in_host.stream.copies - before == 2 * 4  # to the host and back, each once
+        assert settings.host_inputs.stream.copies - before == 2 * 4  # to the host and back, each once
         assert ahead == [1, 1, 1, 0]  # while one is used, the next one is on its way
 
 
@@ -109,13 +109,13 @@ def train(reentrant: bool, stage: int, *, checkpointed: bool, **section: Any) ->
 def test_layers_of_a_model_as_it_is(stage: int, reentrant: bool) -> None:
     expected, engine = train(reentrant, stage, checkpointed=True)
     engine.destroy()
-    original, kept_inputs.leaves_device = kept_inputs.leaves_device, lambda device: True
+    original, kept_inputs.has_own_memory = kept_inputs.has_own_memory, lambda device: True
     try:
         losses, engine = train(reentrant, stage, checkpointed=True, cpu_checkpointing=True)
     finally:
-        kept_inputs.leaves_device = original
+        kept_inputs.has_own_memory = original
     assert losses == expected
-    assert engine._checkpointing.in_host.stream.copies == 3 * 2 * 3  # steps, there and back, layers
+    assert engine._checkpointing.host_inputs.stream.copies == 3 * 2 * 3  # steps, there and back, layers
     module = engine.module
     engine.destroy()
     assert not module.layers[0]._forward_pre_hooks

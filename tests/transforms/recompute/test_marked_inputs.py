@@ -32,7 +32,7 @@ def gradients(layers: nn.ModuleList, inputs: torch.Tensor, offload: CheckpointHi
 @pytest.mark.parametrize("use_streams", [False, True])
 @pytest.mark.parametrize("keep", [0, 1, 2])
 def test_moved_inputs_give_the_same_gradients(monkeypatch, keep: int, use_streams: bool) -> None:
-    monkeypatch.setattr(offload_activations, "leaves_device", lambda device: True)
+    monkeypatch.setattr(offload_activations, "has_own_memory", lambda device: True)
     torch.manual_seed(1)
     layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
     inputs = torch.randn(8, 16)
@@ -62,7 +62,7 @@ def test_what_stays(monkeypatch) -> None:
     assert offload.stats.saved_tensors_seen > 0 and offload.stats.marked_tensors == 0
     with offload:
         gradients(layers, inputs, offload)  # on a CPU
-    monkeypatch.setattr(offload_activations, "leaves_device", lambda device: True)
+    monkeypatch.setattr(offload_activations, "has_own_memory", lambda device: True)
     with offload:
         gradients(layers, inputs, offload)  # 128 bytes
     stats = offload.stats

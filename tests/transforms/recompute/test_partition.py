@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import communicator, process_network
 from deepspeed.transforms.recompute import checkpointing as ds
-from deepspeed.transforms.recompute.kept_inputs import Arena, KeptInputs, KeptTensors
+from deepspeed.transforms.recompute.kept_inputs import Arena, KeptInput, KeptInputs
 from tests.pool import distributed
 from tests.transforms.recompute.models import WIDTH, assert_same_bits, gradients, plain, stack
 
@@ -67,7 +67,7 @@ def test_each_rank_keeps_its_part(world_size: int) -> None:
             assert kept is whole
             continue
         part = -(-numel // world_size)
-        assert isinstance(kept, KeptTensors) and kept.local.numel() == part
+        assert isinstance(kept, KeptInput) and kept.local.numel() == part
         mine = whole.view(-1)[dist.get_rank() * part : (dist.get_rank() + 1) * part]
         assert torch.equal(kept.local[: mine.numel()], mine) and not kept.local[mine.numel() :].any()
         assert torch.equal(keeper.unpack(kept), whole)
@@ -89,7 +89,7 @@ def test_ranks_of_an_engine_keep_half_each(monkeypatch: pytest.MonkeyPatch) -> N
 
     def watched(self: KeptInputs, tensor: Tensor) -> Any:
         found = pack(self, tensor)
-        kept.append(found.local.nbytes if isinstance(found, KeptTensors) else found.nbytes)
+        kept.append(found.local.nbytes if isinstance(found, KeptInput) else found.nbytes)
         return found
 
     monkeypatch.setattr(KeptInputs, "pack", watched)

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
-from deepspeed.zero.gathering.retention import KeepGathered
+from deepspeed.zero.gathering.gathered_parameters import KeepGathered
 
 
 def tile_lengths(length: int, tiles: int) -> list[int]:

@@ -20,7 +20,7 @@ GraphPass = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class PassSetting:
+class BuiltinPass:
     """A built-in pass: its documented function, the ZeRO stages it applies to, and its contract."""
 
     name: str

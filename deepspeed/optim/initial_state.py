@@ -22,7 +22,7 @@ from deepspeed.ops.update import Group
 
 
 @torch.no_grad()
-def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
+def initial_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
     """Return the initial state of ``param`` under the hyperparameters of ``group``; empty if the optimizer keeps
     none.
 
@@ -30,7 +30,7 @@ def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, 
     gradient.
     """
     if isinstance(optimizer, MultiTensorOptimizer):  # ours has a method for it
-        substitute: Any = stand_in(optimizer, group, [])
+        substitute: Any = clone_optimizer(optimizer, group, [])
         return substitute.state_for(param, group)
     copied = nn.Parameter(param.detach().clone())
     recorder = _StateRecorder()
@@ -39,38 +39,38 @@ def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, 
             _step_on_zeros(optimizer, group, copied, recorder)
     except Exception as error:
         # The step may rely on state created by the constructor.
-        state = constructed_state(optimizer, group, copied)
+        state = state_of_constructor(optimizer, group, copied)
         if not state:
             raise RuntimeError(
                 f"cannot initialize the state of {type(optimizer).__name__} for a new parameter: its step "
                 f"on a zero gradient failed ({type(error).__name__}: {error})"
             ) from error
         return state
-    return recorder.starts
+    return recorder.initial
 
 
 def _step_on_zeros(optimizer: Optimizer, group: Group, param: nn.Parameter, state: _StateRecorder) -> None:
-    substitute = stand_in(optimizer, group, [param])
+    substitute = clone_optimizer(optimizer, group, [param])
     substitute.state[param] = state
     param.grad = torch.zeros_like(param)
     type(optimizer).step(substitute)
     left: Any = substitute.state[param]
     if left is not state:  # the step replaced the dict, so nothing was recorded: take its values
-        state.starts.update(left)
+        state.initial.update(left)
         if "step" in left:
-            state.starts["step"] = left["step"] * 0
+            state.initial["step"] = left["step"] * 0
 
 
 class _StateRecorder(dict):
-    """State dict that keeps a copy of the first value assigned to each entry in ``starts``."""
+    """State dict that keeps a copy of the first value assigned to each entry in ``initial``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.starts: dict[str, Any] = {}
+        self.initial: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key not in self.starts:
-            self.starts[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        if key not in self.initial:
+            self.initial[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -83,7 +83,7 @@ class _StateRecorder(dict):
             self[key] = value
 
 
-def constructed_state(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
+def state_of_constructor(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
     """Return the state that the constructor of the optimizer's class creates for ``param``; empty if none or if it
     fails."""
     try:
@@ -100,7 +100,7 @@ def options_of(group: Group) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
-def stand_in(optimizer: Optimizer, group: Group, params: list[nn.Parameter]) -> Optimizer:
+def clone_optimizer(optimizer: Optimizer, group: Group, params: list[nn.Parameter]) -> Optimizer:
     """Return an optimizer of the same class and attributes with other parameters, without hooks and state. The
     constructor is not called, because its arguments are unknown here."""
     substitute = object.__new__(type(optimizer))

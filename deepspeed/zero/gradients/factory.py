@@ -1,4 +1,4 @@
-"""Construct and wire the parts that move gradients and weights, for an engine and for its plan.
+"""Make the gradient buckets, their wire formats and the reducer that a plan asks for.
 
 ``engine/assembly.py`` passes real ranks and memory; ``planning/rehearsal.py`` passes ranks that answer at once and
 memory that is only counted. So what is planned is what is built.
@@ -21,7 +21,7 @@ from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.zero.offload.host_copies import HostCopies, has_own_memory
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroupTable
 from deepspeed.zero.states.store import ResidentTier
 
@@ -63,16 +63,16 @@ def make_grad_buckets(
                 pool,
                 first.device,
                 rank=bucket.rank,
-                own=local_sum(layout, replica_group, pool, plan),
+                local_format=local_sum(layout, replica_group, pool, plan),
                 factors=plan.gradients.factors(replica_group.divisor),
-                counts=first_holder,
+                counts_in_norm=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_shard=partial(kept_by.new_gradients, device=first.device),
-                host=host if off_host(first.device) and tier.offloads(layout) else None,
+                host=host if has_own_memory(first.device) and tier.offloads(layout) else None,
             )
         )
-        if kept_by.on_file and not off_host(first.device):
+        if kept_by.on_file and not has_own_memory(first.device):
             result[-1].check = kept_by.check
     return result
 

@@ -1,4 +1,4 @@
-"""``GatheredParameters``: gather parameters for the duration of a block of code."""
+"""``GatheredParameters``: gather parameters for the duration of a block of code; ``KeepGathered``: keep what is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from deepspeed.base.logging import logger
 from deepspeed.base.tracing import outside_transforms
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.zero import params as zero_params
-from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
 
 _COUNT = zero_params.GATHER_COUNT
@@ -102,9 +103,7 @@ class GatheredParameters:
         for bucket in self._held:
             bucket.transitions.release_hold(bucket.layout.index)
         if not kept:  # buckets that are gathered still contain the dropped changes
-            for transitions in {
-                id(owner.transitions): owner.transitions for owner in self._buckets()
-            }.values():
+            for transitions in dict.fromkeys(owner.transitions for owner in _buckets_of(self.params)):
                 transitions.reshard_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
@@ -117,7 +116,7 @@ class GatheredParameters:
         if failure is None:
             self._publish()
             return True
-        for owner in self._buckets():
+        for owner in _buckets_of(self.params):
             if owner.persistent and owner.full is not None:
                 owner.refresh().wait()
         if misshapen is not None:
@@ -138,10 +137,6 @@ class GatheredParameters:
                 )
         return None
 
-    def _buckets(self) -> list[ShardedBucket]:
-        owners = {id(p.ds_owner): p.ds_owner for p in self.params}.values()
-        return [owner for owner in owners if isinstance(owner, ShardedBucket)]
-
     def _publish(self) -> None:
         assert self.modifier_rank is not None
         for param in self.params:
@@ -149,13 +144,13 @@ class GatheredParameters:
             source = _position(self.modifier_rank, communicator)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             communicator.broadcast(value.view(-1), src=source).wait()
-            zero_params.follow_dtype(param)
+            zero_params.sync_shard_dtype(param)
             param.ds_owner.write_param(param.ds_position, value)
             access = getattr(param, "_ds_state_access", None)
             if access is not None:
                 access.weights_written(param)
-        for owner in self._buckets():
-            owner.changed()
+        for owner in _buckets_of(self.params):
+            owner.shards_written()
 
 
 class _GatherFailure(NamedTuple):
@@ -189,8 +184,9 @@ def _agree_on_failure(
     return _GatherFailure(communicator.ranks[position], text)
 
 
-def _buckets_of(params: list[Any]) -> list[ShardedBucket]:
-    return list(dict.fromkeys(p.ds_owner for p in params if isinstance(p.ds_owner, ShardedBucket)))
+def _buckets_of(params: Iterable[Any]) -> list[ShardedBucket]:
+    owners = (getattr(param, "ds_owner", None) for param in params)
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, ShardedBucket)))
 
 
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
@@ -199,6 +195,40 @@ def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
     for owner in _buckets_of(params):
         if all(id(param) in asked for param in owner.params):
             yield owner
+
+
+class KeepGathered:
+    """Context that, on entry and at each ``take``, takes hold of those of ``params`` that are whole, until its exit.
+    For modules that run many times in a row.
+
+    It gathers nothing and is therefore not collective: the use of a parameter gathers it. Without stage 3 it does
+    nothing.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._waiting = _buckets_of(params)
+        self._held: list[ShardedBucket] = []
+
+    def take(self) -> None:
+        if not self._waiting:
+            return
+        whole = [owner for owner in self._waiting if owner.status is Status.GATHERED]
+        for owner in whole:
+            with owner.transitions.lock:
+                owner.transitions.take((owner.layout.index,), Phase.MANUAL)
+        self._held += whole
+        self._waiting = [owner for owner in self._waiting if owner not in whole]
+
+    def __enter__(self) -> KeepGathered:
+        self.take()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for owner in self._held:
+            with owner.transitions.lock:
+                owner.transitions.release((owner.layout.index,))
+        self._waiting += self._held
+        self._held = []
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from deepspeed.transforms.recompute.block_record import BlockRecord, RecordedOp
-from deepspeed.transforms.recompute.choice import (
+from deepspeed.transforms.recompute.knapsack import (
     Block,
     BudgetTooSmall,
     Footprint,
     choose,
     peak_of,
-    ways_of,
+    recompute_options,
 )
 
 MM = torch.ops.aten.mm.default
@@ -41,13 +41,13 @@ def test_ways_of_a_block_are_the_best_of_all_sets() -> None:
         for chosen in combinations(OPS, count):
             size, cost = 10 + sum(b for _, b in chosen), total - sum(c for c, _ in chosen)
             best[size] = min(best.get(size, cost), cost)
-    ways = ways_of(record)
-    assert ways[0].chosen == frozenset() and ways[0].kept == 10
-    assert ways[-1].chosen is None and ways[-1].kept == record.saved
-    for way in ways[:-1]:
-        assert way.cost == 1 + min(cost for size, cost in best.items() if size <= way.kept)
+    options = recompute_options(record)
+    assert options[0].chosen == frozenset() and options[0].kept == 10
+    assert options[-1].chosen is None and options[-1].kept == record.saved
+    for option in options[:-1]:
+        assert option.cost == 1 + min(cost for size, cost in best.items() if size <= option.kept)
     for size, cost in best.items():
-        assert min(way.cost for way in ways if way.kept <= size) <= 1 + cost
+        assert min(option.cost for option in options if option.kept <= size) <= 1 + cost
 
 
 @pytest.mark.parametrize("after", [0, 40])
@@ -55,19 +55,19 @@ def test_the_cheapest_choice_for_any_budget(after: int) -> None:
     kinds = [block(*OPS), block((5, 5), (6, 2), inputs=4)]
     blocks = [Block(0), Block(1), Block(0), Block(0)]
     counted = Footprint(kinds=kinds, blocks=blocks, outside=after + 5, before=5)
-    options = [ways_of(kinds[each.kind]) for each in blocks]
-    everything = list(product(*options))
+    by_kind = [recompute_options(kinds[each.kind]) for each in blocks]
+    everything = list(product(*by_kind))
     for budget in range(counted.everything, 40, -7):
-        fitting = [ways for ways in everything if peak_of(counted, ways) <= budget]
+        fitting = [options for options in everything if peak_of(counted, options) <= budget]
         if not fitting:
             with pytest.raises(BudgetTooSmall) as problem:
                 choose(counted, budget)
-            assert problem.value.least == min(peak_of(counted, ways) for ways in everything)
+            assert problem.value.least == min(peak_of(counted, options) for options in everything)
             return
         found = choose(counted, budget)
-        assert found.peak == peak_of(counted, found.ways) <= budget
-        least = min(sum(way.cost for way in ways) for ways in fitting)
-        assert sum(way.cost for way in found.ways) == least
+        assert found.peak == peak_of(counted, found.options) <= budget
+        least = min(sum(option.cost for option in options) for options in fitting)
+        assert sum(option.cost for option in found.options) == least
     raise AssertionError("the budget never became too small")
 
 
@@ -77,6 +77,6 @@ def test_the_last_block_runs_again_only_if_more_follows() -> None:
     alone = Footprint(kinds=[block((100, 50))], blocks=blocks)
     with pytest.raises(BudgetTooSmall, match="73"):
         choose(alone, 65)
-    assert [way.kept for way in choose(alone, 73).ways] == [10, 63]
+    assert [option.kept for option in choose(alone, 73).options] == [10, 63]
     followed = Footprint(kinds=[block((100, 50))], blocks=blocks, outside=200)
-    assert [way.kept for way in choose(followed, 265).ways] == [10, 10]
+    assert [option.kept for option in choose(followed, 265).options] == [10, 10]

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.zero.gathering.gather import FetchingGather
+from deepspeed.zero.gathering.gatherers import FetchingGatherer
 from deepspeed.zero.gathering.launch_order import (
     EntryKind,
     LaunchEntry,
     LaunchOrder,
     decode,
     encode,
-    with_foresight,
+    with_prefetch,
 )
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.rendezvous import Arrival
@@ -81,7 +81,7 @@ class GatherChannel(Protocol):
         ...
 
 
-class ScheduledGather(FetchingGather):
+class ScheduledGatherer(FetchingGatherer):
     """Gatherer whose collectives follow an agreed order (Note: which order), prefetching up to ``prefetch_numel``
     elements.
 
@@ -182,12 +182,12 @@ class ScheduledGather(FetchingGather):
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
             full = self.transitions.begin(index)
-            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_shard())
+            self.in_flight[index] = self.channels[index].all_gather(full, bucket.device_shard())
             self._ahead += bucket.layout.padded_numel
             return
         # Already whole here, or not needed: other ranks still need this rank's shard.
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
-        self.channels[index].all_gather(spare, bucket.at_rest().to(bucket.device)).wait()
+        self.channels[index].all_gather(spare, bucket.stored_shard().to(bucket.device)).wait()
 
     def _advance(self) -> None:
         """Launch the next entries that are ready: gathers within the prefetch window, sums of full buckets."""
@@ -343,7 +343,7 @@ class ScheduledGather(FetchingGather):
         changed = self.all_ranks.rank == 0 and record != self._last_record
         if changed:
             numels = [bucket.layout.padded_numel for bucket in self.buckets]
-            message = encode([with_foresight(entries, numels, self.prefetch_numel) for entries in record])
+            message = encode([with_prefetch(entries, numels, self.prefetch_numel) for entries in record])
         header = torch.tensor([len(message) if changed else -1], dtype=torch.int64, device=device)
         self.all_ranks.broadcast(header, src=0).wait()
         length = int(header.item())

@@ -47,7 +47,7 @@ class GatherPiece:
 
     def refresh(self) -> Pending:
         """Rebuild the payload after every rank wrote its shard, and exchange it across groups."""
-        shard = self.bucket.at_rest()
+        shard = self.bucket.stored_shard()
         own = self.data[self.across.rank]
         own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
         return self.across.all_gather(self.data.view(-1), own)
@@ -88,7 +88,7 @@ class PieceChannel:
         return Pending(finish)
 
 
-class PayloadServers(ShardServers):
+class PieceServers(ShardServers):
     """Serves pieces for gathers of training and evaluation, and exact shards for gathers by hand.
 
     ``pieces``: by bucket index; buckets without one are served as exact shards.
