@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from deepspeed.checkpoint.contents import RankPlace, Training
+from deepspeed.checkpoint.contents import RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import LATEST, default_tag
 from deepspeed.checkpoint.ranks import Ranks
@@ -34,7 +34,7 @@ from deepspeed.comm.mesh import ProcessMesh
 
 MANIFEST = "manifest.json"
 """Name of the list of all files of a state on all machines: name -> size in bytes."""
-OF_ONE_MACHINE, OF_SEVERAL = 1, 2
+KEPT_ON_ONE_MACHINE, KEPT_ON_SEVERAL = 1, 2
 """Numbers of states to keep, on one machine or several. Machines commit a state at different times: if one dies in
 between, the newest may be incomplete, but the previous one is complete."""
 
@@ -81,18 +81,18 @@ class Replicas:
         """Release the folder for another engine of this process."""
         self._mark.unlink(missing_ok=True)
 
-    def keep(self, training: Training, mesh: ProcessMesh, step: int) -> None:
-        """Make ``training`` the newest state. Collective."""
+    def keep(self, to_save: StateToSave, mesh: ProcessMesh, step: int) -> None:
+        """Make ``to_save`` the newest state. Collective."""
         # Per-layer files are redundant here; the hook is used for the exchange between machines.
-        training = replace(training, write_layers=self._exchange if self._several else None)
+        to_save = replace(to_save, write_layers=self._exchange if self._several else None)
         try:
             save(
-                training,
+                to_save,
                 self.folder,
                 default_tag(step),
-                RankPlace.on(mesh, self.ranks),
+                RankCoordinates.on(mesh, self.ranks),
                 self.ranks,
-                keep_last=OF_SEVERAL if self._several else OF_ONE_MACHINE,
+                keep_last=KEPT_ON_SEVERAL if self._several else KEPT_ON_ONE_MACHINE,
             )
         except CheckpointError as error:
             room = shutil.disk_usage(self.folder)
@@ -108,7 +108,7 @@ class Replicas:
         kept = self._kept() if self.ranks.keeps_folder else {}
         reports = self.ranks.gather((self.ranks.machine, kept))
         by_machine = {machine: states for machine, states in reports if states}
-        found = newest_whole(by_machine)
+        found = newest_complete(by_machine)
         if found is None:
             return None
         tag, files = found
@@ -190,7 +190,7 @@ class ReplicaState:
     step: int = -1
 
 
-def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
+def newest_complete(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
     """Return the tag and the files of the newest state whose listed files all survive on some machine; None if there
     is none."""
     tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}

@@ -13,9 +13,9 @@ from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import RankPlace, RankReport, SavedFiles, Training
+from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, RankReport, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files.archive_writer import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
 from deepspeed.checkpoint.files.flush import flush, flush_later, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag
@@ -31,7 +31,7 @@ class _Request:
 
     save_dir: Path
     tag: str
-    place: RankPlace
+    coordinates: RankCoordinates
     save_latest: bool
     exclude_frozen: bool
     on_tag_mismatch: str
@@ -40,10 +40,10 @@ class _Request:
 
 
 def save(
-    training: Training,
+    to_save: StateToSave,
     save_dir: Path,
     tag: str,
-    place: RankPlace,
+    coordinates: RankCoordinates,
     ranks: Ranks,
     *,
     save_latest: bool = True,
@@ -55,7 +55,7 @@ def save(
 ) -> None:
     """Write ``save_dir/tag`` atomically: afterwards either all of it is in place, or the previous content. Collective.
 
-    ``training``: this rank's state; ``place``: this rank's coordinates; ``ranks``: the ranks that save.
+    ``to_save``: this rank's state; ``coordinates``: this rank's coordinates; ``ranks``: the ranks that save.
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``background``:
     return when the state is copied, and write it in a thread. ``keep_last``: number of checkpoints to keep in the
     folder. ``on_commit``: called on every rank after the commit, with the final folder, the tag and the ranks.
@@ -63,11 +63,11 @@ def save(
     CheckpointTagError: ``tag`` cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
     reserved key. CheckpointError: ranks save different models or steps, or a write failed on some rank.
     """
-    check_client_state(training.client_state)
+    check_client_state(to_save.client_state)
     request = _Request(
         save_dir=save_dir,
         tag=tag,
-        place=place,
+        coordinates=coordinates,
         save_latest=save_latest,
         exclude_frozen=exclude_frozen,
         on_tag_mismatch=on_tag_mismatch,
@@ -75,20 +75,22 @@ def save(
         on_commit=on_commit,
     )
     if background is not None:
-        _save_later(training, request, ranks, background)
+        _save_later(to_save, request, ranks, background)
         return
     wait_for_flushes()
     with ranks.together("writing the checkpoint"):
-        files = SavedFiles(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
+        files = CheckpointFiles(
+            to_save, coordinates, exclude_frozen=exclude_frozen, node_local=ranks.node_local
+        )
         report = files.report()
-    request = _agree((tag, place.stage, files.signature), request, ranks)
+    request = _agree((tag, coordinates.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
     replaces = keep_last == 1  # the only copy after the commit: flush it first, for power failures
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         written = _write(files, report, folder, ranks, flushed=replaces)
-        if training.write_layers is not None:
+        if to_save.write_layers is not None:
             with ranks.together("writing the files of layers"):
-                training.write_layers(folder.staging, files.save)
+                to_save.write_layers(folder.staging, files.save)
                 if replaces:
                     flush(folder.staging)
         owned = folder.is_owned
@@ -97,7 +99,7 @@ def save(
             flush_later(folder.final / name for name in written)
 
 
-def _save_later(training: Training, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
+def _save_later(to_save: StateToSave, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
     """Copy the state and start the background save. All agreement, errors included, is left to the threads, so that
     every rank sees the same outcome at its next save: nothing here is collective, unless there are per-layer
     files."""
@@ -105,12 +107,12 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     background.wait()
     folder: StagedFolder | None = None
     save_id: int | None = None
-    if training.write_layers is not None:
-        folder, request, save_id = _with_layers(training, request, ranks)
-    copied: SavedFiles | Exception
+    if to_save.write_layers is not None:
+        folder, request, save_id = _with_layers(to_save, request, ranks)
+    copied: CheckpointFiles | Exception
     try:
-        copied = SavedFiles(
-            training, request.place, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
+        copied = CheckpointFiles(
+            to_save, request.coordinates, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
         )
         copied.values = background.copy(copied.values)
         if save_id is not None:
@@ -120,31 +122,31 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
-def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
+def _with_layers(to_save: StateToSave, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
     """Write the per-layer files; return the folder, the request with the agreed tag, and the save's id. Collective."""
-    assert training.write_layers is not None
-    request = _agree((request.tag, request.place.stage), request, ranks)
+    assert to_save.write_layers is not None
+    request = _agree((request.tag, request.coordinates.stage), request, ranks)
     (save_id,) = ranks.largest([new_id()])
     folder = _prepare_folder(request, ranks)
-    with _abandoned_on_errors(folder, ranks), ranks.together("writing the files of layers"):
-        training.write_layers(folder.staging, save_entry(save_id, training.header.get("global_steps")))
+    with _discarded_on_errors(folder, ranks), ranks.together("writing the files of layers"):
+        to_save.write_layers(folder.staging, save_entry(save_id, to_save.header.get("global_steps")))
     return folder, request, save_id
 
 
 def _save_copied(
-    copied: SavedFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
+    copied: CheckpointFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
     """Save copied values in a thread, as ``save`` does; each file is flushed once written. Collective over the
     threads."""
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
                 raise copied
-        assert isinstance(copied, SavedFiles)
+        assert isinstance(copied, CheckpointFiles)
         _check_saved_step(copied.saved_step, ranks)
-        request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
+        request = _agree((request.tag, request.coordinates.stage, copied.signature), request, ranks)
     folder = folder or _prepare_folder(request, ranks)
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("writing the checkpoint"):
             report = copied.report()
         _write(copied, report, folder, ranks, flushed=True)
@@ -165,7 +167,7 @@ def _check_saved_step(saved_step: tuple[Any, Any], ranks: Ranks) -> None:
 def _prepare_folder(request: _Request, ranks: Ranks) -> StagedFolder:
     """Make and return an empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("preparing the checkpoint folder"):
             if ranks.keeps_folder:
                 folder.prepare()
@@ -200,7 +202,7 @@ def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
 
 
 @contextmanager
-def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
+def _discarded_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
     """Discard the staging folder, if any, when the block raises: the previous checkpoint stays. Collective in that
     case."""
     try:
@@ -217,14 +219,14 @@ def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[
 
 
 def _write(
-    files: SavedFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
+    files: CheckpointFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
 ) -> list[str]:
     """Write this rank's files and return their names. Collective."""
     files.merge_reports(ranks, report)
     contents = files.contents(ranks.rank)
     with ranks.together("writing the checkpoint"):
         for name, content in contents.items():
-            with naming(folder.staging / name):
+            with write_errors_at(folder.staging / name):
                 write_archive(folder.staging / name, content(), checksums=True)
                 if flushed:
                     flush(folder.staging / name)
@@ -259,7 +261,7 @@ def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
     reports = ranks.gather(own)
     tag = agreed_tag([report[0] for report in reports], request.on_tag_mismatch)
     if len(own) > 2:
-        for stage in range(request.place.stages):
+        for stage in range(request.coordinates.stages):
             check_signatures([report[2] for report in reports if report[1] == stage])
     return replace(request, tag=tag)
 

@@ -16,20 +16,19 @@ from deepspeed.base.logging import log_dist, logger
 from deepspeed.base.stateful import Loads
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.contents import RankPlace
+from deepspeed.checkpoint.contents import RankCoordinates
 from deepspeed.checkpoint.errors import CheckpointError, malformed_as_errors
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
 from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.load import LoadReport, Restorer
-from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
+from deepspeed.checkpoint.reader import SavedRankStates, materialize, open_checkpoint, read_pending
 from deepspeed.comm import CommunicationError
 from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
-from deepspeed.engine.saving import PARTS, RANDOM_LTD, optimizer_order, ranks_of
+from deepspeed.engine.saving import OBSERVER_STATES, RANDOM_LTD, optimizer_order, ranks_of
 from deepspeed.engine.weights import gathered
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _load(
         restorer.check_names()
     if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
         _check_common_parameters(restorer, ranks)
-    with engine.half_loaded.until_loaded(catalog.folder, optimizer=selection.optimizer):
+    with engine.load_guard.until_loaded(catalog.folder, optimizer=selection.optimizer):
         _restore(engine, restorer, selection, ranks, call.custom)
         report = restorer.finish()
         report.notes += notes
@@ -227,12 +226,10 @@ def _fetch(
     engine: Engine, restorer: Restorer, selection: _Selection, ranks: Ranks, *, everything: bool = False
 ) -> None:
     """Open the files that this rank reads: all of them if the module's own loading code needs the whole state dict."""
-    catalog = restorer.catalog
-    needed = needed_shards(
-        catalog, engine.module, engine.state_access, masters=selection.masters, optimizer=selection.optimizer
-    )
-    everything = everything or restorer.rewrites_names or bool(restorer.nested)
-    catalog.files.fetch(None if everything else needed, prefer=RankPlace.on(engine.mesh, ranks).number)
+    needed = None
+    if not (everything or restorer.rewrites_names or restorer.nested):
+        needed = restorer.needed_shards(masters=selection.masters, optimizer=selection.optimizer)
+    restorer.catalog.files.fetch(needed, prefer=RankCoordinates.on(engine.mesh, ranks).number)
 
 
 def _restore(
@@ -243,18 +240,18 @@ def _restore(
         if custom is not None:
             restorer.load_custom(custom)
         elif selection.masters:
-            restorer.weights_from_masters()
+            restorer.load_weights_from_masters()
         else:
-            restorer.weights_from_module()
+            restorer.load_weights_through_module()
         with _malformed_as_errors(restorer.catalog):
             if custom is None:
-                restorer.buffers_of_rank(ranks.rank, ranks.size)
+                restorer.load_rank_buffers(ranks.rank, ranks.size)
             if selection.optimizer:
-                restorer.optimizer_states()
+                restorer.load_optimizer_states()
     if selection.masters:
         engine.state_access.publish()
-    if restorer.parts:
-        restorer.parts.changed()
+    if restorer.sharded_weights:
+        restorer.sharded_weights.changed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +334,7 @@ def _resume_own(
         if schedule is not None and saved.get(RANDOM_LTD) is not None:
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
     if selection.optimizer:
-        for name, state in catalog.index.get(PARTS, {}).items():
+        for name, state in catalog.index.get(OBSERVER_STATES, {}).items():
             if name in engine.checkpointed_observers:
                 engine.checkpointed_observers[name].load_state_dict(state)
         _load_loss_scale(engine, catalog)
@@ -359,7 +356,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
     core = engine.core
     if core is None or not core.own_state.takes_part:
         return
-    report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
+    report.notes += core.own_state.load(SavedRankStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
     if engine.plan.zero.shard_state:  # replicas differ, and each is sharded
@@ -399,7 +396,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     """Restore this rank's RNG states, if the checkpoint had this rank, and the data position, which is global."""
-    number = RankPlace.on(engine.mesh, ranks).number
+    number = RankCoordinates.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)
     if saved is None:
         return

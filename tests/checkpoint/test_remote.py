@@ -135,7 +135,7 @@ def test_an_upload_that_fails_leaves_the_last_good_tag_and_goes_on_later(tmp_pat
     Faulty.fails.clear()
     Faulty.puts.clear()
     restarted = mirror(tmp_path)  # the next process on that machine
-    assert restarted.has_any()
+    assert restarted.has_checkpoint()
     restarted.finish_uploads()
     assert fetched(tmp_path) == {"a.pt": "a2", "b.pt": "b2"}
     assert "b.pt" in Faulty.puts and "a.pt" not in Faulty.puts, "what was there already is not sent again"
@@ -209,7 +209,7 @@ def test_machines_upload_their_parts_and_the_last_one_publishes(tmp_path: Path) 
     save(second, "step1", {"model.pt": "m of 1", "r2.pt": "2"}, One(2, reports))
     second.wait()
     assert first.complete() == {}
-    assert not second.has_any()
+    assert not second.has_checkpoint()
     save(first, "step1", {"model.pt": "m of 0", "r0.pt": "0"}, One(0, reports))
     first.wait()
     assert fetched(tmp_path) == {"model.pt": "m of 0", "r0.pt": "0", "r2.pt": "2"}

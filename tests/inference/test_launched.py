@@ -113,7 +113,7 @@ def test_the_logits_of_the_model(fused: bool) -> None:
 
 
 def test_a_model_on_the_host_has_the_other_layouts() -> None:
-    from deepspeed.inference.model.facts import LayoutError
+    from deepspeed.inference.model.info import LayoutError
     from deepspeed.inference.model.launched import LaunchedLayout
 
     layout = LaunchedLayout.__new__(LaunchedLayout)

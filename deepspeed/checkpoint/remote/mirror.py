@@ -282,7 +282,7 @@ class Mirror:
             logger.warning(f"{self.store.url}/{name} is not a checkpoint receipt: ignored")
             return None
 
-    def has_any(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Return whether the store has a checkpoint, or one is pending upload."""
         return LATEST in self.store.sizes() or any(self._pending())
 

@@ -76,7 +76,7 @@ class Audit:
         step = self.engine.global_steps + 1
         if self.line is None and self.config.wants(step):
             if self.file is None:
-                self.file = AuditFile(self.folder, self.engine.global_rank, facts_of(self.engine))
+                self.file = AuditFile(self.folder, self.engine.global_rank, run_info(self.engine))
                 self.file.write({"step": 0, WEIGHT: self._weights(), MASTER: self._masters()})
             self.line = {"step": step, "seed": torch.initial_seed(), "random": _random_state(), "batches": []}
             self.meter.listen()
@@ -183,7 +183,7 @@ def has_plain_gradients(engine: Engine) -> bool:
     return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not plan.speculates
 
 
-def facts_of(engine: Engine) -> dict[str, Any]:
+def run_info(engine: Engine) -> dict[str, Any]:
     """Return what `ds diff` needs to know about this rank's run."""
     assert engine.core is not None
     modules = dict(engine.module.named_modules(remove_duplicate=False))
@@ -345,9 +345,7 @@ class ReductionProof:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=self.engine.device)
         if all_ranks.size > 1:
             dist.all_reduce(seen, group=all_ranks.group)
-        before, after = self.engine.facts.gradient_rule().factors(
-            self.engine.replica_groups.of(param).divisor
-        )
+        before, after = self.engine.info.gradient_rule().factors(self.engine.replica_groups.of(param).divisor)
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):

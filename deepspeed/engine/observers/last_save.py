@@ -33,7 +33,7 @@ STEPS_AHEAD = 3  # the current step, the step of the agreement, and the save
 TIME, SIGTERM = 1, 2
 END_OF_ALLOCATION = "SLURM_JOB_END_TIME"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in this rank's folder inside its launcher's folder
-OF_LAUNCHER = "deepspeed_launch_"
+LAUNCHER_PREFIX = "deepspeed_launch_"
 
 
 class LastSave:
@@ -163,5 +163,5 @@ def _ask_for_time() -> None:
     if report is None:
         return
     folder = Path(report).parent.parent
-    if folder.name.startswith(OF_LAUNCHER):
+    if folder.name.startswith(LAUNCHER_PREFIX):
         (folder / STOP_GRACE_FILE).write_text(str(GRACE_S))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
 from deepspeed.ops.native import library
@@ -37,9 +37,9 @@ class FusedLayout:
     name = "fused"
     max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
-        self.facts = facts
-        self.packed = PackedLayout(module, facts)
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
+        self.info = info
+        self.packed = PackedLayout(module, info)
         self._decoder: Decoder | None = None
         self._program: DecoderProgram | None = None
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import PackedBatch, paged_attention
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FIRST_POSITIONS, rotations_of
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops import gpu
 
@@ -32,9 +32,9 @@ class LaunchedLayout:
     name = "launched"
     max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
-        self.facts = facts
-        self.packed = PackedLayout(module, facts)
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
+        self.info = info
+        self.packed = PackedLayout(module, info)
         self._launcher: DecoderLaunches | None = None
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
@@ -45,7 +45,7 @@ class LaunchedLayout:
         decoder = decoder_of(self.packed.module, shapes, self.packed.terms, on_host=False)
         if decoder.dtype not in _TYPES:
             raise LayoutError(f"no kernels for weights of {decoder.dtype}")
-        self._launcher = DecoderLaunches(decoder, self.facts.device)
+        self._launcher = DecoderLaunches(decoder, self.info.device)
         return shapes
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from deepspeed.inference.serving.handling import (
     refusal,
     refusal_of,
     unauthorized,
-    unless_gone,
+    unless_disconnected,
 )
 from deepspeed.inference.serving.models import ModelError, Models, ServedModel
 from deepspeed.inference.serving.pieces import Piece
@@ -275,7 +275,7 @@ class _Server:
     ) -> list[list[Piece]] | Response:
         """Return whole answers, or an error response if the client disconnects or the service ends."""
         try:
-            return await unless_gone(request, read_all(sequences))
+            return await unless_disconnected(request, read_all(sequences))
         except ClosedError as problem:
             return refusal_of(problem)
         finally:

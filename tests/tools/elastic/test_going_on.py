@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.replicas import ReplicaState, ReplicaTransfer, missing, newest_whole
+from deepspeed.checkpoint.replicas import ReplicaState, ReplicaTransfer, missing, newest_complete
 from tests.pool import run
 from tests.tools.elastic import elastic_run
 from tests.tools.launcher import fake_machines
@@ -172,16 +172,16 @@ def test_machines_go_and_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(made[step]) == 1 and len(made[step][0]) == 4 for step in alone)
 
 
-def test_the_newest_whole_state() -> None:
+def test_the_newest_complete_state() -> None:
     two, three = {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}
     machines = {
         0: {"global_step2": ReplicaState(two, three, 2), "global_step3": ReplicaState({"a": 1}, three, 3)},
         2: {"global_step2": ReplicaState({"c": 3}, three, 2)},
     }
-    assert newest_whole(machines) == ("global_step2", three)  # of step 3, b and c are lost
+    assert newest_complete(machines) == ("global_step2", three)  # of step 3, b and c are lost
     machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 3}, three, 3)}
-    assert newest_whole(machines) == ("global_step3", three)
-    assert newest_whole({}) is None
+    assert newest_complete(machines) == ("global_step3", three)
+    assert newest_complete({}) is None
 
 
 def test_every_machine_gets_what_it_lacks() -> None:

@@ -12,14 +12,14 @@ from deepspeed.inference.cache.pages import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlocks:
+class SwappedBlocks:
     """Host copies of ``count`` blocks: ``pages`` has keys and values per layer."""
 
     count: int
     pages: dict[int, tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, cache: PagedCache, blocks: Sequence[int]) -> StoredBlocks:
+    def of(cls, cache: PagedCache, blocks: Sequence[int]) -> SwappedBlocks:
         """Copy ``blocks`` to the host."""
         pages = {}
         for layer in cache.shapes:
