@@ -77,8 +77,8 @@ def save(
     if background is not None:
         _save_later(to_save, request, ranks, background)
         return
-    wait_for_flushes()
     with ranks.together("writing the checkpoint"):
+        wait_for_flushes()
         files = CheckpointFiles(
             to_save, coordinates, exclude_frozen=exclude_frozen, node_local=ranks.node_local
         )
