@@ -141,6 +141,16 @@ def test_an_upload_that_fails_leaves_the_last_good_tag_and_goes_on_later(tmp_pat
     assert "b.pt" in Faulty.puts and "a.pt" not in Faulty.puts, "what was there already is not sent again"
 
 
+def test_a_note_that_another_process_removes_is_passed_over(tmp_path: Path) -> None:
+    at = mirror(tmp_path)
+    notes = at.local / ".pending"
+    notes.mkdir(parents=True)
+    (notes / "gone.json").symlink_to("removed")  # listed, and then not there
+    save(at, "step1", {"a.pt": "a1"})
+    at.wait()
+    assert fetched(tmp_path) == {"a.pt": "a1"}
+
+
 def test_a_tag_that_is_replaced_half_is_not_mixed_with_the_former(tmp_path: Path) -> None:
     """Files of the same name and size: only the id of the save tells them apart."""
     at = mirror(tmp_path)
