@@ -191,14 +191,14 @@ class ReplicaState:
 
 
 def newest_complete(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
-    """Return the tag and the files of the newest state whose listed files all survive on some machine; None if there
-    is none."""
+    """Return the tag and the files of the newest state whose listed files all survive, in their size, on some machine;
+    None if there is none."""
     tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}
     for tag in sorted(tags, key=lambda tag: tags[tag], reverse=True):
         states = [held[tag] for held in by_machine.values() if tag in held]
-        left = {name for state in states for name in state.files}
+        left = {file for state in states for file in state.files.items()}
         for listed in (state.listed for state in states):
-            if listed and listed.keys() <= left:
+            if listed and listed.items() <= left:
                 return tag, listed
     return None
 

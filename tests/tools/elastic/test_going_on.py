@@ -172,7 +172,7 @@ def test_machines_go_and_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(len(made[step]) == 1 and len(made[step][0]) == 4 for step in alone)
 
 
-def test_the_newest_complete_state() -> None:
+def test_the_newest_whole_state() -> None:
     two, three = {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}
     machines = {
         0: {"global_step2": ReplicaState(two, three, 2), "global_step3": ReplicaState({"a": 1}, three, 3)},
@@ -182,6 +182,8 @@ def test_the_newest_complete_state() -> None:
     machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 3}, three, 3)}
     assert newest_complete(machines) == ("global_step3", three)
     assert newest_complete({}) is None
+    machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 1}, three, 3)}  # c was cut short
+    assert newest_complete(machines) == ("global_step2", three)
 
 
 def test_every_machine_gets_what_it_lacks() -> None:
