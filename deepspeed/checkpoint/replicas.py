@@ -28,7 +28,7 @@ from deepspeed.checkpoint.contents import RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import LATEST, default_tag
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.comm import get_local_rank
 from deepspeed.comm.mesh import ProcessMesh
 
@@ -86,14 +86,9 @@ class Replicas:
         # Per-layer files are redundant here; the hook is used for the exchange between machines.
         to_save = replace(to_save, write_layers=self._exchange if self._several else None)
         try:
-            save(
-                to_save,
-                self.folder,
-                default_tag(step),
-                RankCoordinates.on(mesh, self.ranks),
-                self.ranks,
-                keep_last=KEPT_ON_SEVERAL if self._several else KEPT_ON_ONE_MACHINE,
-            )
+            own = RankCoordinates.on(mesh, self.ranks)
+            keep_last = KEPT_ON_SEVERAL if self._several else KEPT_ON_ONE_MACHINE
+            save(to_save, SaveRequest(self.folder, default_tag(step), own, keep_last=keep_last), self.ranks)
         except CheckpointError as error:
             room = shutil.disk_usage(self.folder)
             raise CheckpointError(

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,67 +25,48 @@ from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.comm import CommunicationError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """The arguments of one call of ``save``."""
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Where and how to save: ``save_dir/tag``, by a rank at ``coordinates``.
+
+    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``keep_last``:
+    number of checkpoints to keep in the folder. ``on_commit``: called on every rank after the commit, with the final
+    folder, the tag and the ranks.
+    """
 
     save_dir: Path
     tag: str
     coordinates: RankCoordinates
-    save_latest: bool
-    exclude_frozen: bool
-    on_tag_mismatch: str
-    keep_last: int | None
-    on_commit: Callable[[Path, str, Ranks], None] | None
+    _: KW_ONLY
+    save_latest: bool = True
+    exclude_frozen: bool = False
+    on_tag_mismatch: str = "WARN"
+    keep_last: int | None = None
+    on_commit: Callable[[Path, str, Ranks], None] | None = None
 
 
 def save(
-    to_save: StateToSave,
-    save_dir: Path,
-    tag: str,
-    coordinates: RankCoordinates,
-    ranks: Ranks,
-    *,
-    save_latest: bool = True,
-    exclude_frozen: bool = False,
-    on_tag_mismatch: str = "WARN",
-    background: BackgroundWriter | None = None,
-    keep_last: int | None = None,
-    on_commit: Callable[[Path, str, Ranks], None] | None = None,
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks, background: BackgroundWriter | None = None
 ) -> None:
-    """Write ``save_dir/tag`` atomically: afterwards either all of it is in place, or the previous content. Collective.
+    """Write a checkpoint atomically: afterwards either all of it is in place, or the previous content. Collective.
 
-    ``to_save``: this rank's state; ``coordinates``: this rank's coordinates; ``ranks``: the ranks that save.
-    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``background``:
-    return when the state is copied, and write it in a thread. ``keep_last``: number of checkpoints to keep in the
-    folder. ``on_commit``: called on every rank after the commit, with the final folder, the tag and the ranks.
+    ``to_save``: this rank's state; ``ranks``: the ranks that save. ``background``: return when the state is copied,
+    and write it in a thread.
 
-    CheckpointTagError: ``tag`` cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
+    CheckpointTagError: the tag cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
     reserved key. CheckpointError: ranks save different models or steps, or a write failed on some rank.
     """
     check_client_state(to_save.client_state)
-    request = _Request(
-        save_dir=save_dir,
-        tag=tag,
-        coordinates=coordinates,
-        save_latest=save_latest,
-        exclude_frozen=exclude_frozen,
-        on_tag_mismatch=on_tag_mismatch,
-        keep_last=keep_last,
-        on_commit=on_commit,
-    )
     if background is not None:
         _save_later(to_save, request, ranks, background)
         return
     with ranks.together("writing the checkpoint"):
         wait_for_flushes()
-        files = CheckpointFiles(
-            to_save, coordinates, exclude_frozen=exclude_frozen, node_local=ranks.node_local
-        )
+        files = _files_of(to_save, request, ranks)
         report = files.report()
-    request = _agree((tag, coordinates.stage, files.signature), request, ranks)
+    request = _agree((request.tag, request.coordinates.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
-    replaces = keep_last == 1  # the only copy after the commit: flush it first, for power failures
+    replaces = request.keep_last == 1  # the only copy after the commit: flush it first, for power failures
     with _discarded_on_errors(folder, ranks):
         written = _write(files, report, folder, ranks, flushed=replaces)
         if to_save.write_layers is not None:
@@ -99,7 +80,15 @@ def save(
             flush_later(folder.final / name for name in written)
 
 
-def _save_later(to_save: StateToSave, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
+def _files_of(to_save: StateToSave, request: SaveRequest, ranks: Ranks) -> CheckpointFiles:
+    return CheckpointFiles(
+        to_save, request.coordinates, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
+    )
+
+
+def _save_later(
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks, background: BackgroundWriter
+) -> None:
     """Copy the state and start the background save. All agreement, errors included, is left to the threads, so that
     every rank sees the same outcome at its next save: nothing here is collective, unless there are per-layer
     files."""
@@ -111,9 +100,7 @@ def _save_later(to_save: StateToSave, request: _Request, ranks: Ranks, backgroun
         folder, request, save_id = _with_layers(to_save, request, ranks)
     copied: CheckpointFiles | Exception
     try:
-        copied = CheckpointFiles(
-            to_save, request.coordinates, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
-        )
+        copied = _files_of(to_save, request, ranks)
         copied.values = background.copy(copied.values)
         if save_id is not None:
             copied.save_number = save_id
@@ -122,7 +109,9 @@ def _save_later(to_save: StateToSave, request: _Request, ranks: Ranks, backgroun
     background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
-def _with_layers(to_save: StateToSave, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
+def _with_layers(
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks
+) -> tuple[StagedFolder, SaveRequest, int]:
     """Write the per-layer files; return the folder, the request with the agreed tag, and the save's id. Collective."""
     assert to_save.write_layers is not None
     request = _agree((request.tag, request.coordinates.stage), request, ranks)
@@ -134,7 +123,7 @@ def _with_layers(to_save: StateToSave, request: _Request, ranks: Ranks) -> tuple
 
 
 def _save_copied(
-    copied: CheckpointFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
+    copied: CheckpointFiles | Exception, request: SaveRequest, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
     """Save copied values in a thread, as ``save`` does; each file is flushed once written. Collective over the
     threads."""
@@ -164,7 +153,7 @@ def _check_saved_step(saved_step: tuple[Any, Any], ranks: Ranks) -> None:
         )
 
 
-def _prepare_folder(request: _Request, ranks: Ranks) -> StagedFolder:
+def _prepare_folder(request: SaveRequest, ranks: Ranks) -> StagedFolder:
     """Make and return an empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
     with _discarded_on_errors(folder, ranks):
@@ -233,7 +222,7 @@ def _write(
     return list(contents)
 
 
-def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: bool = False) -> None:
+def _commit(folder: StagedFolder, request: SaveRequest, ranks: Ranks, *, flushed: bool = False) -> None:
     """Rename the staging folder, write ``latest``, remove older checkpoints. Collective.
 
     ``flushed``: wait until it is on disk before older ones are removed."""
@@ -253,7 +242,7 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
         request.on_commit(folder.final, request.tag, ranks)
 
 
-def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
+def _agree(own: tuple[Any, ...], request: SaveRequest, ranks: Ranks) -> SaveRequest:
     """Return the request with the tag that all ranks use. ``own``: this rank's tag, pipeline stage, and parameter
     signature; gathered only if ranks differ. Collective."""
     if ranks.agree(own):

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.background import BackgroundWriter
 from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import check_client_state, save
+from deepspeed.checkpoint.save import SaveRequest, check_client_state, save
 from deepspeed.checkpoint.storage import CheckpointCommitInfo
 from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
@@ -123,6 +123,16 @@ def save_checkpoint(
     if mirror is not None:
         on_commit = partial(mirror.committed, latest=save_latest, keep_last=keep_last)
         folder, keep_last = mirror.local, None
+    request = SaveRequest(
+        folder,
+        tag,
+        RankCoordinates.on(engine.mesh, ranks),
+        save_latest=save_latest,
+        exclude_frozen=exclude_frozen_parameters,
+        on_tag_mismatch=_tag_validation(engine),
+        keep_last=keep_last,
+        on_commit=on_commit,
+    )
     background = engine.background_writer
     if background is not None:
         background.wait()
@@ -130,19 +140,7 @@ def save_checkpoint(
         to_save = state_to_save(engine, client_state, exclude_frozen=exclude_frozen_parameters)
         collective = background is None or to_save.write_layers is not None
         with awaiting_all_ranks("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
-            save(
-                to_save,
-                folder,
-                tag,
-                RankCoordinates.on(engine.mesh, ranks),
-                ranks,
-                save_latest=save_latest,
-                exclude_frozen=exclude_frozen_parameters,
-                on_tag_mismatch=_tag_validation(engine),
-                background=background,
-                keep_last=keep_last,
-                on_commit=on_commit,
-            )
+            save(to_save, request, ranks, background)
     if settings.writer is not None and settings.writer.show_statistics:
         log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
     return engine.checkpoint_engine.commit(info)

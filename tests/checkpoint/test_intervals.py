@@ -20,7 +20,7 @@ from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.checkpoint.shards import ShardIndex
 from tests.allocations import counted
 from tests.checkpoint.held_state import Entry, HeldState
@@ -88,7 +88,7 @@ def saved(folder: Path) -> FileState:
     )
     rank, world = dist.get_rank(), dist.get_world_size()
     place = RankCoordinates(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
-    save(training, folder / "checkpoints", "t", place, Ranks())
+    save(training, SaveRequest(folder / "checkpoints", "t", place), Ranks())
     return state
 
 
@@ -133,7 +133,7 @@ def test_saving_reads_one_part_at_a_time(tmp_path):
     rank = dist.get_rank()
     place = RankCoordinates(dp_rank=rank, dp_size=2, mp_rank=0, mp_size=1, writes_model=rank == 0)
     with counted(tmp_path) as saving:
-        save(training, tmp_path / "checkpoints", "t", place, Ranks())
+        save(training, SaveRequest(tmp_path / "checkpoints", "t", place), Ranks())
     assert saving.peak < SMALL < sum(4 * index.numel for index, _ in state.held)
 
 

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.files import archive_reader as archives
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from tests.checkpoint.held_state import Entry, HeldState
 from tests.checkpoint.models import config, make_engine, train
@@ -157,7 +157,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
                 "deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final)
             )
             with writes_into, mock.patch("deepspeed.checkpoint.save.flush_later"):
-                save(training, folder, "t", place, Ranks())
+                save(training, SaveRequest(folder, "t", place), Ranks())
         state = sum(t.numel() for _, tensors in training.state.held for t in tensors.values())  # type: ignore[union-attr]
         frozen = training.module[0].weight  # type: ignore[index]
         state += frozen.ds_owner.part.numel() if stage == 3 else WIDTH * (WIDTH + 1) * LAYERS * (rank == 0)
@@ -177,7 +177,7 @@ def kinds_of_all() -> Any:
     found = [(*KINDS,)]
     return mock.patch(
         "deepspeed.checkpoint.shard_map._kinds_of_all",
-        lambda contents, ranks: (found if any(contents.held.kinds) else [()]) * len(contents.names),
+        lambda contents, ranks: (found if any(contents.shards.kinds) else [()]) * len(contents.names),
     )
 
 
