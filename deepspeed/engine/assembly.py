@@ -22,7 +22,7 @@ from deepspeed.engine.optimizer import (
     check_made_for_host,
     check_membership,
     check_optimizer,
-    left_out,
+    find_unfreezable,
     require_trainable,
     resolve_optimizer,
 )
@@ -155,8 +155,8 @@ def build_training(
         sharded = shard_module(module, basic, plan, config, replica_groups)
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
-    spare = left_out(model_parameters, module, basic) if client is None else []
-    core = build_core(module, basic, plan, replica_groups, clock, sharded, spare)
+    unfreezable = find_unfreezable(model_parameters, module, basic) if client is None else []
+    core = build_core(module, basic, plan, replica_groups, clock, sharded, unfreezable)
     if isinstance(core.optimizer, ZeroOptimizer):
         core.optimizer.clock = clock
         core.optimizer.differentiate = weakref.WeakMethod(backward)
@@ -183,10 +183,10 @@ def build_core(
     replica_groups: ReplicaGroups,
     clock: AccumulationClock,
     sharded: ShardedModel | None = None,
-    spare: Sequence[nn.Parameter] = (),
+    unfreezable: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``spare``: frozen parameters
-    that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``unfreezable``: frozen
+    parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
@@ -233,7 +233,7 @@ def build_core(
         make_grads,
         sharded,
         host,
-        spare,
+        unfreezable,
         speculation,
         step_warnings,
     )
@@ -251,7 +251,7 @@ def _wire_step(
     make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
     sharded: ShardedModel | None,
     host: HostCopies | None,
-    spare: Sequence[nn.Parameter],
+    unfreezable: Sequence[nn.Parameter],
     speculation: Speculation | None,
     step_warnings: StepWarnings,
 ) -> TrainingCore:
@@ -270,7 +270,7 @@ def _wire_step(
     make_pending = partial(
         _pending_buckets, module, plan, replica_groups, reducer, store, make_grads, sharded is not None
     )
-    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, spare)
+    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, unfreezable)
     make_executor = _executor_class(plan, speculation)
     by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(

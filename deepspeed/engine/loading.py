@@ -110,7 +110,7 @@ def _load(
         report = restorer.finish()
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
-            _resume(engine, catalog, ranks, selection, report)
+            _restore_progress(engine, catalog, ranks, selection, report)
     # Each pipeline stage reports what it restored; among replicas, only the pipeline that contains rank 0.
     stages = engine.mesh.ranks("pp")
     log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
@@ -256,14 +256,14 @@ def _restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Selection:
-    """Parts to load. ``masters``: load weights from the fp32 masters if there are any. ``everything``: an exact
-    resume."""
+    """Parts to load. ``masters``: load weights from the fp32 masters if there are any. ``exact_resume``: also
+    this rank's RNG states and data position."""
 
     masters: bool
     optimizer: bool
     scheduler: bool
     counters: bool
-    everything: bool
+    exact_resume: bool
 
 
 def _selection_of(
@@ -277,7 +277,7 @@ def _selection_of(
         optimizer=optimizer,
         scheduler=scheduler and not module_only,
         counters=not module_only,
-        everything=optimizer and scheduler,
+        exact_resume=optimizer and scheduler,
     )
 
 
@@ -304,7 +304,7 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     return own
 
 
-def _resume(
+def _restore_progress(
     engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
 ) -> None:
     """Restore everything except weights and optimizer state."""
@@ -315,10 +315,10 @@ def _resume(
         else:
             engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
     with _malformed_as_errors(catalog):
-        _resume_own(engine, catalog, ranks, selection, report)
+        _restore_run_state(engine, catalog, ranks, selection, report)
 
 
-def _resume_own(
+def _restore_run_state(
     engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
 ) -> None:
     """Restore counters, accumulation clock, observers and data position."""
@@ -340,7 +340,7 @@ def _resume_own(
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
-    if selection.everything:
+    if selection.exact_resume:
         _load_rank_state(engine, catalog, ranks)
 
 
