@@ -173,7 +173,8 @@ class _Conversion:
         with write_errors_at(folder / FOLDER / COMMON):
             write_archive(folder / FOLDER / COMMON, self._common(), class_names=CLASS_NAMES)
         for path in sorted(self.source.glob(f"*{names.MODEL_SUFFIX}")):
-            if names.model_ranks(path.name) is not None and (not self.own or self._is_part(path)):
+            is_part = self._split and not names.has_sharded_weights(path.name)
+            if names.model_ranks(path.name) is not None and (not self.own or is_part):
                 self._copy_model_file(path, folder / path.name)
         if self.own and not self._split:
             self.files.write_model_files(folder)
@@ -185,9 +186,6 @@ class _Conversion:
         ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
         staged = self.catalog.index.get("stages", 1) > 1
         return ranks > 1 and not staged and (self.catalog.zero_stage < 3 or not self.own)
-
-    def _is_part(self, path: Path) -> bool:
-        return self._split and not names.has_sharded_weights(path.name)
 
     def _copy_model_file(self, path: Path, target: Path) -> None:
         """Copy a file of release 0.19 unchanged; of our own, only the entries that release knows."""

@@ -158,13 +158,15 @@ class UpstreamFiles:
     ) -> dict[str, Any]:
         saved, sharded = self.catalog.model_states, self.stage > 0
         shapes = [OrderedDict((n, torch.Size(self.shapes[n])) for n in group) for group in self.flat_order]
+        modules = self.catalog.module
+        frozen_shapes = OrderedDict((n, torch.Size(modules[n][0].index.global_shape)) for n in frozen or ())
         aliases = {alias: name for alias, name in self.catalog.aliases.items() if name in module}
         return {
             "module": module,
             "buffer_names": [name for name in self.catalog.buffer_names if name in module],
             "optimizer": None if sharded or not self.trained else self._whole_state(),
             "param_shapes": shapes if sharded else None,
-            "frozen_param_shapes": frozen and OrderedDict((n, self._frozen_shape(n)) for n in frozen),
+            "frozen_param_shapes": frozen and frozen_shapes,
             "shared_params": (aliases if first else {}) if sharded else None,
             "frozen_param_fragments": frozen,
             "lr_scheduler": materialize(saved.get("lr_scheduler")),
@@ -211,9 +213,6 @@ class UpstreamFiles:
         return OrderedDict(
             (name, self._even_part(name, self.catalog.module[name], rank)) for name in self.frozen
         )
-
-    def _frozen_shape(self, name: str) -> torch.Size:
-        return torch.Size(self.catalog.module[name][0].index.global_shape)
 
     # Optimizer state: common to all stages --------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class LastSave:
         self._process = os.getpid()
         self._before: Any = None
         self._sum: tuple[torch.Tensor, Any] | None = None
-        self._size = _bytes_of(engine) * _ranks_here()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        self._size = _bytes_of(engine) * ranks_here
         engine.events.on("after_step", self.after_step)
         engine.events.on("on_destroy", self.close)
         if settings.save_at_sigterm and threading.current_thread() is threading.main_thread():
@@ -151,10 +152,6 @@ def _bytes_of(engine: Engine) -> int:
     own = sum(t.nbytes for _, tensors in state.shards() for t in tensors.values()) if state else 0
     weights = sum(param.nbytes for param in engine.module.parameters())
     return 2 * own + weights  # before the first step the optimizer has no moments yet
-
-
-def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def _ask_for_time() -> None:

@@ -19,8 +19,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import log_dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
-from deepspeed.inference.cache.pages import PagePiece
-from deepspeed.inference.cache.swapped import SwappedBlocks
+from deepspeed.inference.cache.pages import PagePiece, SwappedBlocks
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.quantized.selection import quantize_to_fp6
 from deepspeed.inference.split.layers import split_over, tensor_parallel_group
@@ -46,13 +45,13 @@ _MARK_OF_OTHERS = "ds_model_config.pkl"
 
 @dataclass(slots=True)
 class TrackedSequence:
-    """A client's sequence: the first ``computed`` tokens, usually all, are in the cache, or (``stored``) their blocks
+    """A client's sequence: the first ``computed`` tokens, usually all, are in the cache, or (``swapped``) their blocks
     are in host memory."""
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
-    stored: SwappedBlocks | None = None
+    swapped: SwappedBlocks | None = None
 
 
 class InferenceEngineV2:
@@ -234,7 +233,7 @@ class InferenceEngineV2:
 
     def _kept(self, sequence: TrackedSequence | None, length: int) -> int:
         """Return the number of blocks that a sequence keeps when it grows to ``length``."""
-        if sequence is None or sequence.stored is not None:
+        if sequence is None or sequence.swapped is not None:
             return 0
         blocks, pool = sequence.table.blocks, self._blocks.pool
         if self._blocks.span(length) == sequence.table.span:
@@ -262,21 +261,21 @@ class InferenceEngineV2:
             if self._blocks.missing(table, length) <= pool.num_free:
                 break
             idle = self._sequences[uid]
-            idle.stored = SwappedBlocks.of(self.runner.cache, idle.table.blocks)
+            idle.swapped = SwappedBlocks.of(self.runner.cache, idle.table.blocks)
             self._blocks.release(idle.table)
-            self.blocks_moved += idle.stored.count
+            self.blocks_moved += idle.swapped.count
         return self._blocks.reserve(table, length)
 
     def _bring_back(self, sequence: TrackedSequence, uids: Sequence[int]) -> bool:
         """Restore the offloaded blocks of a sequence. Returns False if there is no room."""
-        stored = sequence.stored
-        if stored is None:
+        swapped = sequence.swapped
+        if swapped is None:
             return True
         if not self._room_for(sequence, len(sequence.tokens), uids):
             return False
-        stored.write(self.runner.cache, sequence.table.blocks)
-        sequence.stored = None
-        self.blocks_moved += stored.count
+        swapped.write(self.runner.cache, sequence.table.blocks)
+        sequence.swapped = None
+        self.blocks_moved += swapped.count
         return True
 
     def _idle(self, uids: Sequence[int]) -> list[int]:

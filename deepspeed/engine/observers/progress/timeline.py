@@ -103,7 +103,9 @@ class Timeline:
             engine.events.on(event, subscriber)
         self._subscriptions += during
         if not engine.compilation.is_compiled:
-            self._watch_modules(recorder)
+            for name, module in engine.module.named_modules():
+                if name:
+                    self._watch_module(recorder, name, module)
         self._watch_collectives(recorder)
         self._watch_pipeline(recorder)
         self._watch_buckets(recorder)
@@ -169,11 +171,6 @@ class Timeline:
         self._last = (phase, now)
 
     # Modules ------------------------------------------------------------------------------------------------
-
-    def _watch_modules(self, recorder: TimelineRecorder) -> None:
-        for name, module in self.engine.module.named_modules():
-            if name:
-                self._watch_module(recorder, name, module)
 
     def _watch_module(self, recorder: TimelineRecorder, name: str, module: nn.Module) -> None:
         begun: list[int] = []
