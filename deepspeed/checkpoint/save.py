@@ -27,7 +27,7 @@ from deepspeed.comm import CommunicationError
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Where and how to save: ``save_dir/tag``, by a rank at ``coordinates``.
+    """Describes one save: of ``save_dir/tag``, by a rank at ``coordinates``.
 
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``keep_last``:
     number of checkpoints to keep in the folder. ``on_commit``: called on every rank after the commit, with the final
