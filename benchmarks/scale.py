@@ -231,7 +231,7 @@ def loaded(engine: Any, folder: Path) -> dict[str, Any]:
         return opened[path.name]
 
     with ExitStack() as stack:
-        for reader in ("reader", "own_reader"):
+        for reader in ("reader", "catalog_reader"):
             stack.enter_context(mock.patch(f"deepspeed.checkpoint.{reader}.open_archive", opening))
         sent = stack.enter_context(messages())
         begin = time.perf_counter()

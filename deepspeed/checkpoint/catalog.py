@@ -17,7 +17,7 @@ from deepspeed.checkpoint.state import MASTER
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SavedFragment:
     """One saved fragment: 1-D, mapped from ``archive``."""
 
     index: ShardIndex
@@ -66,11 +66,19 @@ class AllFilesOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParamGroup:
     """An optimizer group: its hyperparameters and the names of its parameters."""
 
     options: dict[str, Any]
     names: tuple[str, ...]
+
+
+def param_groups(saved: Iterable[Mapping[str, Any]], names: Iterable[Iterable[str]]) -> list[ParamGroup]:
+    """Return the groups of a torch optimizer's ``param_groups``, with the names of each group's parameters."""
+    return [
+        ParamGroup({key: value for key, value in group.items() if key != "params"}, tuple(members))
+        for group, members in zip(saved, names, strict=True)
+    ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,13 +98,13 @@ class Catalog:
     folder: Path
     written_by: str
     zero_stage: int
-    module: dict[str, list[Source]] = field(default_factory=dict)
+    module: dict[str, list[SavedFragment]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     module_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    fragments: dict[str, dict[str, list[Source]]] = field(default_factory=dict)
+    fragments: dict[str, dict[str, list[SavedFragment]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParamGroup] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
     model_states: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -109,10 +117,10 @@ class Catalog:
     def buffer_names(self) -> list[str]:
         return list(self.model_states.get("buffer_names") or ())
 
-    def add_fragment(self, kind: str, source: Source) -> None:
+    def add_fragment(self, kind: str, source: SavedFragment) -> None:
         self.fragments.setdefault(source.index.name, {}).setdefault(kind, []).append(source)
 
-    def add_module(self, source: Source) -> None:
+    def add_module(self, source: SavedFragment) -> None:
         self.module.setdefault(source.index.name, []).append(source)
 
     def trained_names(self) -> set[str]:
@@ -131,7 +139,7 @@ class Catalog:
                         return candidate
         return None
 
-    def masters(self, name: str) -> list[Source]:
+    def masters(self, name: str) -> list[SavedFragment]:
         """Return the sources of a parameter's most precise weights available."""
         return self.fragments.get(name, {}).get(MASTER) or self.module.get(name, [])
 

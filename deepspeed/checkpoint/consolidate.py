@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Source
+from deepspeed.checkpoint.catalog import SavedFragment
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
-from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.load import FragmentReader
 from deepspeed.checkpoint.originals import ORIGINALS, Expression, Originals, Weight
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.shards import ShardIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Consolidated:
+class ConsolidatedWeights:
     """Lazy tensors by name; ``aliases``: other name -> name in ``tensors``."""
 
     tensors: OrderedDict[str, LazyTensor]
@@ -39,10 +39,10 @@ class Consolidated:
             made[alias] = made[name]
         return made
 
-    def original(self, originals: Originals) -> Consolidated:
+    def original(self, originals: Originals) -> ConsolidatedWeights:
         """Return the tensors of the module before its transforms."""
         exported = originals.exported(self.tensors, self.aliases)
-        return Consolidated(
+        return ConsolidatedWeights(
             OrderedDict((name, self._made(made)) for name, made in exported.tensors.items()), exported.aliases
         )
 
@@ -71,14 +71,14 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
     return find_folder(checkpoint_dir, tag)
 
 
-def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
+def consolidate(folder: Path, *, exclude_frozen: bool = False) -> ConsolidatedWeights:
     """Return the master weights of trained parameters, and frozen weights and buffers as the model file has them.
     Names and shapes are those of the untransformed module.
 
     Works on our checkpoints and on those of release 0.19. CheckpointError if a part is missing or damaged.
     """
     catalog = open_checkpoint(folder)
-    reader = Reader(catalog)
+    reader = FragmentReader(catalog)
     buffers = set(catalog.buffer_names)
     trained = catalog.index.get("trained")
     tensors: OrderedDict[str, LazyTensor] = OrderedDict()
@@ -90,12 +90,12 @@ def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
         if frozen and exclude_frozen:
             continue
         tensors[name] = _whole(name, catalog.masters(name), reader)
-    whole = Consolidated(tensors, {alias: name for alias, name in aliases.items() if name in tensors})
+    whole = ConsolidatedWeights(tensors, {alias: name for alias, name in aliases.items() if name in tensors})
     packed = catalog.index.get(ORIGINALS)
     return whole.original(Originals.unpacked(packed)) if packed is not None else whole
 
 
-def _whole(name: str, sources: list[Source], reader: Reader) -> LazyTensor:
+def _whole(name: str, sources: list[SavedFragment], reader: FragmentReader) -> LazyTensor:
     shape, dtype = sources[0].index.global_shape, sources[0].data.dtype
 
     def make() -> list[Tensor]:

@@ -7,14 +7,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive_writer import ArchiveSink, LazyTensor, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import ArchiveSink, LazyTensor, write_archive, write_errors_at
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.writers import replace_file, temporary_sibling
 
@@ -66,7 +65,7 @@ def save_weights(
     aliases = {alias: name for alias, name in (aliases or {}).items() if name in weights}
     primary = {name: tensor for name, tensor in weights.items() if name not in aliases}
     shards = _cut(primary, parse_size(max_shard_size) if max_shard_size is not None else None)
-    with naming(folder):
+    with write_errors_at(folder):
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _shard_names(filename, len(shards))]
     weight_map: dict[str, str] = {}
@@ -111,13 +110,12 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
             raise ValueError(
                 f"{name} has dtype {tensor.dtype}, which safetensors does not support: export .bin files"
             )
-        size = nbytes(tensor)
         header[name] = {
             "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
+            "data_offsets": [position, position + tensor.nbytes],
         }
-        position += size
+        position += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as file:
@@ -133,16 +131,12 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
     assert complete, f"{path} lacks tensors"
 
 
-def nbytes(tensor: Tensor | LazyTensor) -> int:
-    return prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def _write(
     path: Path, content: dict[str, Tensor | LazyTensor], aliases: dict[str, str], safetensors: bool
 ) -> None:
     written = temporary_sibling(path)
     try:
-        with naming(path):
+        with write_errors_at(path):
             if safetensors:
                 write_safetensors(written, content, aliases)
             else:
@@ -158,11 +152,10 @@ def _write(
 def _cut(weights: Weights, limit: int | None) -> list[_Shard]:
     shards = [_Shard()]
     for name, tensor in weights.items():
-        size = nbytes(tensor)
-        if limit is not None and shards[-1].names and shards[-1].nbytes + size > limit:
+        if limit is not None and shards[-1].names and shards[-1].nbytes + tensor.nbytes > limit:
             shards.append(_Shard())
         shards[-1].names.append(name)
-        shards[-1].nbytes += size
+        shards[-1].nbytes += tensor.nbytes
     return shards
 
 

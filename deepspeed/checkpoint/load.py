@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.catalog import Catalog, ParamGroup, SavedFragment
 from deepspeed.checkpoint.contents import module_state
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.checkpoint.reader import read_own
+from deepspeed.checkpoint.reader import read_rank_file
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import ShardIndex, StridedCopy, intersect
+from deepspeed.checkpoint.shards import ShardIndex, StridedCopy, covers, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 from deepspeed.ops.adam.multi_tensor_adam import as_in
 
@@ -55,14 +55,14 @@ class LoadReport:
         return "; ".join([text, *self.notes])
 
 
-class Reader:
+class FragmentReader:
     """Copies fragments, verifies them, and counts the bytes read."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.bytes_read = 0
 
-    def fill(self, target: ShardIndex, into: Tensor, sources: list[Source], what: str) -> None:
+    def fill(self, target: ShardIndex, into: Tensor, sources: list[SavedFragment], what: str) -> None:
         """Fill ``into`` [target.numel], of any dtype. CheckpointError: ``sources`` do not cover it."""
         try:
             copies, missing = intersect(target, [source.index for source in sources])
@@ -77,7 +77,7 @@ class Reader:
         for copy in copies:
             self._copy(copy, sources[copy.source], into)
 
-    def _copy(self, copy: StridedCopy, source: Source, into: Tensor) -> None:
+    def _copy(self, copy: StridedCopy, source: SavedFragment, into: Tensor) -> None:
         data = source.view(copy)
         self.bytes_read += source.archive.verify(data)
         if copy.contiguous:
@@ -102,10 +102,10 @@ class Restorer:
     is_stage: bool = False
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.catalog)
+        self.reader = FragmentReader(self.catalog)
         self.report = LoadReport()
         self.entries: list[ParamEntry] = list(self.state.trainable()) if self.state is not None else []
-        self.parts = ShardedWeights(self.module)
+        self.sharded_weights = ShardedWeights(self.module)
         params = self.module.named_parameters(remove_duplicate=False)
         found = {name: placement_of(param) for name, param in params}
         self.placements = {name: placement for name, placement in found.items() if placement.boxes}
@@ -114,7 +114,7 @@ class Restorer:
     @property
     def rewrites_names(self) -> bool:
         """Return whether the module's own loading code must see the saved state dict under the old names."""
-        return _rewrites_names(self.module) and not self.parts
+        return _rewrites_names(self.module) and not self.sharded_weights
 
     @property
     def nested(self) -> dict[str, Any]:
@@ -124,6 +124,27 @@ class Restorer:
         if type(self.module).load_state_dict is nn.Module.load_state_dict:
             return {}
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
+
+    def needed_shards(self, *, masters: bool, optimizer: bool) -> list[ShardIndex]:
+        """Return the shards that this rank will read, by their names in the checkpoint, of which only the first file
+        is open. ``masters``: read trained weights from the masters; ``optimizer``: read its state.
+
+        Unsharded weights are included if the first file does not have them (a stage 3 checkpoint).
+        """
+        shared = {entry.name: entry.shared_names for entry in self.entries}
+        from_masters = {name for item in shared.items() for name in (item[0], *item[1])} if masters else set()
+        live = [index for index, _ in self._shards()] if masters or optimizer else []
+        live += [index for index, _ in self.sharded_weights.fragments() if index.name not in from_masters]
+        found = {index: self.catalog.find([index.name, *shared.get(index.name, ())]) for index in live}
+        needed = [replace(index, name=name) for index, name in found.items() if name is not None]
+        for name, param in self.module.named_parameters():
+            sharded = name in from_masters or hasattr(param, "ds_owner")
+            saved = None if sharded else self.catalog.find([name])
+            if saved is not None:
+                target = placement_of(param).index(saved)
+                if not covers(target, [source.index for source in self.catalog.module.get(saved, [])]):
+                    needed.append(target)
+        return needed
 
     def count_common(self) -> int:
         """Count how many of the module's parameters the checkpoint has."""
@@ -141,7 +162,7 @@ class Restorer:
         saved |= self.catalog.module_dtypes.keys()  # all parts of some may be on other nodes
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         nested = self.nested
-        missing = [name for name in own if name not in saved and (self.parts or not nested)]
+        missing = [name for name in own if name not in saved and (self.sharded_weights or not nested)]
         here = {
             *own,
             *self.catalog.aliases,
@@ -166,12 +187,12 @@ class Restorer:
             )
         self.report.notes.append(text)
 
-    def weights_from_module(self) -> None:
+    def load_weights_through_module(self) -> None:
         """Load weights and buffers through the model's ``load_state_dict``, then refresh the masters from them."""
         self._fill_shards(trained=True)
         cut = self._sharded_names()
         tensors = self._module_tensors(only=lambda name: name not in cut)
-        self._load_into_module(tensors, partly=bool(self.parts))
+        self._load_into_module(tensors, partly=bool(self.sharded_weights))
         self._load_nested()
         named = dict(self.module.named_parameters())
         self.report.total_parameters = len(named)
@@ -179,7 +200,7 @@ class Restorer:
         if self.state is not None:
             self.state.weights_loaded()
 
-    def buffers_of_rank(self, rank: int, ranks: int) -> None:
+    def load_rank_buffers(self, rank: int, ranks: int) -> None:
         """Restore per-rank buffers if the world size is the same; otherwise all ranks keep those of rank 0."""
         index = self.catalog.index
         if not index.get("buffers_differ"):
@@ -190,7 +211,7 @@ class Restorer:
             )
             return
         own = dict(self.module.named_buffers())
-        for name, saved in read_own(self.catalog, buffers_file(rank))["buffers"].items():
+        for name, saved in read_rank_file(self.catalog, buffers_file(rank))["buffers"].items():
             if name in own and own[name].shape != saved.shape:
                 raise CheckpointError(
                     f"the buffer {name} has shape {tuple(own[name].shape)}, not {tuple(saved.shape)}"
@@ -202,10 +223,10 @@ class Restorer:
         """Load by ``custom_load_fn(src=saved state dict, dst=module)``, then refresh the masters from the weights (if
         those are sharded, the caller does so when it shards them again)."""
         custom_load_fn(src={**self._module_tensors(), **self.nested}, dst=self.module)
-        if self.state is not None and not self.parts:
+        if self.state is not None and not self.sharded_weights:
             self.state.weights_loaded()
 
-    def weights_from_masters(self) -> None:
+    def load_weights_from_masters(self) -> None:
         """Load masters by intersection, each rank its own shards, and frozen weights and buffers from the model
         file."""
         self._load_rest()
@@ -220,7 +241,7 @@ class Restorer:
         self.report.parameters += len(loaded)
         self.report.total_parameters += len(self.entries)
 
-    def optimizer_states(self) -> None:
+    def load_optimizer_states(self) -> None:
         """Load per-element state by intersection, other values as saved, and the optimizer's groups."""
         assert self.state is not None
         if not self.catalog.has_optimizer:
@@ -350,7 +371,7 @@ class Restorer:
     def _fill_shards(self, *, trained: bool) -> None:
         """Fill this rank's shards of weights (stage 3); ``trained``: also those of the optimizer."""
         known = {entry.name for entry in self.entries}
-        for index, part in self.parts.fragments():
+        for index, part in self.sharded_weights.fragments():
             name = self.catalog.find([index.name])
             if name is None or (index.name in known and not trained):
                 continue
@@ -376,7 +397,7 @@ class Restorer:
             self._call_loader(partial(nn.Module.load_state_dict, self.module), tensors, strict=False)
 
     def _load_nested(self) -> None:
-        if self.nested and not self.parts:
+        if self.nested and not self.sharded_weights:
             own = module_state(self.module)
             beside = self._module_tensors(only=lambda name: name not in own)  # such as Megatron-LM's experts
             self._call_loader(self.module.load_state_dict, {**beside, **self.nested}, strict=self.strict)
@@ -414,7 +435,7 @@ class Restorer:
         nested = self.nested
         return {**tensors, **{name: item for name, item in self.catalog.extra.items() if name not in nested}}
 
-    def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
+    def _tensor(self, name: str, own: Any, sources: list[SavedFragment]) -> Tensor:
         """Return this rank's tensor ``name``: mapped if a file has exactly this part, else assembled from several
         (stage 3, tensor parallelism)."""
         saved = sources[0].index
@@ -429,7 +450,7 @@ class Restorer:
         self.reader.fill(target, made, sources, name)
         return made.view(shape)
 
-    def _weights(self, name: str) -> list[Source]:
+    def _weights(self, name: str) -> list[SavedFragment]:
         """Return the sources of a parameter: the model's weights, then masters for parts that no model file holds."""
         masters = self.catalog.fragments.get(name, {}).get(MASTER, [])
         return [*self.catalog.module.get(name, []), *masters]
@@ -455,7 +476,7 @@ class Restorer:
         return self.report
 
 
-def _matching(number: int, members: set[str], groups: list[Group]) -> Group | None:
+def _matching(number: int, members: set[str], groups: list[ParamGroup]) -> ParamGroup | None:
     """Return the saved group that holds ``members``; empty groups are matched by position."""
     if not members:
         return groups[number] if number < len(groups) and not groups[number].names else None

@@ -16,7 +16,7 @@ SCRIPTS = (RECOVERY_SCRIPT, "zero_to_torch.py")
 """Scripts stored next to the checkpoints, to run from a shell."""
 FORMAT = 3
 """Version of the index that our files carry under ``INDEX``. Format 1 had sums as checksums, and all ranks' RNG
-states in every model file; format 2 listed every fragment in its directories."""
+states in every model file; format 2 listed every fragment in its shard maps."""
 
 MODEL_SUFFIX = "_model_states.pt"
 OPTIM_SUFFIX = "_optim_states.pt"
@@ -24,7 +24,7 @@ OPTIMIZER_STATE = "optimizer_state_dict"
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 INDEX = "checkpoint_index"
-"""Key of entries beyond the documented ones (Note: index, in `own_format.py`)."""
+"""Key of entries beyond the documented ones (Note: index, in `file_format.py`)."""
 OPTIMIZER_IN_MODEL_FILE, OPTIMIZER_IN_OWN_FILES = "model file", "optimizer files"
 """Values of the index key ``optimizer``."""
 PARTS_IN_MODEL_FILES = "model files"
@@ -77,12 +77,17 @@ def zero_model_file(dp_rank: int, mp_rank: int) -> str:
     return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
 
 
+def has_sharded_weights(model_file_name: str) -> bool:
+    """Return whether a model file holds one rank's shards of the weights (stage 3)."""
+    return model_file_name.startswith("zero_")
+
+
 def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{OPTIM_SUFFIX}"
 
 
 def dp_mp_ranks(dp_size: int, mp_size: int) -> list[tuple[int, int]]:
-    """Return (dp_rank, mp_rank) by file number, as a checkpoint's directories count ranks."""
+    """Return (dp_rank, mp_rank) by file number, as a checkpoint's shard maps count ranks."""
     return [(dp, mp) for mp in range(mp_size) for dp in range(dp_size)]
 
 

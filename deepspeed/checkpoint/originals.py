@@ -166,7 +166,7 @@ KINDS: dict[str, type[Expression]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedTensors:
     """The content of an export: tensors in the original's order; ``aliases``: other name -> name in ``tensors``."""
 
     tensors: dict[str, Expression]
@@ -198,7 +198,7 @@ class Originals:
                 table[name] = expression
         return Originals(self.order, table, frozenset(gone))
 
-    def exported(self, names: Iterable[str], aliases: Mapping[str, str]) -> Exported:
+    def exported(self, names: Iterable[str], aliases: Mapping[str, str]) -> ExportedTensors:
         """Return the export of a transformed state dict with tensors ``names`` and ``aliases`` (other name -> name).
         If an input of an expression is missing (frozen weights may be left out), its other inputs keep their own
         names."""
@@ -222,7 +222,7 @@ class Originals:
             else:
                 tensors[name] = made
                 seen[made] = name
-        return Exported(tensors, others)
+        return ExportedTensors(tensors, others)
 
     def packed(self) -> dict[str, Any]:
         """Return plain data for the index of a checkpoint."""

@@ -13,8 +13,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.checkpoint.errors import FailedElsewhere
-from deepspeed.checkpoint.files.archive_reader import unpacked
-from deepspeed.checkpoint.files.archive_writer import packed
+from deepspeed.checkpoint.files.archive_reader import deserialize
+from deepspeed.checkpoint.files.archive_writer import serialize
 from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096
@@ -34,7 +34,7 @@ class Ranks:
         self.size = dist.get_world_size() if self.active else 1
         self.node_local = node_local
         self.shares_folder = not node_local
-        """Return whether all ranks are meant to write into one folder."""
+        """True if all ranks are meant to write into one folder."""
         self.keeps_folder = self.rank == 0 or (node_local and dist.get_local_rank() == 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -66,7 +66,7 @@ class Ranks:
         if not self.active:
             return [True] * len(values)
         hashes = [_hash(value) for value in values]
-        extremes = self._reduce([*hashes, *(-found for found in hashes)], dist.ReduceOp.MAX)
+        extremes = self.largest([*hashes, *(-found for found in hashes)])
         count = len(values)
         return [extremes[i] == -extremes[count + i] for i in range(count)]
 
@@ -80,7 +80,12 @@ class Ranks:
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum over ranks of each of ``values`` [below 2**63]; every rank passes the same number."""
-        return self._reduce([int(value) for value in values], dist.ReduceOp.MAX)
+        if not self.active or not values:
+            return list(values)
+        device = get_accelerator().current_device_name()
+        found = torch.tensor(values, dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
 
     def longest(self, value: list[str]) -> list[str] | None:
         """Return the longest of the ranks' lists, the lowest rank's in a tie; None if it exceeds one message of
@@ -88,7 +93,7 @@ class Ranks:
         if not self.active:
             return value
         text = json.dumps(value).encode()
-        first = self._reduce([len(value) * self.size + self.size - 1 - self.rank], dist.ReduceOp.MAX)[0]
+        first = self.largest([len(value) * self.size + self.size - 1 - self.rank])[0]
         source = self.size - 1 - first % self.size
         message = text.ljust(MESSAGE_BYTES) if len(text) <= MESSAGE_BYTES else bytes(MESSAGE_BYTES)
         device = get_accelerator().current_device_name()
@@ -96,13 +101,6 @@ class Ranks:
         dist.broadcast(sent, src=source)
         received = bytes(sent.tolist()).rstrip()
         return None if not any(received) else json.loads(received)
-
-    def _reduce(self, values: list[int], op: Any) -> list[int]:
-        if not self.active or not values:
-            return values
-        total = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
-        dist.all_reduce(total, op=op)
-        return total.tolist()
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -145,7 +143,8 @@ class StoreRanks(Ranks):
     def gather(self, value: Any) -> list[Any]:
         if not self.active:
             return [value]
-        return [unpacked(each) for each in unpacked(self._exchange.combine(packed(value), packed))]
+        combined = self._exchange.combine(serialize(value), serialize)
+        return [deserialize(each) for each in deserialize(combined)]
 
     def gather_at_writers(self, value: Any) -> list[Any] | None:
         if not self.active or self.node_local:
@@ -156,23 +155,21 @@ class StoreRanks(Ranks):
             values.extend(found)
             return b""
 
-        self._exchange.combine(packed(value), keep)
-        return [unpacked(each) for each in values] if self.rank == 0 else None
+        self._exchange.combine(serialize(value), keep)
+        return [deserialize(each) for each in values] if self.rank == 0 else None
 
     def longest(self, value: list[str]) -> list[str] | None:
         if not self.active:
             return value
+        text = json.dumps(value).encode()
         return json.loads(
-            self._exchange.combine(
-                json.dumps(value).encode(), lambda found: max(found, key=lambda each: len(json.loads(each)))
-            )
+            self._exchange.combine(text, lambda found: max(found, key=lambda each: len(json.loads(each))))
         )
 
-    def _reduce(self, values: list[int], op: Any) -> list[int]:
+    def largest(self, values: Sequence[int]) -> list[int]:
         if not self.active or not values:
-            return values
-        assert op == dist.ReduceOp.MAX
-        return json.loads(self._exchange.combine(json.dumps(values).encode(), _largest))
+            return list(values)
+        return json.loads(self._exchange.combine(json.dumps(list(map(int, values))).encode(), _largest))
 
 
 def _largest(found: list[bytes]) -> bytes:

@@ -9,12 +9,12 @@ from typing import Any
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.catalog_reader import CatalogReader, check_save
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, malformed_as_errors
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign import upstream_format
 from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
-from deepspeed.checkpoint.own_reader import OwnReader, check_save
 from deepspeed.checkpoint.renaming import renamed, renaming
 from deepspeed.checkpoint.save_ids import FileOfSave, save_of
 
@@ -43,7 +43,7 @@ def open_checkpoint(
     first = _content(head)
     with malformed_as_errors(folder, first.get(DS_VERSION)):
         if INDEX in first:
-            catalog = OwnReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
+            catalog = CatalogReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
         else:
             catalog = _open_upstream(folder, first, optimizer, order, wanted, own_names)
         if fetch:
@@ -80,7 +80,7 @@ def _open_upstream(
     if "module" not in first or DS_VERSION not in first:
         missing = "module" if "module" not in first else DS_VERSION
         raise CheckpointError(f"{models[0]} was not written by this package: it has no {missing!r}")
-    weights_are_there = first["module"] is not None and not models[0].name.startswith("zero_")
+    weights_are_there = first["module"] is not None and not names.has_sharded_weights(models[0].name)
     if not optimizer and weights_are_there:
         optims, order = [], None
     rename = renaming(first["module"] or (), own_names, "")
@@ -97,7 +97,7 @@ def _open_upstream(
     )
 
 
-def read_own(catalog: Catalog, name: str) -> dict[str, Any]:
+def read_rank_file(catalog: Catalog, name: str) -> dict[str, Any]:
     """Return the content of one rank's small file, fully verified."""
     archive = open_archive(catalog.folder / name)
     _content(archive)
@@ -110,10 +110,10 @@ def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
     """Return the accumulated gradients of ``rank``, None unless the checkpoint was saved between two updates."""
     if not catalog.index.get("pending"):
         return None
-    return read_own(catalog, names.pending_file(rank))
+    return read_rank_file(catalog, names.pending_file(rank))
 
 
-class OwnStates(Sequence[Mapping[str, Any]]):
+class SavedRankStates(Sequence[Mapping[str, Any]]):
     """Per-rank optimizer states, indexed by saving rank and read on access."""
 
     def __init__(self, catalog: Catalog) -> None:
@@ -126,7 +126,7 @@ class OwnStates(Sequence[Mapping[str, Any]]):
     def __getitem__(self, rank: Any) -> Any:
         if not 0 <= rank < self.saved:
             raise IndexError(rank)
-        return materialize(read_own(self.catalog, names.own_state_file(rank)))
+        return materialize(read_rank_file(self.catalog, names.own_state_file(rank)))
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-from deepspeed.checkpoint.contents import RankPlace, Training
+from deepspeed.checkpoint.contents import RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import LATEST, default_tag
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.comm import get_local_rank
 from deepspeed.comm.mesh import ProcessMesh
 
 MANIFEST = "manifest.json"
 """Name of the list of all files of a state on all machines: name -> size in bytes."""
-OF_ONE_MACHINE, OF_SEVERAL = 1, 2
+KEPT_ON_ONE_MACHINE, KEPT_ON_SEVERAL = 1, 2
 """Numbers of states to keep, on one machine or several. Machines commit a state at different times: if one dies in
 between, the newest may be incomplete, but the previous one is complete."""
 
@@ -81,19 +81,14 @@ class Replicas:
         """Release the folder for another engine of this process."""
         self._mark.unlink(missing_ok=True)
 
-    def keep(self, training: Training, mesh: ProcessMesh, step: int) -> None:
-        """Make ``training`` the newest state. Collective."""
+    def keep(self, to_save: StateToSave, mesh: ProcessMesh, step: int) -> None:
+        """Make ``to_save`` the newest state. Collective."""
         # Per-layer files are redundant here; the hook is used for the exchange between machines.
-        training = replace(training, write_layers=self._exchange if self._several else None)
+        to_save = replace(to_save, write_layers=self._exchange if self._several else None)
         try:
-            save(
-                training,
-                self.folder,
-                default_tag(step),
-                RankPlace.on(mesh, self.ranks),
-                self.ranks,
-                keep_last=OF_SEVERAL if self._several else OF_ONE_MACHINE,
-            )
+            own = RankCoordinates.on(mesh, self.ranks)
+            keep_last = KEPT_ON_SEVERAL if self._several else KEPT_ON_ONE_MACHINE
+            save(to_save, SaveRequest(self.folder, default_tag(step), own, keep_last=keep_last), self.ranks)
         except CheckpointError as error:
             room = shutil.disk_usage(self.folder)
             raise CheckpointError(
@@ -108,7 +103,7 @@ class Replicas:
         kept = self._kept() if self.ranks.keeps_folder else {}
         reports = self.ranks.gather((self.ranks.machine, kept))
         by_machine = {machine: states for machine, states in reports if states}
-        found = newest_whole(by_machine)
+        found = newest_complete(by_machine)
         if found is None:
             return None
         tag, files = found
@@ -190,15 +185,15 @@ class ReplicaState:
     step: int = -1
 
 
-def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
-    """Return the tag and the files of the newest state whose listed files all survive on some machine; None if there
-    is none."""
+def newest_complete(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
+    """Return the tag and the files of the newest state whose listed files all survive, in their size, on some machine;
+    None if there is none."""
     tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}
     for tag in sorted(tags, key=lambda tag: tags[tag], reverse=True):
         states = [held[tag] for held in by_machine.values() if tag in held]
-        left = {name for state in states for name in state.files}
+        left = {file for state in states for file in state.files.items()}
         for listed in (state.listed for state in states):
-            if listed and listed.keys() <= left:
+            if listed and listed.items() <= left:
                 return tag, listed
     return None
 

@@ -6,16 +6,16 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import RankPlace, RankReport, SavedFiles, Training
+from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, RankReport, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files.archive_writer import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
 from deepspeed.checkpoint.files.flush import flush, flush_later, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag
@@ -25,70 +25,53 @@ from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.comm import CommunicationError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """The arguments of one call of ``save``."""
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Describes one save: of ``save_dir/tag``, by a rank at ``coordinates``.
+
+    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``keep_last``:
+    number of checkpoints to keep in the folder. ``on_commit``: called on every rank after the commit, with the final
+    folder, the tag and the ranks.
+    """
 
     save_dir: Path
     tag: str
-    place: RankPlace
-    save_latest: bool
-    exclude_frozen: bool
-    on_tag_mismatch: str
-    keep_last: int | None
-    on_commit: Callable[[Path, str, Ranks], None] | None
+    coordinates: RankCoordinates
+    _: KW_ONLY
+    save_latest: bool = True
+    exclude_frozen: bool = False
+    on_tag_mismatch: str = "WARN"
+    keep_last: int | None = None
+    on_commit: Callable[[Path, str, Ranks], None] | None = None
 
 
 def save(
-    training: Training,
-    save_dir: Path,
-    tag: str,
-    place: RankPlace,
-    ranks: Ranks,
-    *,
-    save_latest: bool = True,
-    exclude_frozen: bool = False,
-    on_tag_mismatch: str = "WARN",
-    background: BackgroundWriter | None = None,
-    keep_last: int | None = None,
-    on_commit: Callable[[Path, str, Ranks], None] | None = None,
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks, background: BackgroundWriter | None = None
 ) -> None:
-    """Write ``save_dir/tag`` atomically: afterwards either all of it is in place, or the previous content. Collective.
+    """Write a checkpoint atomically: afterwards either all of it is in place, or the previous content. Collective.
 
-    ``training``: this rank's state; ``place``: this rank's coordinates; ``ranks``: the ranks that save.
-    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" if ranks give different tags; rank 0's is used. ``background``:
-    return when the state is copied, and write it in a thread. ``keep_last``: number of checkpoints to keep in the
-    folder. ``on_commit``: called on every rank after the commit, with the final folder, the tag and the ranks.
+    ``to_save``: this rank's state; ``ranks``: the ranks that save. ``background``: return when the state is copied,
+    and write it in a thread.
 
-    CheckpointTagError: ``tag`` cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
+    CheckpointTagError: the tag cannot name a folder, or ranks differ with "FAIL". KeyError: ``client_state`` has a
     reserved key. CheckpointError: ranks save different models or steps, or a write failed on some rank.
     """
-    check_client_state(training.client_state)
-    request = _Request(
-        save_dir=save_dir,
-        tag=tag,
-        place=place,
-        save_latest=save_latest,
-        exclude_frozen=exclude_frozen,
-        on_tag_mismatch=on_tag_mismatch,
-        keep_last=keep_last,
-        on_commit=on_commit,
-    )
+    check_client_state(to_save.client_state)
     if background is not None:
-        _save_later(training, request, ranks, background)
+        _save_later(to_save, request, ranks, background)
         return
-    wait_for_flushes()
     with ranks.together("writing the checkpoint"):
-        files = SavedFiles(training, place, exclude_frozen=exclude_frozen, node_local=ranks.node_local)
+        wait_for_flushes()
+        files = _files_of(to_save, request, ranks)
         report = files.report()
-    request = _agree((tag, place.stage, files.signature), request, ranks)
+    request = _agree((request.tag, request.coordinates.stage, files.signature), request, ranks)
     folder = _prepare_folder(request, ranks)
-    replaces = keep_last == 1  # the only copy after the commit: flush it first, for power failures
-    with _abandoned_on_errors(folder, ranks):
+    replaces = request.keep_last == 1  # the only copy after the commit: flush it first, for power failures
+    with _discarded_on_errors(folder, ranks):
         written = _write(files, report, folder, ranks, flushed=replaces)
-        if training.write_layers is not None:
+        if to_save.write_layers is not None:
             with ranks.together("writing the files of layers"):
-                training.write_layers(folder.staging, files.save)
+                to_save.write_layers(folder.staging, files.save)
                 if replaces:
                     flush(folder.staging)
         owned = folder.is_owned
@@ -97,7 +80,15 @@ def save(
             flush_later(folder.final / name for name in written)
 
 
-def _save_later(training: Training, request: _Request, ranks: Ranks, background: BackgroundWriter) -> None:
+def _files_of(to_save: StateToSave, request: SaveRequest, ranks: Ranks) -> CheckpointFiles:
+    return CheckpointFiles(
+        to_save, request.coordinates, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
+    )
+
+
+def _save_later(
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks, background: BackgroundWriter
+) -> None:
     """Copy the state and start the background save. All agreement, errors included, is left to the threads, so that
     every rank sees the same outcome at its next save: nothing here is collective, unless there are per-layer
     files."""
@@ -105,13 +96,11 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     background.wait()
     folder: StagedFolder | None = None
     save_id: int | None = None
-    if training.write_layers is not None:
-        folder, request, save_id = _with_layers(training, request, ranks)
-    copied: SavedFiles | Exception
+    if to_save.write_layers is not None:
+        folder, request, save_id = _with_layers(to_save, request, ranks)
+    copied: CheckpointFiles | Exception
     try:
-        copied = SavedFiles(
-            training, request.place, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
-        )
+        copied = _files_of(to_save, request, ranks)
         copied.values = background.copy(copied.values)
         if save_id is not None:
             copied.save_number = save_id
@@ -120,31 +109,33 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
-def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
+def _with_layers(
+    to_save: StateToSave, request: SaveRequest, ranks: Ranks
+) -> tuple[StagedFolder, SaveRequest, int]:
     """Write the per-layer files; return the folder, the request with the agreed tag, and the save's id. Collective."""
-    assert training.write_layers is not None
-    request = _agree((request.tag, request.place.stage), request, ranks)
+    assert to_save.write_layers is not None
+    request = _agree((request.tag, request.coordinates.stage), request, ranks)
     (save_id,) = ranks.largest([new_id()])
     folder = _prepare_folder(request, ranks)
-    with _abandoned_on_errors(folder, ranks), ranks.together("writing the files of layers"):
-        training.write_layers(folder.staging, save_entry(save_id, training.header.get("global_steps")))
+    with _discarded_on_errors(folder, ranks), ranks.together("writing the files of layers"):
+        to_save.write_layers(folder.staging, save_entry(save_id, to_save.header.get("global_steps")))
     return folder, request, save_id
 
 
 def _save_copied(
-    copied: SavedFiles | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
+    copied: CheckpointFiles | Exception, request: SaveRequest, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
     """Save copied values in a thread, as ``save`` does; each file is flushed once written. Collective over the
     threads."""
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):
                 raise copied
-        assert isinstance(copied, SavedFiles)
+        assert isinstance(copied, CheckpointFiles)
         _check_saved_step(copied.saved_step, ranks)
-        request = _agree((request.tag, request.place.stage, copied.signature), request, ranks)
+        request = _agree((request.tag, request.coordinates.stage, copied.signature), request, ranks)
     folder = folder or _prepare_folder(request, ranks)
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("writing the checkpoint"):
             report = copied.report()
         _write(copied, report, folder, ranks, flushed=True)
@@ -162,10 +153,10 @@ def _check_saved_step(saved_step: tuple[Any, Any], ranks: Ranks) -> None:
         )
 
 
-def _prepare_folder(request: _Request, ranks: Ranks) -> StagedFolder:
+def _prepare_folder(request: SaveRequest, ranks: Ranks) -> StagedFolder:
     """Make and return an empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
-    with _abandoned_on_errors(folder, ranks):
+    with _discarded_on_errors(folder, ranks):
         with ranks.together("preparing the checkpoint folder"):
             if ranks.keeps_folder:
                 folder.prepare()
@@ -200,7 +191,7 @@ def _prepare_separate_folders(folder: StagedFolder, ranks: Ranks) -> None:
 
 
 @contextmanager
-def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
+def _discarded_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[None]:
     """Discard the staging folder, if any, when the block raises: the previous checkpoint stays. Collective in that
     case."""
     try:
@@ -217,21 +208,21 @@ def _abandoned_on_errors(folder: StagedFolder | None, ranks: Ranks) -> Iterator[
 
 
 def _write(
-    files: SavedFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
+    files: CheckpointFiles, report: RankReport, folder: StagedFolder, ranks: Ranks, *, flushed: bool = False
 ) -> list[str]:
     """Write this rank's files and return their names. Collective."""
     files.merge_reports(ranks, report)
     contents = files.contents(ranks.rank)
     with ranks.together("writing the checkpoint"):
         for name, content in contents.items():
-            with naming(folder.staging / name):
+            with write_errors_at(folder.staging / name):
                 write_archive(folder.staging / name, content(), checksums=True)
                 if flushed:
                     flush(folder.staging / name)
     return list(contents)
 
 
-def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: bool = False) -> None:
+def _commit(folder: StagedFolder, request: SaveRequest, ranks: Ranks, *, flushed: bool = False) -> None:
     """Rename the staging folder, write ``latest``, remove older checkpoints. Collective.
 
     ``flushed``: wait until it is on disk before older ones are removed."""
@@ -251,7 +242,7 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
         request.on_commit(folder.final, request.tag, ranks)
 
 
-def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
+def _agree(own: tuple[Any, ...], request: SaveRequest, ranks: Ranks) -> SaveRequest:
     """Return the request with the tag that all ranks use. ``own``: this rank's tag, pipeline stage, and parameter
     signature; gathered only if ranks differ. Collective."""
     if ranks.agree(own):
@@ -259,7 +250,7 @@ def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:
     reports = ranks.gather(own)
     tag = agreed_tag([report[0] for report in reports], request.on_tag_mismatch)
     if len(own) > 2:
-        for stage in range(request.place.stages):
+        for stage in range(request.coordinates.stages):
             check_signatures([report[2] for report in reports if report[1] == stage])
     return replace(request, tag=tag)
 

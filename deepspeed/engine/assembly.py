@@ -17,12 +17,12 @@ from torch import nn
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
-from deepspeed.engine.notes import StepNotes
+from deepspeed.engine.misuse import StepWarnings
 from deepspeed.engine.optimizer import (
     check_made_for_host,
     check_membership,
     check_optimizer,
-    left_out,
+    find_unfreezable,
     require_trainable,
     resolve_optimizer,
 )
@@ -85,12 +85,12 @@ class TrainingCore:
     client_state: ClientState | None
     pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
-    notes: StepNotes
+    step_warnings: StepWarnings
 
     def close(self, *, own_weights: bool) -> None:
         """Stop updates and their threads, and return the state to the client's optimizer; ``own_weights``: also
         unflatten every parameter into separate memory (at stage 3 the sharded model does)."""
-        self.notes.remove()
+        self.step_warnings.remove()
         self.executor.close()
         if self.client_state is not None:
             self.client_state.release(self.store.optimizer)
@@ -155,13 +155,13 @@ def build_training(
         sharded = shard_module(module, basic, plan, config, replica_groups)
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
-    spare = left_out(model_parameters, module, basic) if client is None else []
-    core = build_core(module, basic, plan, replica_groups, clock, sharded, spare)
+    unfreezable = find_unfreezable(model_parameters, module, basic) if client is None else []
+    core = build_core(module, basic, plan, replica_groups, clock, sharded, unfreezable)
     if isinstance(core.optimizer, ZeroOptimizer):
         core.optimizer.clock = clock
         core.optimizer.differentiate = weakref.WeakMethod(backward)
         core.optimizer.allgather_bucket_size = int(config.zero_config.allgather_bucket_size)
-        core.optimizer.before_direct_step = core.notes.before_direct_step
+        core.optimizer.before_direct_step = core.step_warnings.before_direct_step
     return basic, core.optimizer, core, sharded
 
 
@@ -183,10 +183,10 @@ def build_core(
     replica_groups: ReplicaGroups,
     clock: AccumulationClock,
     sharded: ShardedModel | None = None,
-    spare: Sequence[nn.Parameter] = (),
+    unfreezable: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``spare``: frozen parameters
-    that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the sharded model at stage 3. ``unfreezable``: frozen
+    parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
@@ -206,7 +206,7 @@ def build_core(
         tier=tier if plan.zenflow is None else ResidentTier(),
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
         host=host,
-        make=_kind_of_buckets(speculation),
+        make=_bucket_class(speculation),
     )
     grads = make_grads(weights)
     coordinator = sharded.coordinator if sharded is not None else None
@@ -222,7 +222,7 @@ def build_core(
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
     )
-    notes = StepNotes(optimizer, clock)
+    step_warnings = StepWarnings(optimizer, clock)
     core = _wire_step(
         module,
         plan,
@@ -233,9 +233,9 @@ def build_core(
         make_grads,
         sharded,
         host,
-        spare,
+        unfreezable,
         speculation,
-        notes,
+        step_warnings,
     )
     reducer.install_hooks()
     return core
@@ -251,9 +251,9 @@ def _wire_step(
     make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
     sharded: ShardedModel | None,
     host: HostCopies | None,
-    spare: Sequence[nn.Parameter],
+    unfreezable: Sequence[nn.Parameter],
     speculation: Speculation | None,
-    notes: StepNotes,
+    step_warnings: StepWarnings,
 ) -> TrainingCore:
     """Wire the path from summed gradients to published weights, and access to the state in between."""
     optimizer = store.optimizer
@@ -270,8 +270,8 @@ def _wire_step(
     make_pending = partial(
         _pending_buckets, module, plan, replica_groups, reducer, store, make_grads, sharded is not None
     )
-    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, spare)
-    make_executor = _kind_of_executor(plan, speculation)
+    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, unfreezable)
+    make_executor = _executor_class(plan, speculation)
     by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(
         plan,
@@ -297,8 +297,8 @@ def _wire_step(
         own_state=_own_state(plan, executor, access),
         client_state=ClientState(optimizer, access) if observed else None,
         pending_params=pending_params,
-        optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
-        notes=notes,
+        optimizer=_exposed_optimizer(plan, optimizer, executor, access, sharded, speculation),
+        step_warnings=step_warnings,
     )
 
 
@@ -339,7 +339,7 @@ def _speculation(
     return make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
 
 
-def _kind_of_buckets(speculation: Speculation | None) -> Callable[..., GradBucket]:
+def _bucket_class(speculation: Speculation | None) -> Callable[..., GradBucket]:
     if speculation is None:
         return GradBucket
     from deepspeed.zero.offload.speculation import SpeculativeBucket
@@ -347,7 +347,7 @@ def _kind_of_buckets(speculation: Speculation | None) -> Callable[..., GradBucke
     return partial(SpeculativeBucket, speculation=speculation)
 
 
-def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[..., StepExecutor]:
+def _executor_class(plan: Plan, speculation: Speculation | None) -> Callable[..., StepExecutor]:
     if speculation is not None:
         from deepspeed.zero.offload.speculation import SpeculativeStepExecutor
 
@@ -433,7 +433,7 @@ def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedPara
     return sorted(owners.values(), key=lambda owner: owner.layout.index)
 
 
-def _facade(
+def _exposed_optimizer(
     plan: Plan,
     optimizer: torch.optim.Optimizer,
     executor: StepExecutor,

@@ -23,9 +23,9 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.engine import module as modules
 from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh, recompute_settings
-from deepspeed.engine.half_loaded import HalfLoaded
-from deepspeed.engine.notes import warn_of_patches
-from deepspeed.engine.observers.attach import Observed, attach_observers
+from deepspeed.engine.load_guard import LoadGuard
+from deepspeed.engine.misuse import warn_of_patches
+from deepspeed.engine.observers.attach import ObserverAttributes, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import list_parameters, no_training, require_optimizer
 from deepspeed.engine.parts.accumulation import (
@@ -36,7 +36,7 @@ from deepspeed.engine.parts.accumulation import (
 )
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
-from deepspeed.engine.parts.facts import Facts
+from deepspeed.engine.parts.info import EngineInfo
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.scheduler_choice import advance, resolve_scheduler
@@ -65,7 +65,7 @@ DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
 
-class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
+class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
     """A module with its optimizer, trained over all data-parallel ranks as configured.
 
     ``config_class``: a parsed config, in place of ``config``; ``mesh_device``: a torch DeviceMesh of the ranks;
@@ -169,14 +169,14 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
     def _create_parts(self) -> None:
         """Create the parts, which read the rest of the engine on use."""
-        self.facts = Facts(self)
+        self.info = EngineInfo(self)
         self.accumulation = Accumulation(self)
         self.zero_grads = ZeroGrads(self)
         self.compilation = Compilation(self)
         self.checkpoints = Checkpoints(self)
         self.moves = StateMoves(self)
         self.sparse_sums = SparseSums(self)
-        self.half_loaded = HalfLoaded(self.events)
+        self.load_guard = LoadGuard(self.events)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self.checkpointed_observers: dict[str, Any] = {}
         """Observers whose ``state_dict`` of plain numbers goes into checkpoints."""
@@ -373,7 +373,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self._recover()
         self._network.phase = "step"
         self.events.emit("before_step")
-        self.facts.applied = False
+        self.info.applied = False
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
@@ -391,7 +391,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.events.emit("at_boundary")
         result = core.executor.step()
         if result.norm == 0.0 and core.reducer.used and not any(core.reducer.used):
-            core.notes.no_gradient()
+            core.step_warnings.no_gradient()
         core.reducer.clear()
         if self.optimizer is not self.basic_optimizer:
             self.optimizer.last = result
@@ -399,7 +399,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
-        self.facts.norm, self.facts.applied = result.norm, result.applied
+        self.info.norm, self.info.applied = result.norm, result.applied
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
 

@@ -244,7 +244,7 @@ def _resume(engine: DeepSpeedEngine, folder: str) -> None:
         if mirror is None:
             found = Path(folder, LATEST).exists()
         elif ranks.keeps_folder:
-            found = mirror.has_any()
+            found = mirror.has_checkpoint()
     if ranks.any(found):
         engine.load_checkpoint(folder)
         reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")

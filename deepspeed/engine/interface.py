@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.config.plan import Plan
     from deepspeed.engine.assembly import TrainingCore
-    from deepspeed.engine.half_loaded import HalfLoaded
+    from deepspeed.engine.load_guard import LoadGuard
     from deepspeed.transforms.record import Transforms
     from deepspeed.zero.accumulation import AccumulationClock
     from deepspeed.zero.gathering.sharded_model import ShardedModel
@@ -35,8 +35,8 @@ class Engine(Protocol):
     plan: Plan
     events: Events
     clock: AccumulationClock
-    half_loaded: HalfLoaded
-    facts: Any  # parts.facts.Facts and parts.compiling.Compilation, which import this module
+    load_guard: LoadGuard
+    info: Any  # parts.info.EngineInfo and parts.compiling.Compilation, which import this module
     compilation: Any
 
     accelerator: DeepSpeedAccelerator

@@ -16,20 +16,19 @@ from deepspeed.base.logging import log_dist, logger
 from deepspeed.base.stateful import LoadsStateDict
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.contents import RankPlace
+from deepspeed.checkpoint.contents import RankCoordinates
 from deepspeed.checkpoint.errors import CheckpointError, malformed_as_errors
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
 from deepspeed.checkpoint.foreign.splits import WantedParts
 from deepspeed.checkpoint.load import LoadReport, Restorer
-from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
+from deepspeed.checkpoint.reader import SavedRankStates, materialize, open_checkpoint, read_pending
 from deepspeed.comm import CommunicationError
 from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
-from deepspeed.engine.saving import PARTS, RANDOM_LTD, optimizer_order, ranks_of
+from deepspeed.engine.saving import OBSERVER_STATES, RANDOM_LTD, optimizer_order, ranks_of
 from deepspeed.engine.weights import gathered
 
 if TYPE_CHECKING:
@@ -106,12 +105,12 @@ def _load(
         restorer.check_names()
     if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
         _check_common_parameters(restorer, ranks)
-    with engine.half_loaded.until_loaded(catalog.folder, optimizer=selection.optimizer):
+    with engine.load_guard.until_loaded(catalog.folder, optimizer=selection.optimizer):
         _restore(engine, restorer, selection, ranks, call.custom)
         report = restorer.finish()
         report.notes += notes
         with ranks.together("resuming from the checkpoint"):
-            _resume(engine, catalog, ranks, selection, report)
+            _restore_progress(engine, catalog, ranks, selection, report)
     # Each pipeline stage reports what it restored; among replicas, only the pipeline that contains rank 0.
     stages = engine.mesh.ranks("pp")
     log_dist(report.line(catalog), ranks=stages if stages[0] == 0 else [0])
@@ -227,12 +226,10 @@ def _fetch(
     engine: Engine, restorer: Restorer, selection: _Selection, ranks: Ranks, *, everything: bool = False
 ) -> None:
     """Open the files that this rank reads: all of them if the module's own loading code needs the whole state dict."""
-    catalog = restorer.catalog
-    needed = needed_shards(
-        catalog, engine.module, engine.state_access, masters=selection.masters, optimizer=selection.optimizer
-    )
-    everything = everything or restorer.rewrites_names or bool(restorer.nested)
-    catalog.files.fetch(None if everything else needed, prefer=RankPlace.on(engine.mesh, ranks).number)
+    needed = None
+    if not (everything or restorer.rewrites_names or restorer.nested):
+        needed = restorer.needed_shards(masters=selection.masters, optimizer=selection.optimizer)
+    restorer.catalog.files.fetch(needed, prefer=RankCoordinates.on(engine.mesh, ranks).number)
 
 
 def _restore(
@@ -243,30 +240,30 @@ def _restore(
         if custom is not None:
             restorer.load_custom(custom)
         elif selection.masters:
-            restorer.weights_from_masters()
+            restorer.load_weights_from_masters()
         else:
-            restorer.weights_from_module()
+            restorer.load_weights_through_module()
         with _malformed_as_errors(restorer.catalog):
             if custom is None:
-                restorer.buffers_of_rank(ranks.rank, ranks.size)
+                restorer.load_rank_buffers(ranks.rank, ranks.size)
             if selection.optimizer:
-                restorer.optimizer_states()
+                restorer.load_optimizer_states()
     if selection.masters:
         engine.state_access.publish()
-    if restorer.parts:
-        restorer.parts.changed()
+    if restorer.sharded_weights:
+        restorer.sharded_weights.changed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Selection:
-    """Parts to load. ``masters``: load weights from the fp32 masters if there are any. ``everything``: an exact
-    resume."""
+    """Parts to load. ``masters``: load weights from the fp32 masters if there are any. ``exact_resume``: also
+    this rank's RNG states and data position."""
 
     masters: bool
     optimizer: bool
     scheduler: bool
     counters: bool
-    everything: bool
+    exact_resume: bool
 
 
 def _selection_of(
@@ -280,7 +277,7 @@ def _selection_of(
         optimizer=optimizer,
         scheduler=scheduler and not module_only,
         counters=not module_only,
-        everything=optimizer and scheduler,
+        exact_resume=optimizer and scheduler,
     )
 
 
@@ -307,7 +304,7 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     return own
 
 
-def _resume(
+def _restore_progress(
     engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
 ) -> None:
     """Restore everything except weights and optimizer state."""
@@ -318,10 +315,10 @@ def _resume(
         else:
             engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
     with _malformed_as_errors(catalog):
-        _resume_own(engine, catalog, ranks, selection, report)
+        _restore_run_state(engine, catalog, ranks, selection, report)
 
 
-def _resume_own(
+def _restore_run_state(
     engine: Engine, catalog: Catalog, ranks: Ranks, selection: _Selection, report: LoadReport
 ) -> None:
     """Restore counters, accumulation clock, observers and data position."""
@@ -337,13 +334,13 @@ def _resume_own(
         if schedule is not None and saved.get(RANDOM_LTD) is not None:
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
     if selection.optimizer:
-        for name, state in catalog.index.get(PARTS, {}).items():
+        for name, state in catalog.index.get(OBSERVER_STATES, {}).items():
             if name in engine.checkpointed_observers:
                 engine.checkpointed_observers[name].load_state_dict(state)
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
-    if selection.everything:
+    if selection.exact_resume:
         _load_rank_state(engine, catalog, ranks)
 
 
@@ -359,7 +356,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
     core = engine.core
     if core is None or not core.own_state.takes_part:
         return
-    report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
+    report.notes += core.own_state.load(SavedRankStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
     if engine.plan.zero.shard_state:  # replicas differ, and each is sharded
@@ -399,7 +396,7 @@ def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: L
 
 def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     """Restore this rank's RNG states, if the checkpoint had this rank, and the data position, which is global."""
-    number = RankPlace.on(engine.mesh, ranks).number
+    number = RankCoordinates.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)
     if saved is None:
         return

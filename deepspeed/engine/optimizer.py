@@ -105,7 +105,7 @@ def _unwrapped(client: Any) -> torch.optim.Optimizer:
     return inner if wraps else client
 
 
-def left_out(
+def find_unfreezable(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
     """Return frozen parameters that would be in a group of the configured optimizer if trainable: in its only group,

@@ -19,12 +19,12 @@ from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.base.stateful import state_of
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.contents import RankPlace, SavedFiles, Training
+from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.background import BackgroundWriter
 from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import check_client_state, save
+from deepspeed.checkpoint.save import SaveRequest, check_client_state, save
 from deepspeed.checkpoint.storage import CheckpointCommitInfo
 from deepspeed.comm.hangs.stragglers import awaiting_all_ranks
 from deepspeed.config.plan import Cadence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 RANDOM_LTD = "random_ltd"
-PARTS = "engine_parts"
+OBSERVER_STATES = "engine_parts"
 """Index key of the observers' state."""
 
 
@@ -53,10 +53,10 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
             return
         engine.events.off("after_step", after_step)
         ranks = ranks_of(engine)
-        training = training_of(engine, {}, exclude_frozen=False)
+        to_save = state_to_save(engine, {}, exclude_frozen=False)
         with suppress(CheckpointError):  # the next save reports it
-            place = RankPlace.on(engine.mesh, ranks)
-            made.prepare(SavedFiles(training, place, node_local=ranks.node_local).values)
+            own = RankCoordinates.on(engine.mesh, ranks)
+            made.prepare(CheckpointFiles(to_save, own, node_local=ranks.node_local).values)
 
     engine.events.on("after_step", after_step)
     return made
@@ -64,15 +64,11 @@ def new_background_writer(engine: Engine) -> BackgroundWriter:
 
 def model_path(engine: Engine, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None) -> str:
     """Return the path of this rank's model states in checkpoint ``tag``; ``mp_rank`` replaces its own number."""
-    place = RankPlace.on(engine.mesh, ranks_of(engine))
+    own = RankCoordinates.on(engine.mesh, ranks_of(engine))
     partitioned = engine.plan.zero.shard_params
-    name = (
-        names.zero_model_file(place.dp_rank, place.mp_rank)
-        if partitioned
-        else names.model_file(place.mp_rank)
-    )
+    name = names.zero_model_file(own.dp_rank, own.mp_rank) if partitioned else names.model_file(own.mp_rank)
     if mp_rank is not None:
-        name = name.replace(f"mp_rank_{place.mp_rank:02d}", f"mp_rank_{mp_rank}")
+        name = name.replace(f"mp_rank_{own.mp_rank:02d}", f"mp_rank_{mp_rank}")
     return os.path.join(folder, str(tag), name)
 
 
@@ -80,15 +76,17 @@ def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> 
     """Return the path of this rank's optimizer states in checkpoint ``tag`` (stage 0: the model's file)."""
     if not engine._config.zero_enabled:
         return model_path(engine, folder, tag)
-    place = RankPlace.on(engine.mesh, ranks_of(engine))
-    name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine._config.bfloat16_config.enabled))
+    own = RankCoordinates.on(engine.mesh, ranks_of(engine))
+    name = names.optim_file(own.dp_rank, own.mp_rank, bf16=bool(engine._config.bfloat16_config.enabled))
     return os.path.join(folder, str(tag), name)
 
 
 def writes_model_file(engine: Engine) -> bool:
     """Return whether this rank writes model states: every rank if weights are sharded, else one rank (with node-local
     storage, one per machine)."""
-    return bool(engine.plan.zero.shard_params or RankPlace.on(engine.mesh, ranks_of(engine)).writes_model)
+    return bool(
+        engine.plan.zero.shard_params or RankCoordinates.on(engine.mesh, ranks_of(engine)).writes_model
+    )
 
 
 def save_checkpoint(
@@ -125,59 +123,34 @@ def save_checkpoint(
     if mirror is not None:
         on_commit = partial(mirror.committed, latest=save_latest, keep_last=keep_last)
         folder, keep_last = mirror.local, None
-    write = partial(
-        _save,
-        engine,
-        client_state,
+    request = SaveRequest(
         folder,
         tag,
-        ranks,
+        RankCoordinates.on(engine.mesh, ranks),
         save_latest=save_latest,
         exclude_frozen=exclude_frozen_parameters,
+        on_tag_mismatch=_tag_validation(engine),
         keep_last=keep_last,
         on_commit=on_commit,
     )
-    if engine.background_writer is None:
-        write()
-    else:
-        engine.background_writer.wait()
-        with python_gc_manager.paused():
-            write()
+    background = engine.background_writer
+    if background is not None:
+        background.wait()
+    with python_gc_manager.paused() if background is not None else nullcontext():
+        to_save = state_to_save(engine, client_state, exclude_frozen=exclude_frozen_parameters)
+        collective = background is None or to_save.write_layers is not None
+        with awaiting_all_ranks("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
+            save(to_save, request, ranks, background)
     if settings.writer is not None and settings.writer.show_statistics:
         log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
     return engine.checkpoint_engine.commit(info)
 
 
-def _save(
-    engine: Engine,
-    client_state: Mapping[str, Any],
-    save_dir: Path,
-    tag: str,
-    ranks: Ranks,
-    *,
-    exclude_frozen: bool,
-    **options: Any,
-) -> None:
-    training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
-    collective = engine.background_writer is None or training.write_layers is not None
-    with awaiting_all_ranks("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
-        save(
-            training,
-            save_dir,
-            tag,
-            RankPlace.on(engine.mesh, ranks),
-            ranks,
-            exclude_frozen=exclude_frozen,
-            on_tag_mismatch=_tag_validation(engine),
-            background=engine.background_writer,
-            **options,
-        )
-
-
-def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
+def state_to_save(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> StateToSave:
     """Collect the content of a checkpoint of the engine."""
     originals = engine.module_transforms.originals
-    return Training(
+    observers = {name: state_of(part) for name, part in engine.checkpointed_observers.items()}
+    return StateToSave(
         module=engine.module,
         state=engine.state_access,
         zero_stage=engine._config.zero_optimization_stage,
@@ -190,11 +163,11 @@ def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_froz
             "global_samples": engine.global_samples,
             "data_sampler": _curriculum(engine),
             RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
-            "sparse_tensor_module_names": sorted(engine.facts.sparse_tensor_module_names),
+            "sparse_tensor_module_names": sorted(engine.info.sparse_tensor_module_names),
             **_described(engine.module),
         },
         client_state=client_state,
-        positions={
+        index_entries={
             "micro_steps": engine.clock.micro_steps,
             "accumulation_steps": engine._config.gradient_accumulation_steps,
             "accumulated": engine.clock.position,
@@ -204,11 +177,7 @@ def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_froz
             "optimizer_order": optimizer_order(engine),
             "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
             **({ORIGINALS: originals.packed()} if originals is not None else {}),
-            **(
-                {PARTS: {name: state_of(part) for name, part in engine.checkpointed_observers.items()}}
-                if engine.checkpointed_observers
-                else {}
-            ),
+            **({OBSERVER_STATES: observers} if observers else {}),
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         experts_of_stages=engine.experts_of_stages,

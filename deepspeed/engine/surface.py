@@ -12,7 +12,7 @@ import torch
 from deepspeed.engine.parts.accumulation import Accumulation, SparseSums, ZeroGrads
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
-from deepspeed.engine.parts.facts import Facts
+from deepspeed.engine.parts.info import EngineInfo
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ _R = TypeVar("_R")
 
 
 PARTS = {
-    Facts: "facts",
+    EngineInfo: "info",
     Accumulation: "accumulation",
     ZeroGrads: "zero_grads",
     EngineData: "data",
@@ -247,9 +247,9 @@ PARTS = {
 _PART_OF = {kind.__name__: attribute for kind, attribute in PARTS.items()}
 
 
-def answered_by(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+def implemented_by(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Make an engine method with the signature and docstring of ``method``, which is called on the engine's part of
-    that class: ``compile = answered_by(Compilation.compile)``."""
+    that class: ``compile = implemented_by(Compilation.compile)``."""
     part, name = _PART_OF[method.__qualname__.split(".")[0]], method.__name__
 
     @functools.wraps(method)
@@ -259,7 +259,7 @@ def answered_by(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
     return answer
 
 
-class Shown(Generic[_R]):
+class PartAttribute(Generic[_R]):
     """An engine attribute that reads and writes the attribute of the same name of its part ``part``."""
 
     def __init__(self, part: str) -> None:
@@ -279,25 +279,25 @@ class Shown(Generic[_R]):
 class EngineSurface(EngineSettings):
     """Documented members of ``DeepSpeedEngine`` that its parts implement; config getters are inherited."""
 
-    get_global_grad_norm = answered_by(Facts.get_global_grad_norm)
-    was_step_applied = answered_by(Facts.was_step_applied)
-    get_lr = answered_by(Facts.get_lr)
-    get_type = answered_by(Facts.get_type)
-    get_mom = answered_by(Facts.get_mom)
-    get_wall_clock_timers = answered_by(Facts.get_wall_clock_timers)
-    micro_steps = Shown[int]("clock")
-    position_in_batch = answered_by(Facts.position_in_batch)
-    progressive_layer_drop: Shown[ProgressiveLayerDrop | None] = Shown("facts")
-    get_pld_theta = answered_by(Facts.get_pld_theta)
-    get_data_types = answered_by(Facts.get_data_types)
-    sparse_tensor_module_names = Shown[set[str]]("facts")
-    communication_data_type = Shown[torch.dtype]("facts")
-    gradient_average = Shown[bool]("facts")
+    get_global_grad_norm = implemented_by(EngineInfo.get_global_grad_norm)
+    was_step_applied = implemented_by(EngineInfo.was_step_applied)
+    get_lr = implemented_by(EngineInfo.get_lr)
+    get_type = implemented_by(EngineInfo.get_type)
+    get_mom = implemented_by(EngineInfo.get_mom)
+    get_wall_clock_timers = implemented_by(EngineInfo.get_wall_clock_timers)
+    micro_steps = PartAttribute[int]("clock")
+    position_in_batch = implemented_by(EngineInfo.position_in_batch)
+    progressive_layer_drop: PartAttribute[ProgressiveLayerDrop | None] = PartAttribute("info")
+    get_pld_theta = implemented_by(EngineInfo.get_pld_theta)
+    get_data_types = implemented_by(EngineInfo.get_data_types)
+    sparse_tensor_module_names = PartAttribute[set[str]]("info")
+    communication_data_type = PartAttribute[torch.dtype]("info")
+    gradient_average = PartAttribute[bool]("info")
     data_parallel_group = property(lambda engine: engine.mesh.group("dp"))
     seq_data_parallel_group = property(lambda engine: engine.mesh.group("dp", "sp"))
     seq_parallel_group = property(lambda engine: engine.mesh.group("sp"))
-    expert_parallel_group = Shown[dict[str, Any]]("facts")
-    expert_data_parallel_group = Shown[dict[str, Any]]("facts")
+    expert_parallel_group = PartAttribute[dict[str, Any]]("info")
+    expert_data_parallel_group = PartAttribute[dict[str, Any]]("info")
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the process group of the ranks that share each sequence."""
@@ -313,59 +313,61 @@ class EngineSurface(EngineSettings):
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
-    is_gradient_accumulation_boundary = answered_by(Accumulation.is_gradient_accumulation_boundary)
-    set_gradient_accumulation_boundary = answered_by(Accumulation.set_gradient_accumulation_boundary)
-    no_sync = answered_by(Accumulation.no_sync)
-    coalesce_grad_reduction = answered_by(Accumulation.coalesce_grad_reduction)
-    allreduce_gradients = answered_by(Accumulation.allreduce_gradients)
-    clip_fp32_gradients = answered_by(Accumulation.clip_fp32_gradients)
-    zero_grad = answered_by(ZeroGrads.zero_grad)
-    set_all_reduce_hook = answered_by(Accumulation.set_all_reduce_hook)
-    set_train_batch_size = answered_by(Accumulation.set_train_batch_size)
-    set_train_micro_batch_size = answered_by(Accumulation.set_train_micro_batch_size)
+    is_gradient_accumulation_boundary = implemented_by(Accumulation.is_gradient_accumulation_boundary)
+    set_gradient_accumulation_boundary = implemented_by(Accumulation.set_gradient_accumulation_boundary)
+    no_sync = implemented_by(Accumulation.no_sync)
+    coalesce_grad_reduction = implemented_by(Accumulation.coalesce_grad_reduction)
+    allreduce_gradients = implemented_by(Accumulation.allreduce_gradients)
+    clip_fp32_gradients = implemented_by(Accumulation.clip_fp32_gradients)
+    zero_grad = implemented_by(ZeroGrads.zero_grad)
+    set_all_reduce_hook = implemented_by(Accumulation.set_all_reduce_hook)
+    set_train_batch_size = implemented_by(Accumulation.set_train_batch_size)
+    set_train_micro_batch_size = implemented_by(Accumulation.set_train_micro_batch_size)
 
-    deepspeed_io = answered_by(EngineData.deepspeed_io)
-    set_data_post_process_func = answered_by(EngineData.set_data_post_process_func)
-    set_custom_curriculum_learning_schedule = answered_by(EngineData.set_custom_curriculum_learning_schedule)
-    add_input_transform = answered_by(EngineData.add_input_transform)
-    remove_input_transform = answered_by(EngineData.remove_input_transform)
-    random_ltd_initialize = answered_by(EngineData.random_ltd_initialize)
+    deepspeed_io = implemented_by(EngineData.deepspeed_io)
+    set_data_post_process_func = implemented_by(EngineData.set_data_post_process_func)
+    set_custom_curriculum_learning_schedule = implemented_by(
+        EngineData.set_custom_curriculum_learning_schedule
+    )
+    add_input_transform = implemented_by(EngineData.add_input_transform)
+    remove_input_transform = implemented_by(EngineData.remove_input_transform)
+    random_ltd_initialize = implemented_by(EngineData.random_ltd_initialize)
 
-    compile = answered_by(Compilation.compile)  # type: ignore[assignment]
-    is_compiled = Shown[bool]("compilation")
-    follow_passes = answered_by(Compilation.follow_passes)
-    register_compile_pass = answered_by(Compilation.register_compile_pass)
-    get_compile_time = answered_by(Compilation.get_compile_time)
-    is_deepcompile_enabled = answered_by(Compilation.is_deepcompile_enabled)
-    is_deepcompile_active = answered_by(Compilation.is_deepcompile_active)
+    compile = implemented_by(Compilation.compile)  # type: ignore[assignment]
+    is_compiled = PartAttribute[bool]("compilation")
+    follow_passes = implemented_by(Compilation.follow_passes)
+    register_compile_pass = implemented_by(Compilation.register_compile_pass)
+    get_compile_time = implemented_by(Compilation.get_compile_time)
+    is_deepcompile_enabled = implemented_by(Compilation.is_deepcompile_enabled)
+    is_deepcompile_active = implemented_by(Compilation.is_deepcompile_active)
 
-    save_checkpoint = answered_by(Checkpoints.save_checkpoint)
+    save_checkpoint = implemented_by(Checkpoints.save_checkpoint)
     store_checkpoint = save_checkpoint
-    load_checkpoint = answered_by(Checkpoints.load_checkpoint)
-    save_non_zero_checkpoint = Shown[bool]("checkpoints")
-    save_zero_checkpoint = Shown[bool]("checkpoints")
-    save_16bit_model = answered_by(Checkpoints.save_16bit_model)
-    save_fp16_model = answered_by(Checkpoints.save_fp16_model)
-    module_state_dict = answered_by(Checkpoints.module_state_dict)
-    load_module_state_dict = answered_by(Checkpoints.load_module_state_dict)
-    layer_writer = answered_by(Checkpoints.layer_writer)
-    of_all_stages = answered_by(Checkpoints.of_all_stages)
-    whole_tensor = answered_by(Checkpoints.whole_tensor)
-    _consolidated_16bit_state_dict = answered_by(Checkpoints._consolidated_16bit_state_dict)
-    _zero3_consolidated_16bit_state_dict = answered_by(Checkpoints._zero3_consolidated_16bit_state_dict)
-    _get_ckpt_name = answered_by(Checkpoints._get_ckpt_name)
-    _get_all_ckpt_names = answered_by(Checkpoints._get_all_ckpt_names)
-    _get_zero_ckpt_name = answered_by(Checkpoints._get_zero_ckpt_name)
-    _get_optimizer_ckpt_name = answered_by(Checkpoints._get_optimizer_ckpt_name)
-    _change_recovery_script_permissions = answered_by(Checkpoints._change_recovery_script_permissions)
+    load_checkpoint = implemented_by(Checkpoints.load_checkpoint)
+    save_non_zero_checkpoint = PartAttribute[bool]("checkpoints")
+    save_zero_checkpoint = PartAttribute[bool]("checkpoints")
+    save_16bit_model = implemented_by(Checkpoints.save_16bit_model)
+    save_fp16_model = implemented_by(Checkpoints.save_fp16_model)
+    module_state_dict = implemented_by(Checkpoints.module_state_dict)
+    load_module_state_dict = implemented_by(Checkpoints.load_module_state_dict)
+    layer_writer = implemented_by(Checkpoints.layer_writer)
+    of_all_stages = implemented_by(Checkpoints.of_all_stages)
+    whole_tensor = implemented_by(Checkpoints.whole_tensor)
+    _consolidated_16bit_state_dict = implemented_by(Checkpoints._consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = implemented_by(Checkpoints._zero3_consolidated_16bit_state_dict)
+    _get_ckpt_name = implemented_by(Checkpoints._get_ckpt_name)
+    _get_all_ckpt_names = implemented_by(Checkpoints._get_all_ckpt_names)
+    _get_zero_ckpt_name = implemented_by(Checkpoints._get_zero_ckpt_name)
+    _get_optimizer_ckpt_name = implemented_by(Checkpoints._get_optimizer_ckpt_name)
+    _change_recovery_script_permissions = implemented_by(Checkpoints._change_recovery_script_permissions)
 
-    all_gather_scalar = answered_by(SparseSums.all_gather_scalar)
-    sparse_all_gather = answered_by(SparseSums.sparse_all_gather)
-    sparse_allreduce = answered_by(SparseSums.sparse_allreduce)
-    sparse_allreduce_bucket = answered_by(SparseSums.sparse_allreduce_bucket)
-    sparse_allreduce_no_retain = answered_by(SparseSums.sparse_allreduce_no_retain)
+    all_gather_scalar = implemented_by(SparseSums.all_gather_scalar)
+    sparse_all_gather = implemented_by(SparseSums.sparse_all_gather)
+    sparse_allreduce = implemented_by(SparseSums.sparse_allreduce)
+    sparse_allreduce_bucket = implemented_by(SparseSums.sparse_allreduce_bucket)
+    sparse_allreduce_no_retain = implemented_by(SparseSums.sparse_allreduce_no_retain)
 
-    offload_states = answered_by(StateMoves.offload_states)
-    reload_states = answered_by(StateMoves.reload_states)
-    empty_partition_cache = answered_by(StateMoves.empty_partition_cache)
-    collect_python_gc = answered_by(StateMoves.collect_python_gc)
+    offload_states = implemented_by(StateMoves.offload_states)
+    reload_states = implemented_by(StateMoves.reload_states)
+    empty_partition_cache = implemented_by(StateMoves.empty_partition_cache)
+    collect_python_gc = implemented_by(StateMoves.collect_python_gc)

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.numbered import names_on_all
-from deepspeed.checkpoint.originals import Exported, Expression, Weight
+from deepspeed.checkpoint.originals import ExportedTensors, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import exported_name, wrapper_of
@@ -167,7 +167,7 @@ class _WholeWeights:
         aliases = {alias: name for alias, name in shared.items() if name in self.weights}
         originals = engine.module_transforms.originals
         if originals is None:
-            exported = Exported({name: Weight(name) for name in self.weights}, aliases)
+            exported = ExportedTensors({name: Weight(name) for name in self.weights}, aliases)
         else:
             exported = originals.exported(self.weights, aliases)
         wrapper = wrapper_of(engine.module)

@@ -52,7 +52,7 @@ class InferenceEngine(nn.Module):
                 f"init_inference needs a module, not {type(model).__name__}: pass the model of a pipeline, "
                 "and put the engine in its place"
             )
-        _remark(config)
+        _warn_of_ignored_keys(config)
         gather_permanently(model)
         self._config = config
         self.module = model.eval()
@@ -66,7 +66,7 @@ class InferenceEngine(nn.Module):
         self._dtype = _compute_dtype() if config.dtype is torch.int8 else config.dtype
         if store is None:
             _cast(model, self._dtype)
-        self._together = self._spread_experts()
+        self._expert_group = self._spread_experts()
         self.mp_group = self._split()
         self._save_parts()
         self.streamed: StreamedWeights | None = None
@@ -119,7 +119,7 @@ class InferenceEngine(nn.Module):
         generate = module.generate
         if self._generation is not None and getattr(generate, "__func__", None) is type(module).generate:
             generate = functools.partial(self._generation.generate, module)
-        with same_random_numbers(self.mp_group or self._together):
+        with same_random_numbers(self.mp_group or self._expert_group):
             return generate(*inputs, **kwargs)
 
     # ------------------------------------------------------------------------------------------- measuring
@@ -287,7 +287,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _remark(config: DeepSpeedInferenceConfig) -> None:
+def _warn_of_ignored_keys(config: DeepSpeedInferenceConfig) -> None:
     """Warn about keys without effect."""
     for key, why in _WITHOUT_EFFECT.items():
         if getattr(config, key) != type(config).model_fields[key].default:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.tables import first_of
 from deepspeed.checkpoint.contents import shared_names
-from deepspeed.checkpoint.foreign.hub_weights import as_in_model, compute_buffers
+from deepspeed.checkpoint.foreign.hub_weights import compute_buffers, converted_tensors
 from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader
 from deepspeed.checkpoint.foreign.packed_weights import (
     GroupedIntegers,
@@ -133,7 +133,7 @@ def load_weights(
     known = dict(_state(module))
     prefix = getattr(module, "base_model_prefix", "")
     found: dict[str, Tensor] = {}
-    for given, value in as_in_model(module, _whole(module, tensors, source, keep)):
+    for given, value in converted_tensors(module, _whole(module, tensors, source, keep)):
         names = (given, f"{prefix}.{given}", given.removeprefix(f"{prefix}."))
         name = next((each for each in names if each in known), None)
         if name is None:

@@ -14,7 +14,7 @@ from torch import nn
 from deepspeed.base.extras import install_hint
 from deepspeed.base.tables import first_of
 from deepspeed.checkpoint.foreign.packed_weights import can_unpack, method_of
-from deepspeed.inference.model.facts import DEFAULT_LENGTH
+from deepspeed.inference.model.info import DEFAULT_LENGTH
 from deepspeed.inference.v2.checkpoint.huggingface_engine import HuggingFaceCheckpointEngine
 from deepspeed.inference.v2.policy import InferenceV2Policy
 
@@ -63,7 +63,7 @@ class Pretrained:
 
         Args:
             dtype: of weights that were packed; None: that of the config. Other weights keep the dtype of the folder.
-            keeps_integers: keep integer weights for which there are kernels (`quantized/stored.py`).
+            keeps_integers: keep integer weights for which there are kernels (`quantized/integer_layers.py`).
 
         OSError, ValueError: its weights cannot be read, or some are missing.
         """

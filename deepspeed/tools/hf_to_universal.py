@@ -21,9 +21,9 @@ from torch import Tensor
 from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive_writer import naming
+from deepspeed.checkpoint.files.archive_writer import write_errors_at
 from deepspeed.checkpoint.files.writers import StagedFolder
-from deepspeed.checkpoint.foreign.hub_weights import as_in_model, model_described_in
+from deepspeed.checkpoint.foreign.hub_weights import converted_tensors, model_described_in
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.checkpoint.foreign.universal_export import putting_in_place, write_value
 from deepspeed.checkpoint.foreign.universal_format import FOLDER
@@ -66,7 +66,7 @@ def _write(source: Path, described: Path, folder: Path) -> None:
     save = {SAVED_BY: save_entry(new_id(), 0)}
     for name, value in _named_as_in_model(source, described):
         made = folder / name
-        with naming(made):
+        with write_errors_at(made):
             made.mkdir()
         whole = value.float() if value.is_floating_point() else value
         write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0}, save)
@@ -76,7 +76,7 @@ def _named_as_in_model(source: Path, described: Path) -> Iterator[tuple[str, Ten
     """Yield the tensors of ``source`` under the names and in the form of the model that the config in ``described``
     defines; unchanged if there is no config or Transformers does not know the model."""
     module = model_described_in(described)
-    return tensors_of(source) if module is None else as_in_model(module, tensors_of(source))
+    return tensors_of(source) if module is None else converted_tensors(module, tensors_of(source))
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -124,14 +124,14 @@ class _Causal:
             prefix_sharing=args.enable_prefix_caching,
             seed=drawn if args.seed is None else args.seed,
             group=group,
-            matcher_of=Grammars(self.known, runner.facts.stop_token_ids),
+            matcher_of=Grammars(self.known, runner.info.stop_token_ids),
         )
         max_length = generator.scheduler.max_length
         tokenizer = HuggingFaceTokenizer(self.known, max_tokens=max_length)
         formats = formats_of(args, tokenizer.template)
         if args.enable_auto_tool_choice and formats.tools is None:
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
-        announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.facts.device)
+        announcer = SingleRankCommands() if group is None else BroadcastCommands(group, runner.info.device)
         formats_line = f"tool calls: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
         self.summary = f"model {args.name}, {memory_line(generator)}; {self.no_text or formats_line}"
         load_one = None
@@ -143,12 +143,12 @@ class _Causal:
             service=_service_of(args, generator, announcer),
             tokenizer=tokenizer,
             max_length=max_length,
-            stop_token_ids=runner.facts.stop_token_ids,
+            stop_token_ids=runner.info.stop_token_ids,
             default_tokens=args.default_tokens,
             formats=formats,
             trust_templates=args.trust_request_chat_template,
             pooling=args.pooling or pooling_of(args.model) or "last",
-            dimensions=dimensions_of(runner.facts.config),
+            dimensions=dimensions_of(runner.info.config),
             load_adapter=load_one,
             no_text=self.no_text,
         )
@@ -284,7 +284,7 @@ def memory_line(generator: Generator) -> str:
     tokens = cache.num_blocks * cache.block_size
     return (
         f"weights {weights / 2**30:.2f} GiB and key-value cache {cache.nbytes / 2**30:.2f} GiB ({tokens:,} tokens) "
-        f"on {runner.facts.device}"
+        f"on {runner.info.device}"
     )
 
 

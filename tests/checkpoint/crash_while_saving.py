@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from deepspeed.checkpoint.consolidate import consolidate  # noqa: E402
-from deepspeed.checkpoint.contents import RankPlace, Training  # noqa: E402
+from deepspeed.checkpoint.contents import RankCoordinates, StateToSave  # noqa: E402
 from deepspeed.checkpoint.files import archive_writer, writers  # noqa: E402
 from deepspeed.checkpoint.ranks import Ranks  # noqa: E402
 from deepspeed.checkpoint.reader import open_checkpoint  # noqa: E402
-from deepspeed.checkpoint.save import save  # noqa: E402
+from deepspeed.checkpoint.save import SaveRequest, save  # noqa: E402
 
-PLACE = RankPlace(dp_rank=0, dp_size=1, mp_rank=0, mp_size=1, writes_model=True)
+PLACE = RankCoordinates(dp_rank=0, dp_size=1, mp_rank=0, mp_size=1, writes_model=True)
 
 
 def slow(module: Any, name: str) -> None:
@@ -86,7 +86,7 @@ def save_once(folder: Path, tag: str, number: int) -> None:
     model = nn.Linear(40, 40)
     nn.init.constant_(model.weight, number)
     nn.init.constant_(model.bias, number)
-    training = Training(
+    training = StateToSave(
         module=model,
         state=None,
         zero_stage=0,
@@ -94,7 +94,7 @@ def save_once(folder: Path, tag: str, number: int) -> None:
         ds_config={},
         header={"global_steps": number, "skipped_steps": 0, "global_samples": 0},
     )
-    save(training, folder, tag, PLACE, Ranks())
+    save(training, SaveRequest(folder, tag, PLACE), Ranks())
 
 
 def check_nothing_unfinished(folder: Path, number: int) -> None:

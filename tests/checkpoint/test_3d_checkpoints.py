@@ -16,11 +16,11 @@ from deepspeed.checkpoint import (
     DeepSpeedCheckpoint,
     SubparamShape,
     ZeROCheckpoint,
+    catalog_reader,
     enable_universal_checkpoint,
-    own_reader,
 )
-from deepspeed.checkpoint.catalog import Group
-from deepspeed.checkpoint.foreign.splits import Described
+from deepspeed.checkpoint.catalog import ParamGroup
+from deepspeed.checkpoint.foreign.splits import DescribedCuts
 from deepspeed.compat.checkpoint.reshape_3d_utils import (
     get_model_3d_descriptor,
     meg_2d_parallel_map,
@@ -223,7 +223,7 @@ def test_one_parameter_from_its_folder(stage: int) -> None:
 
 def test_the_description_of_fused_parameters() -> None:
     shape = SubparamShape(patterns=["qkv"], shape=((6, 2, 2), 4), partition_dim=0)
-    described = Described({PARAMETER_WITH_SUB_PARAMS: [dataclasses.asdict(shape)]})
+    described = DescribedCuts({PARAMETER_WITH_SUB_PARAMS: [dataclasses.asdict(shape)]})
     parts = described.placements("qkv.weight", [(5, 4), (5, 4)])
     assert parts[1].boxes == (((3, 6), (0, 4)), ((7, 8), (0, 4)), ((9, 10), (0, 4)))
     assert parts[0].global_shape == (10, 4) and described.placements("up", [(5, 4)] * 2)[1].boxes == (
@@ -233,8 +233,8 @@ def test_the_description_of_fused_parameters() -> None:
 
 def test_groups_of_stages_join_where_their_options_are_equal() -> None:
     """Not by position: the stages of Muon with two groups of a user's have other matrices and other vectors."""
-    first = [Group({"use_muon": True, "decay": 0.1}, ("a",)), Group({"decay": 0.1}, ("embedding",))]
-    second = [Group({"use_muon": True, "decay": 0.1}, ("b",)), Group({"decay": 0.0}, ("norm",))]
-    joined = own_reader._joined(first, second)
+    first = [ParamGroup({"use_muon": True, "decay": 0.1}, ("a",)), ParamGroup({"decay": 0.1}, ("embedding",))]
+    second = [ParamGroup({"use_muon": True, "decay": 0.1}, ("b",)), ParamGroup({"decay": 0.0}, ("norm",))]
+    joined = catalog_reader._joined(first, second)
     assert [group.names for group in joined] == [("a", "b"), ("embedding",), ("norm",)]
     assert joined[2].options == {"decay": 0.0}

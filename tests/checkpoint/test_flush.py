@@ -166,6 +166,37 @@ def test_a_forked_process_has_nothing_to_wait_for(tmp_path, disk):
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_another_thread_may_wait_for_what_is_just_queued(tmp_path, disk, monkeypatch):
+    (tmp_path / "a").touch()
+    start = threading.Thread.start
+
+    def waits_first(thread: threading.Thread) -> None:
+        wait_for_flushes()  # as another thread does, when this one is interrupted here
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", waits_first)
+    flush_later([tmp_path / "a"])
+    wait_for_flushes()
+    assert str(tmp_path / "a") in disk.stored
+
+
+@distributed(world_size=2, timeout=60)
+def test_what_one_disk_refuses_is_raised_on_all_ranks(tmp_path):
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=settings)
+    (tmp_path / f"left_by_{dist.get_rank()}").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk()
+        disk.error = OSError(errno.EIO, os.strerror(errno.EIO)) if dist.get_rank() == 1 else None
+        patch.setattr(os, "fsync", disk.fsync)
+        flush_later([tmp_path / f"left_by_{dist.get_rank()}"])
+        with pytest.raises(CheckpointError, match="left_by_1 was written, but flushing it to disk failed"):
+            engine.save_checkpoint(tmp_path, tag="a")
+    engine.save_checkpoint(tmp_path, tag="b")
+    assert (tmp_path / "b").is_dir() and not (tmp_path / "a").exists()
+    engine.destroy()
+
+
 @pytest.mark.parametrize("ending", ["", "engine.destroy(); print('destroyed', flush=True)"])
 def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
     program = f"""

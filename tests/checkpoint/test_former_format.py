@@ -1,5 +1,5 @@
 """Checkpoints of former formats still load: 1, which had other checksums and all ranks' random states in every model
-file, and 2, whose directory was gathered from all ranks instead of being computed.
+file, and 2, whose shard map was gathered from all ranks instead of being computed.
 
 Two ranks wrote those in ``tests/files/format*_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
 a step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.consolidate import consolidate
-from deepspeed.checkpoint.contents import RankPlace, Training
+from deepspeed.checkpoint.contents import RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.checkpoint.shards import ShardIndex
 from tests.allocations import counted
 from tests.checkpoint.held_state import Entry, HeldState
@@ -78,7 +78,7 @@ def saved(folder: Path) -> FileState:
     with torch.no_grad():
         for name, param in net.named_parameters():
             param.copy_(value_of(name, "fp32", 0, param.numel()).view(param.shape))
-    training = Training(
+    training = StateToSave(
         module=net,
         state=state,
         zero_stage=1,
@@ -87,8 +87,8 @@ def saved(folder: Path) -> FileState:
         header={"global_steps": 7, "skipped_steps": 0, "global_samples": 28},
     )
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = RankPlace(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
-    save(training, folder / "checkpoints", "t", place, Ranks())
+    place = RankCoordinates(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    save(training, SaveRequest(folder / "checkpoints", "t", place), Ranks())
     return state
 
 
@@ -104,8 +104,8 @@ def test_many_intervals_per_parameter_and_rank(tmp_path):
             catalog = open_checkpoint(tmp_path / "checkpoints/t")
             restorer = Restorer(catalog, net, other, strict=True)  # type: ignore[arg-type]
             restorer.check_names()
-            restorer.weights_from_masters()
-            restorer.optimizer_states()
+            restorer.load_weights_from_masters()
+            restorer.load_optimizer_states()
             report = restorer.finish()
         for index, tensors in other.held:
             for kind in KINDS:
@@ -122,7 +122,7 @@ def test_many_intervals_per_parameter_and_rank(tmp_path):
 def test_saving_reads_one_part_at_a_time(tmp_path):
     saved(tmp_path / "warm-up")
     state, net = saved(tmp_path), model()
-    training = Training(
+    training = StateToSave(
         module=net,
         state=state,  # type: ignore[arg-type]
         zero_stage=1,
@@ -131,9 +131,9 @@ def test_saving_reads_one_part_at_a_time(tmp_path):
         header={"global_steps": 8, "skipped_steps": 0, "global_samples": 32},
     )
     rank = dist.get_rank()
-    place = RankPlace(dp_rank=rank, dp_size=2, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    place = RankCoordinates(dp_rank=rank, dp_size=2, mp_rank=0, mp_size=1, writes_model=rank == 0)
     with counted(tmp_path) as saving:
-        save(training, tmp_path / "checkpoints", "t", place, Ranks())
+        save(training, SaveRequest(tmp_path / "checkpoints", "t", place), Ranks())
     assert saving.peak < SMALL < sum(4 * index.numel for index, _ in state.held)
 
 
@@ -169,6 +169,6 @@ def test_damage_in_one_interval_is_found(tmp_path):
     restorer = Restorer(open_checkpoint(tmp_path / "checkpoints/t"), net, other, strict=True)  # type: ignore[arg-type]
     message = r"zero_pp_rank_1.*damaged|damaged.*zero_pp_rank_1"  # on the rank that reads it, and so on all
     with pytest.raises(CheckpointError, match=message), Ranks().together("loading"):
-        restorer.weights_from_masters()
-        restorer.optimizer_states()
+        restorer.load_weights_from_masters()
+        restorer.load_optimizer_states()
         restorer.finish()

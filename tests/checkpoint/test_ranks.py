@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import RankPlace
+from deepspeed.checkpoint.contents import RankCoordinates
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_signatures
@@ -30,7 +30,7 @@ def test_ranks_that_train_different_models():
 def test_files_are_numbered_by_the_position_on_the_mesh():
     """Each rank has its own number; ranks of one data-parallel group have the same model-parallel number."""
     layout = MeshLayout(pp=2, dp=3, sp=2, tp=2)
-    places = [RankPlace.on(ProcessMesh(rank, {}, layout=layout), Ranks()) for rank in range(24)]
+    places = [RankCoordinates.on(ProcessMesh(rank, {}, layout=layout), Ranks()) for rank in range(24)]
     in_order = sorted(places, key=lambda place: place.number)
     assert [place.number for place in in_order] == list(range(24))
     assert [(place.dp_rank, place.mp_rank) for place in in_order] == names.dp_mp_ranks(6, 4)

@@ -135,10 +135,20 @@ def test_an_upload_that_fails_leaves_the_last_good_tag_and_goes_on_later(tmp_pat
     Faulty.fails.clear()
     Faulty.puts.clear()
     restarted = mirror(tmp_path)  # the next process on that machine
-    assert restarted.has_any()
+    assert restarted.has_checkpoint()
     restarted.finish_uploads()
     assert fetched(tmp_path) == {"a.pt": "a2", "b.pt": "b2"}
     assert "b.pt" in Faulty.puts and "a.pt" not in Faulty.puts, "what was there already is not sent again"
+
+
+def test_a_note_that_another_process_removes_is_passed_over(tmp_path: Path) -> None:
+    at = mirror(tmp_path)
+    notes = at.local / ".pending"
+    notes.mkdir(parents=True)
+    (notes / "gone.json").symlink_to("removed")  # listed, and then not there
+    save(at, "step1", {"a.pt": "a1"})
+    at.wait()
+    assert fetched(tmp_path) == {"a.pt": "a1"}
 
 
 def test_a_tag_that_is_replaced_half_is_not_mixed_with_the_former(tmp_path: Path) -> None:
@@ -209,7 +219,7 @@ def test_machines_upload_their_parts_and_the_last_one_publishes(tmp_path: Path) 
     save(second, "step1", {"model.pt": "m of 1", "r2.pt": "2"}, One(2, reports))
     second.wait()
     assert first.complete() == {}
-    assert not second.has_any()
+    assert not second.has_checkpoint()
     save(first, "step1", {"model.pt": "m of 0", "r0.pt": "0"}, One(0, reports))
     first.wait()
     assert fetched(tmp_path) == {"model.pt": "m of 0", "r0.pt": "0", "r2.pt": "2"}

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive_reader import read_archive, unpacked
-from deepspeed.checkpoint.files.archive_writer import packed, write_archive
+from deepspeed.checkpoint.files.archive_reader import deserialize, read_archive
+from deepspeed.checkpoint.files.archive_writer import serialize, write_archive
 from deepspeed.checkpoint.reader import materialize
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed
@@ -271,7 +271,7 @@ def test_any_class_comes_back_when_the_user_trusts_all_files(tmp_path, monkeypat
     saved = {"settings": Settings(0.5), "function": round_trip, "plain": {"a": 1}}
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     found = round_trip(tmp_path, saved)
-    assert found == saved and unpacked(packed(saved)) == saved
+    assert found == saved and deserialize(serialize(saved)) == saved
     assert vars(round_trip(tmp_path, Log())) == {"kept": True}
     round_trip(tmp_path, saved)
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from deepspeed.base import rng
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.contents import RankPlace, Training
+from deepspeed.checkpoint.contents import RankCoordinates, StateToSave
 from deepspeed.checkpoint.files import archive_reader as archives
 from deepspeed.checkpoint.load import Restorer
-from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.save import save
+from deepspeed.checkpoint.save import SaveRequest, save
 from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from tests.checkpoint.held_state import Entry, HeldState
 from tests.checkpoint.models import config, make_engine, train
@@ -110,21 +109,23 @@ def trained(net: nn.Module, rank: int, world: int) -> EvenState:
     return state
 
 
-def training_of(stage: int, rank: int, world: int) -> tuple[Training, RankPlace]:
+def state_to_save(stage: int, rank: int, world: int) -> tuple[StateToSave, RankCoordinates]:
     net = model(stage, rank, world)
     state: Any = trained(net, rank, world)
     torch.manual_seed(rank)
-    training = Training(
+    training = StateToSave(
         module=net,
         state=state,
         zero_stage=stage,
         bf16=False,
         ds_config={},
         header={"global_steps": 7, "skipped_steps": 0, "global_samples": 28},
-        positions={"world_size": world},
+        index_entries={"world_size": world},
         rank_state={"random": rng.capture(), "data": None},
     )
-    return training, RankPlace(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
+    return training, RankCoordinates(
+        dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0
+    )
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
     final.mkdir(parents=True)
     for rank in writers:
         before = {path.name for path in final.iterdir()}
-        training, place = training_of(stage, rank, world)
+        training, place = state_to_save(stage, rank, world)
         alone = mock.patch.object(Ranks, "gather", side_effect=AssertionError("grows with the ranks"))
         neither = mock.patch.object(Ranks, "gather_at_writers", side_effect=AssertionError("grows, too"))
         same_id = mock.patch("deepspeed.checkpoint.contents.new_id", lambda: 5)  # which ranks agree on
@@ -156,7 +157,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
                 "deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final)
             )
             with writes_into, mock.patch("deepspeed.checkpoint.save.flush_later"):
-                save(training, folder, "t", place, Ranks())
+                save(training, SaveRequest(folder, "t", place), Ranks())
         state = sum(t.numel() for _, tensors in training.state.held for t in tensors.values())  # type: ignore[union-attr]
         frozen = training.module[0].weight  # type: ignore[index]
         state += frozen.ds_owner.part.numel() if stage == 3 else WIDTH * (WIDTH + 1) * LAYERS * (rank == 0)
@@ -175,8 +176,8 @@ def kinds_of_all() -> Any:
     """Return the ranks' kinds of state together: on the fake group, ranks do not exchange them."""
     found = [(*KINDS,)]
     return mock.patch(
-        "deepspeed.checkpoint.directory._kinds_of_all",
-        lambda contents, ranks: (found if any(contents.held.kinds) else [()]) * len(contents.names),
+        "deepspeed.checkpoint.shard_map._kinds_of_all",
+        lambda contents, ranks: (found if any(contents.shards.kinds) else [()]) * len(contents.names),
     )
 
 
@@ -194,14 +195,14 @@ def loaded_by(folder: Path, stage: int, rank: int, world: int) -> tuple[set[str]
     for _, tensors in state.held:
         for kind in KINDS:
             tensors[kind].fill_(-1)
-    targets = ("deepspeed.checkpoint.reader.open_archive", "deepspeed.checkpoint.own_reader.open_archive")
+    targets = ("deepspeed.checkpoint.reader.open_archive", "deepspeed.checkpoint.catalog_reader.open_archive")
     with mock.patch(targets[0], opening), mock.patch(targets[1], opening), fake_rank(rank, world):
         catalog = open_checkpoint(folder / "t", fetch=False)
         restorer = Restorer(catalog, net, state, strict=True)
-        catalog.files.fetch(needed_shards(catalog, net, state, masters=True, optimizer=True), prefer=rank)
+        catalog.files.fetch(restorer.needed_shards(masters=True, optimizer=True), prefer=rank)
         restorer.check_names()
-        restorer.weights_from_masters()
-        restorer.optimizer_states()
+        restorer.load_weights_from_masters()
+        restorer.load_optimizer_states()
         random = catalog.files.rank_state(rank)["random"]["torch"]
     for index, tensors in state.held:
         for kind in KINDS:
@@ -224,7 +225,7 @@ def own_files(stage: int, rank: int) -> set[str]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_of_many_ranks_writes_and_opens_its_own(tmp_path, stage, many):
     """The bytes that a rank writes and reads in addition to its state are the same with 16 ranks and with ``many``,
-    also on rank 0, whose file contains the directory."""
+    also on rank 0, whose file contains the shard map."""
     beside: dict[int, dict[int, int]] = {}
     read: dict[int, int] = {}
     for world in (16, many):

@@ -18,7 +18,7 @@ from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache import pages
 from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.model import packed
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
 from deepspeed.ops.host_graph import HostGraph

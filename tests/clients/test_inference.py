@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed.base.logging import logger
 from deepspeed.inference.generation.generator import Generator
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.ops.native import library
@@ -73,7 +73,7 @@ def test_mixed_lengths_give_the_tokens_of_generate(name: str) -> None:
     engine = generator(module, num_blocks=14)
     layout = "fused" if name in FUSED and library() is not None else "packed" if name in PACKED else "padded"
     assert engine.runner.layout.name == layout
-    params = SamplingParams(max_new_tokens=NEW, stop_token_ids=engine.runner.facts.stop_token_ids)
+    params = SamplingParams(max_new_tokens=NEW, stop_token_ids=engine.runner.info.stop_token_ids)
     found = engine.generate(prompts(), params)
     assert [request.tokens for request in found] == wanted
     assert engine.counts.preemptions > 0
@@ -93,7 +93,7 @@ def test_who_overtakes_and_who_is_overtaken_get_the_tokens_of_generate() -> None
 def test_no_request_of_a_client_stops_the_generator() -> None:
     """Tokens that the model does not know are refused; extreme numbers that are taken can be computed with."""
     engine = generator(model("llama"))
-    for prompt in ([1, 10**9], [-1, 1], [engine.runner.facts.vocab_size]):
+    for prompt in ([1, 10**9], [-1, 1], [engine.runner.info.vocab_size]):
         for refuse in (engine.check, engine.submit):
             with pytest.raises(ValueError, match="is outside the vocabulary"):
                 refuse(prompt, SamplingParams())

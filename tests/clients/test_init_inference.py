@@ -222,7 +222,7 @@ def test_two_ranks_serve_by_continuous_batching() -> None:
         engine = deepspeed.init_inference(model, dtype="fp32", mp_size=2)
         sizes = {"token_budget": 16, "max_sequences": 4, "block_size": 4, "max_length": 60}
         served = Generator(engine.module, group=engine.mp_group, **sizes)
-        params = SamplingParams(max_new_tokens=NEW, stop_token_ids=served.runner.facts.stop_token_ids)
+        params = SamplingParams(max_new_tokens=NEW, stop_token_ids=served.runner.info.stop_token_ids)
         assert [request.tokens for request in served.generate(prompts(), params)] == wanted
         params = SamplingParams(max_new_tokens=4, temperature=1.0)
         drawn = [request.generated for request in served.generate(prompts(), params)]

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model import packed, padded
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.v2 import engine_v2
@@ -184,9 +184,7 @@ def test_the_trial_crosses_sliding_windows(name: str, layout: Any) -> None:
 
         def forward(self, pieces: Any, cache: Any, unchanged: bool = False) -> torch.Tensor:
             owners = [
-                each
-                for each in (self.facts.config, *self.module.modules())
-                if hasattr(each, "sliding_window")
+                each for each in (self.info.config, *self.module.modules()) if hasattr(each, "sliding_window")
             ]
             before = [each.sliding_window for each in owners]
             for each in owners:

@@ -67,7 +67,7 @@ def test_requests_of_one_batch_have_their_own_adapters(kind: str, tmp_path: Path
     generator = Generator(
         module, token_budget=24, max_sequences=6, num_blocks=64, block_size=4, max_length=48
     )
-    size = generator.runner.facts.vocab_size
+    size = generator.runner.info.vocab_size
     prompts = [[(3 + 7 * at) % size for at in range(length)] for length in (18, 18, 5)]
     pairs = [(prompt, which) for prompt in prompts for which in (0, 1, 2)]
     expected = [greedy(models[which], prompt, 6) for prompt, which in pairs]

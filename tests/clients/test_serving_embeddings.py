@@ -44,7 +44,7 @@ def test_pooled_states_are_those_of_transformers(kind: str, pooling: str) -> Non
     generator = Generator(
         module, token_budget=16, max_sequences=4, num_blocks=12, block_size=4, max_length=40
     )
-    size = generator.runner.facts.vocab_size
+    size = generator.runner.info.vocab_size
     prompts = [
         [(start + 7 * at) % size for at in range(length)]
         for start, length in ((3, 33), (3, 20), (9, 1), (3, 33))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import deepspeed
 from deepspeed.base.sharded import full_shape
-from deepspeed.checkpoint.foreign.splits import Described
+from deepspeed.checkpoint.foreign.splits import DescribedCuts
 from deepspeed.checkpoint.placement import Placement, placement_of
 from deepspeed.parallel.tensor.metadata import universal_checkpoint_info
 from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config, lora
@@ -162,7 +162,7 @@ def test_split_models_train_like_whole_ones(kind: str, stage: int, tmp_path: Pat
         with torch.no_grad():
             mine, wanted = engine(**batch(9)).logits, model(**batch(9)).logits
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
-        told = Described(universal_checkpoint_info(engine.module))
+        told = DescribedCuts(universal_checkpoint_info(engine.module))
         for name, param in engine.module.named_parameters():
             own, shapes = placement_of(param), [tuple(full_shape(param))] * 2
             if not own.boxes or len(own.boxes[0]) < 3:  # for stacked experts that form has no words

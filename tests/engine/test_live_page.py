@@ -23,7 +23,7 @@ from deepspeed.base.events import Events
 from deepspeed.base.logging import logger
 from deepspeed.engine.observers.progress import live_page as step_parts
 from deepspeed.engine.observers.progress.display import VARIABLE
-from deepspeed.engine.observers.progress.live_page import Pulse
+from deepspeed.engine.observers.progress.live_page import RankProgress
 from deepspeed.observe.live import jobs, recorder
 from deepspeed.observe.live.ranks import RankStates
 from deepspeed.observe.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
@@ -230,7 +230,7 @@ def test_a_rank_that_comes_later_to_the_reduction(monkeypatch: pytest.MonkeyPatc
     seconds = iter([0.0, 0.3, 0.5, 0.8, 1.0])
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
     monkeypatch.setattr("deepspeed.engine.observers.progress.live_page.time", clock)
-    pulse = Pulse(engine)
+    pulse = RankProgress(engine)
     pulse.reach_reduction()
     assert pulse.end_step(1) == 0.5
     assert pulse.arrival_s() == 0.3

@@ -15,7 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.compat.module_inject.replace_policy import transpose
 from deepspeed.config.constants import PLD_GAMMA, PLD_GAMMA_DEFAULT, PLD_THETA
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.notes import ENGINE
+from deepspeed.engine.misuse import ENGINE
 from deepspeed.parallel.expert.layer import MoE
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.tensor_fragment import safe_set_full_fp32_param

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,10 +112,10 @@ def test_the_logits_of_the_model(fused: bool) -> None:
 
 
 def test_a_model_on_the_host_has_the_other_layouts() -> None:
-    from deepspeed.inference.model.facts import LayoutError
+    from deepspeed.inference.model.info import LayoutError
     from deepspeed.inference.model.launched import LaunchedLayout
 
     layout = LaunchedLayout.__new__(LaunchedLayout)
-    layout.packed = SimpleNamespace(module=nn.Linear(2, 2))  # type: ignore[assignment]
+    layout.module = nn.Linear(2, 2)
     with pytest.raises(LayoutError, match="not on one GPU"):
         layout.learn([], 2)

@@ -297,7 +297,7 @@ def test_a_rank_opens_its_own_files(stage: int, tmp_path: Path) -> None:
         return archive_reader.open_archive(path)
 
     with (
-        mock.patch("deepspeed.checkpoint.own_reader.open_archive", opening),
+        mock.patch("deepspeed.checkpoint.catalog_reader.open_archive", opening),
         mock.patch("deepspeed.checkpoint.reader.open_archive", opening),
     ):
         engine.load_checkpoint(tmp_path)

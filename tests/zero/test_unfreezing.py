@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.placement import interval, place
-from deepspeed.engine.optimizer import left_out
+from deepspeed.engine.optimizer import find_unfreezable
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.native import sum_of_squares
 from deepspeed.zero.muon.muon_optimizer import build_muon
@@ -310,4 +310,4 @@ def test_a_part_of_a_matrix_does_not_join_muon() -> None:
     for param in model.parameters():
         param.use_muon = param.dim() == 2  # type: ignore[attr-defined]
     muon = build_muon(model.parameters(), lr=0.1)
-    assert [id(param) for param in left_out(None, model, muon)] == [id(model[1].weight)]
+    assert [id(param) for param in find_unfreezable(None, model, muon)] == [id(model[1].weight)]

@@ -166,7 +166,7 @@ class Archive:
             )
 
 
-def unpacked(content: bytes) -> Any:
+def deserialize(content: bytes) -> Any:
     with allowed_types():
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trusts_files())
 

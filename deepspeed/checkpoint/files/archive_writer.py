@@ -52,7 +52,7 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-_TABLE = LazyTensor((0,), torch.int32, lambda: ())
+_HASH_TABLE = LazyTensor((0,), torch.int32, lambda: ())
 """Placeholder for the hashes of all tensors before it; its length is known once the rest is pickled."""
 
 
@@ -74,15 +74,15 @@ def write_archive(
     ``torch.load`` ignores. Returns the file's size in bytes. CheckpointError: a class that cannot be loaded safely
     (an incomplete file is left at ``path``). OSError: a write failed.
     """
-    plan = _Plan(class_names or {})
-    _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
+    plan = _StandInPickle(class_names or {})
+    _write_structure(path, {**content, CHECKSUMS: _HASH_TABLE} if checksums else content, plan)
     if note:
         _append_note(path, note)
     _check_loadable(path, content, compare=not class_names)
     with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
         sink = ArchiveSink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
-            _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _TABLE else tensor)
+            _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _HASH_TABLE else tensor)
         return os.fstat(file.fileno()).st_size
 
 
@@ -134,7 +134,7 @@ def _under(content: Any, fails: Callable[[Any], bool]) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def write_errors_at(path: Path) -> Iterator[None]:
     """Turn an OSError while writing ``path`` into a CheckpointError with the path and the free space."""
     try:
         yield
@@ -144,7 +144,7 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
+def _write_structure(path: Path, content: Any, plan: _StandInPickle) -> None:
     """Write the file with space for its tensors. Raises the OSError behind a RuntimeError of torch's writer, which
     does not give the cause."""
     try:
@@ -157,7 +157,7 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
     except RuntimeError:
         with open(path, "ab", buffering=0) as file:  # raises OSError if the file system is the cause
             file.write(bytes(1 << 16))
-            file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
+            file.truncate(sum(tensor.nbytes for tensor in plan.tensors))
         raise
 
 
@@ -168,7 +168,7 @@ def _append_note(path: Path, note: Mapping[str, Any]) -> None:
         archive.writestr(f"{folder}{NOTE}", json.dumps(note))
 
 
-class _Plan:
+class _StandInPickle:
     """The pickle module of ``torch.save``: replaces tensors by empty stand-ins and records them."""
 
     def __init__(self, class_names: Mapping[type, str]) -> None:
@@ -209,7 +209,8 @@ class _Plan:
         """Return a stand-in with a storage of exactly the right size: address space, but no memory."""
         key = _memory(value)
         if key not in self._stand_ins:
-            shape = (self._blocks(),) if value is _TABLE else tuple(value.shape)
+            blocks = sum(count_blocks(tensor.nbytes) for tensor in self.tensors)
+            shape = (blocks,) if value is _HASH_TABLE else tuple(value.shape)
             self._stand_ins[key] = self._untouched(shape, value.dtype)
             self._made.add(id(self._stand_ins[key]))
             self.tensors.append(value)
@@ -219,9 +220,6 @@ class _Plan:
         """Return the hashes of all tensors; call it after they are written."""
         hashes = hasher.result().view(np.int32)
         return LazyTensor(hashes.shape, torch.int32, lambda: [torch.from_numpy(hashes)])
-
-    def _blocks(self) -> int:
-        return sum(count_blocks(prod(tensor.shape) * tensor.dtype.itemsize) for tensor in self.tensors)
 
     def _untouched(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = prod(shape)
@@ -286,7 +284,7 @@ def _memory(value: Tensor | LazyTensor) -> Any:
 def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, int]]:
     """Return the offset and size in bytes of each tensor in the file, in torch's numbering order."""
     found = tensor_records(path)
-    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor is not _TABLE]
+    sizes = [tensor.nbytes for tensor in tensors if tensor is not _HASH_TABLE]
     if [found[number][1] for number in sorted(found)][: len(sizes)] != sizes or len(found) != len(tensors):
         raise CheckpointError(f"{path}: the state holds bare storages; save tensors instead")
     return [found[number] for number in sorted(found)]
@@ -377,8 +375,8 @@ def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> byte
         return sink.getvalue()
 
 
-def packed(value: Any) -> bytes:
-    """Return the serialized bytes of a small value of a checkpoint, for another rank. ``unpacked`` makes no objects
+def serialize(value: Any) -> bytes:
+    """Return the serialized bytes of a small value of a checkpoint, for another rank. ``deserialize`` makes no objects
     of unknown classes."""
     own: list[Tensor] = []
 

@@ -47,8 +47,9 @@ def flush_later(paths: Iterable[Path]) -> None:
 
     An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """
-    _pending.append(_Flush(list(paths), after=_pending[-1] if _pending else None))
-    _pending[-1].start()
+    queued = _Flush(list(paths), after=_pending[-1:])
+    queued.start()  # before others can wait for it
+    _pending.append(queued)
 
 
 def wait_for_flushes() -> None:
@@ -63,16 +64,15 @@ def wait_for_flushes() -> None:
 
 
 class _Flush(threading.Thread):
-    def __init__(self, paths: list[Path], after: _Flush | None) -> None:
+    def __init__(self, paths: list[Path], after: list[_Flush]) -> None:
         super().__init__(name="checkpoint-flush", daemon=False)
         self.paths = paths
         self.after = after
         self.error: CheckpointError | None = None
 
     def run(self) -> None:
-        if self.after is not None:
-            self.after.join()
-            self.after = None
+        while self.after:
+            self.after.pop().join()
         for path in self.paths:
             try:
                 with suppress(FileNotFoundError):  # the client may have rotated its checkpoints

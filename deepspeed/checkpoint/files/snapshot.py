@@ -18,7 +18,7 @@ from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.ops.native import copy_bytes
 
 _ALIGNMENT = 64
-ROOM_BYTES = 1 << 20
+SLACK_BYTES = 1 << 20
 """Slack of prepared memory for client state, in bytes; untouched pages are never allocated."""
 _UNCHANGING = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, type)
@@ -49,10 +49,10 @@ class Snapshot:
         if needed <= self.nbytes or _on_a_device(contents):
             return
         self.release()
-        self._memory = _host_memory(needed + ROOM_BYTES, for_device=False)
+        self._memory = _host_memory(needed + SLACK_BYTES, for_device=False)
         self.allocations += 1
         self._preparing = threading.Thread(
-            target=_fetch, args=(self._memory[:needed],), name="checkpoint-memory", daemon=True
+            target=_touch_pages, args=(self._memory[:needed],), name="checkpoint-memory", daemon=True
         )
         self._preparing.start()
 
@@ -194,7 +194,7 @@ def _host_memory(nbytes: int, *, for_device: bool) -> Tensor:
     return torch.frombuffer(region, dtype=torch.uint8)
 
 
-def _fetch(memory: Tensor) -> None:
+def _touch_pages(memory: Tensor) -> None:
     """Touch each page with a distinct value: the host of a virtual machine may merge equal pages."""
     pages = memory.numel() // mmap.PAGESIZE
     first_words = memory[: pages * mmap.PAGESIZE].view(torch.int64)[:: mmap.PAGESIZE // 8]

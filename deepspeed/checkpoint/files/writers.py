@@ -30,7 +30,7 @@ from pathlib import Path
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files import locks
-from deepspeed.checkpoint.files.archive_writer import naming
+from deepspeed.checkpoint.files.archive_writer import write_errors_at
 from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
 from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours
@@ -72,7 +72,7 @@ class StagedFolder:
 
         CheckpointError: another process is writing this checkpoint, or an OSError.
         """
-        with naming(self.staging):
+        with write_errors_at(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final.exists() and not self.final.is_dir():
                 raise CheckpointError(f"{self.final} is a file, but a checkpoint needs a folder of that name")
@@ -114,7 +114,7 @@ class StagedFolder:
         self._release()
 
     def _replace(self) -> None:
-        with naming(self.final):
+        with write_errors_at(self.final):
             if not self.final.is_dir() and self._claim_final_name():
                 flush_later([self.final])
                 return
@@ -277,7 +277,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write a small file atomically, even if several processes write it at once."""
     written = temporary_sibling(path)
     try:
-        with naming(path):
+        with write_errors_at(path):
             with open(written, "wb") as file:
                 file.write(content)
             set_mode(written, mode)

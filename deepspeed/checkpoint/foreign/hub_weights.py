@@ -97,15 +97,9 @@ class Conversion:
         return renamed, list(groups.values())
 
 
-def stored_as_in_model(
-    module: nn.Module, stored: Mapping[str, Tensor]
-) -> tuple[dict[str, str], list[ConvertedGroup]]:
-    """Call ``Conversion.groups`` for ``module``; if it is not a Transformers model, keep all names."""
-    conversion = Conversion.of(module)
-    return ({name: name for name in stored}, []) if conversion is None else conversion.groups(stored)
-
-
-def as_in_model(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def converted_tensors(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of ``module`` for the file tensors ``tensors``: first the unconverted ones, one by
     one, then the converted ones, one group at a time."""
     conversion = Conversion.of(module)

@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.catalog import Catalog, SavedFragment
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.foreign.hub_weights import ConvertedGroup, stored_as_in_model
+from deepspeed.checkpoint.foreign.hub_weights import Conversion, ConvertedGroup
 from deepspeed.checkpoint.foreign.universal_format import (
     FOLDER,
     SUFFIX,
@@ -59,8 +59,9 @@ def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Cat
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
     stored = {name: (value, archive) for name, value, archive in _stored(path)}
-    renamed, groups = stored_as_in_model(module, {name: value for name, (value, _) in stored.items()})
-
+    renamed, groups = {name: name for name in stored}, []
+    if (conversion := Conversion.of(module)) is not None:
+        renamed, groups = conversion.groups({name: value for name, (value, _) in stored.items()})
     rename = renaming(list(renamed.values()), own_names, "") or str
 
     @lru_cache(maxsize=1)  # the results of one conversion are read consecutively
@@ -71,12 +72,12 @@ def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Cat
 
     for name, found in renamed.items():
         value, archive = stored[name]
-        _add(catalog, value, Source(_whole(rename(found), value), value.reshape(-1), archive))
+        _add(catalog, value, SavedFragment(_whole(rename(found), value), value.reshape(-1), archive))
     for group in groups:
         archive = Archive(stored[group.stored[0][0]][1].path, {}, 0)
         for name, value in group.tensors(torch.device("meta")).items():
             index = _whole(name, value)
-            _add(catalog, value, ConvertedSource(index, archive, partial(converted, group)))
+            _add(catalog, value, ConvertedFragment(index, archive, partial(converted, group)))
     saved = catalog.module.keys()
     for alias, name in shared_names(module).items():
         present, absent = (name, alias) if name in saved else (alias, name)
@@ -85,7 +86,7 @@ def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Cat
     return catalog
 
 
-class ConvertedSource(Source):
+class ConvertedFragment(SavedFragment):
     """A tensor converted from several tensors of a file when it is read.
 
     Args:
@@ -109,7 +110,7 @@ def _whole(name: str, value: Tensor) -> ShardIndex:
     return ShardIndex(name, tuple(value.shape), (), 0, value.numel())
 
 
-def _add(catalog: Catalog, value: Tensor, source: Source) -> None:
+def _add(catalog: Catalog, value: Tensor, source: SavedFragment) -> None:
     catalog.module_dtypes[source.index.name] = value.dtype
     catalog.add_module(source)
 

@@ -44,7 +44,7 @@ class WantedParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedCuts:
     """Cuts described by the entries of ``universal_checkpoint_info``. A parameter without a match is split along its
     first dim."""
 
@@ -85,11 +85,11 @@ def split_placements(
     """
     known = wanted.placements.get(name) if wanted is not None else None
     if info and any(info.get(key) for key in _RULES):
-        return Described(info).placements(name, shapes)
+        return DescribedCuts(info).placements(name, shapes)
     if info and wanted is None and shapes[0] and any(key in info for key in _RULES):
         # Empty rules would mean that all parameters are split along their first dim. A loading model is a better
         # source: some systems write empty rules without meaning them.
-        return Described(info).placements(name, shapes)
+        return DescribedCuts(info).placements(name, shapes)
     if known is None or wanted is None:
         if len(set(shapes)) == 1 and (wanted is not None or not shapes[0]):
             # A buffer; parameters are listed above.

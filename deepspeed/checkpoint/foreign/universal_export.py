@@ -18,22 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, Source
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
+from deepspeed.checkpoint.catalog import Catalog, SavedFragment
+from deepspeed.checkpoint.constants import (
+    CAT_DIM,
+    CHECKPOINT_PARALLEL_DIMS,
+    CHECKPOINT_PP_DEGREE,
+    CHECKPOINT_TP_DEGREE,
+    PARAM,
+    PARAM_N_SUB_PARAMS,
+)
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import read_archive
-from deepspeed.checkpoint.files.archive_writer import LazyTensor, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive, write_errors_at
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
 from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal, saved_by
 from deepspeed.checkpoint.foreign.upstream_export import CLASS_NAMES, LAYOUT, UpstreamFiles
-from deepspeed.checkpoint.load import Reader
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 PER_PROCESS = 64
@@ -91,7 +95,7 @@ def putting_in_place(staged: StagedFolder) -> Iterator[None]:
 def write_value(folder: Path, kind: str, content: Any, note: Mapping[str, Any] | None = None) -> None:
     """Write the file of one kind into a parameter's folder. ``note``: see ``write_archive``."""
     path = folder / f"{kind}{SUFFIX}"
-    with naming(path):
+    with write_errors_at(path):
         write_archive(path, content, note=note)
 
 
@@ -103,7 +107,6 @@ class _Conversion:
             raise CheckpointError(f"{source} is already a universal checkpoint")
         self.source = source
         self.catalog: Catalog = open_checkpoint(source)
-        self.reader = Reader(self.catalog)
         self.inject = inject
         self.options = (source, zero_stage, inject)
         self.own = names.INDEX in self.catalog.model_states
@@ -127,7 +130,7 @@ class _Conversion:
     def write_parameter(self, folder: Path, name: str) -> None:
         """Write ``folder/NAME/*.pt``."""
         made = folder / name
-        with naming(made):
+        with write_errors_at(made):
             made.mkdir(parents=True)
         original = self.catalog.aliases.get(name, name)
         masters = self.catalog.masters(original)
@@ -146,17 +149,14 @@ class _Conversion:
         for kind, value in values.items():
             write_value(made, kind, value, saved_by(self.catalog))
 
-    def _tensor(self, name: str, sources: Sequence[Source], dtype: torch.dtype) -> LazyTensor:
+    def _tensor(self, name: str, sources: list[SavedFragment], dtype: torch.dtype) -> LazyTensor:
         shape = self.files.shapes[name] if name in self.files.shapes else sources[0].index.global_shape
 
-        def parts() -> Iterator[Tensor]:
-            whole = torch.zeros(prod(shape), dtype=dtype)
-            if sources:
-                target = ShardIndex(sources[0].index.name, shape, (), 0, whole.numel())
-                self.reader.fill(target, whole, list(sources), name)
-            yield whole
-
-        return LazyTensor((prod(shape),) if self.flat else shape, dtype, parts)
+        return LazyTensor(
+            (prod(shape),) if self.flat else shape,
+            dtype,
+            lambda: [self.files.read_range(name, sources, 0, prod(shape), dtype)],
+        )
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
         save = saved_by(self.catalog)
@@ -170,10 +170,11 @@ class _Conversion:
     def write_rest(self, folder: Path) -> None:
         """Write the model files and the state shared by all parameters."""
         (folder / FOLDER).mkdir()
-        with naming(folder / FOLDER / COMMON):
+        with write_errors_at(folder / FOLDER / COMMON):
             write_archive(folder / FOLDER / COMMON, self._common(), class_names=CLASS_NAMES)
         for path in sorted(self.source.glob(f"*{names.MODEL_SUFFIX}")):
-            if names.model_ranks(path.name) is not None and (not self.own or self._is_part(path)):
+            is_part = self._split and not names.has_sharded_weights(path.name)
+            if names.model_ranks(path.name) is not None and (not self.own or is_part):
                 self._copy_model_file(path, folder / path.name)
         if self.own and not self._split:
             self.files.write_model_files(folder)
@@ -186,13 +187,10 @@ class _Conversion:
         staged = self.catalog.index.get("stages", 1) > 1
         return ranks > 1 and not staged and (self.catalog.zero_stage < 3 or not self.own)
 
-    def _is_part(self, path: Path) -> bool:
-        return self._split and not path.name.startswith("zero_")
-
     def _copy_model_file(self, path: Path, target: Path) -> None:
         """Copy a file of release 0.19 unchanged; of our own, only the entries that release knows."""
         if not self.own:
-            with naming(target):
+            with write_errors_at(target):
                 shutil.copyfile(path, target)
             return
         held = self.catalog.renamed(read_archive(path))
@@ -200,11 +198,11 @@ class _Conversion:
         ranks = int(content["mp_world_size"])
         content |= {
             "optimizer": None,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": ranks},
+            CHECKPOINT_PARALLEL_DIMS: {CHECKPOINT_PP_DEGREE: 1, CHECKPOINT_TP_DEGREE: ranks},
             names.DS_VERSION: LAYOUT,
             **saved_by(self.catalog),
         }
-        with naming(target):
+        with write_errors_at(target):
             write_archive(target, content, class_names=CLASS_NAMES)
 
     def _common(self) -> dict[str, Any]:
@@ -227,7 +225,7 @@ class _Conversion:
         return common
 
 
-def _layout(sources: Sequence[Source]) -> dict[str, int]:
+def _layout(sources: Sequence[SavedFragment]) -> dict[str, int]:
     """Return that release's description of a tensor-parallel cut, from the saved parts: the dim, and the number of
     equal matrices side by side."""
     parts = [source.index for source in sources if source.index.boxes]
@@ -248,7 +246,7 @@ def _write_parameters(conversion: _Conversion, folder: Path, processes: int) -> 
     """Write all parameters, distributed over ``processes``."""
     parameters, into = conversion.parameters, folder / FOLDER
     count = min(processes, -(-len(parameters) // PER_PROCESS))
-    with _progress(len(parameters)) as bar:
+    with tqdm(total=len(parameters), desc="parameters", unit="", disable=None) as bar:
         if count <= 1:
             for name in parameters:
                 conversion.write_parameter(into, name)
@@ -269,13 +267,6 @@ def _write_share(options: tuple[Path, int | None, bool], folder: Path, share: Se
     for name in share:
         conversion.write_parameter(folder, name)
     return len(share)
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[tqdm]:
-    """Show a progress bar on a terminal."""
-    with tqdm(total=count, desc="parameters", unit="", disable=None) as bar:
-        yield bar
 
 
 def _verify(folder: Path, conversion: _Conversion) -> None:

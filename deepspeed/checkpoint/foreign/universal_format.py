@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.catalog import Catalog, SavedFragment, param_groups
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
@@ -181,7 +181,7 @@ def _add_parameter(
             _add_padded(catalog, name, kind, value, wanted, archive)
         else:
             index = ShardIndex(name, shape, (), 0, value.numel())
-            catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), archive))
+            catalog.add_fragment(kind, SavedFragment(index, value.detach().reshape(-1), archive))
 
 
 def _shape(
@@ -215,7 +215,9 @@ def _add_padded(
         ),
     )
     for box, data, source in parts:
-        catalog.add_fragment(kind, Source(ShardIndex(name, whole, (box,), 0, data.numel()), data, source))
+        catalog.add_fragment(
+            kind, SavedFragment(ShardIndex(name, whole, (box,), 0, data.numel()), data, source)
+        )
 
 
 def of_one_save(
@@ -253,10 +255,7 @@ def _add_groups(catalog: Catalog, common: Mapping[str, Any], names: Sequence[Seq
     saved = common.get("param_groups") or inner.get("param_groups") or []
     if len(saved) != len(names):
         return  # only weights are known by name
-    catalog.groups = [
-        Group({key: value for key, value in group.items() if key != "params"}, tuple(members))
-        for group, members in zip(saved, names, strict=True)
-    ]
+    catalog.groups = param_groups(saved, names)
     states = inner.get("state") or {}
     for group, members in zip(saved, names, strict=True):
         values = next((states[number] for number in group.get("params", ()) if number in states), {})

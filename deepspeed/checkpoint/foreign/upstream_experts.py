@@ -56,14 +56,10 @@ class SavedExperts:
                 f"{folder} was written with both experts and model parallelism; such checkpoints cannot be read"
             )
         files = {path: read(path) for path in found}
-        numbers: dict[str, set[int]] = {}
-        for name in (name for content in files.values() for name in content):
-            if match := _NAME.fullmatch(name):
-                numbers.setdefault(match["list"], set()).add(int(match["number"]))
         shares = {int(m[1]): p for p in folder.iterdir() if (m := _OPTIMIZER.fullmatch(p.name))}
         return cls(
             files,
-            {path: len(each) for path, each in numbers.items()},
+            _local(name for content in files.values() for name in content),
             [shares[share] for share in sorted(shares)],
             bool(config.get("use_data_before_expert_parallelism")),
         )

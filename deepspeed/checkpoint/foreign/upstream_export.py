@@ -21,17 +21,22 @@ from torch import Tensor
 
 from deepspeed.base.tool_arguments import add_options, takes
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.catalog import Catalog, SavedFragment
 from deepspeed.checkpoint.consolidate import resolve_folder
+from deepspeed.checkpoint.constants import (
+    CHECKPOINT_PARALLEL_DIMS,
+    CHECKPOINT_PP_DEGREE,
+    CHECKPOINT_TP_DEGREE,
+)
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive_writer import LazyTensor, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive, write_errors_at
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
 from deepspeed.checkpoint.foreign.universal_format import saved_by
 from deepspeed.checkpoint.foreign.upstream_format import round_robin
 from deepspeed.checkpoint.foreign.upstream_settings import UpstreamSettings, with_attributes
-from deepspeed.checkpoint.load import TORCH_OPTIONS, Reader
+from deepspeed.checkpoint.load import TORCH_OPTIONS, FragmentReader
 from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
@@ -95,9 +100,13 @@ class UpstreamFiles:
         self.catalog = catalog
         self.stage = stage
         self.ranks = ranks
-        self.reader = Reader(catalog)
+        self.reader = FragmentReader(catalog)
         self.settings = UpstreamSettings(catalog, stage)
         self.groups = _ordered_groups(catalog)
+        self.flat_order = [
+            round_robin(group, ranks) if self.settings.round_robin else group for group in self.groups
+        ]
+        """The order of each group's parameters in its flat tensor (stages 1 and 2)."""
         self.trained = [name for group in self.groups for name in group]
         self.shapes = {name: catalog.masters(name)[0].index.global_shape for name in self.trained}
         held = {*catalog.buffer_names, *self.trained, *catalog.aliases}
@@ -132,7 +141,7 @@ class UpstreamFiles:
             self._put(folder / names.zero_model_file(rank, 0), content)
 
     def _put(self, path: Path, content: dict[str, Any]) -> None:
-        with naming(path):
+        with write_errors_at(path):
             write_archive(path, content, class_names=CLASS_NAMES)
 
     def _versions(self) -> dict[str, Any]:
@@ -148,17 +157,16 @@ class UpstreamFiles:
         first: bool = True,
     ) -> dict[str, Any]:
         saved, sharded = self.catalog.model_states, self.stage > 0
-        shapes = [
-            OrderedDict((n, torch.Size(self.shapes[n])) for n in self._flat_order(group))
-            for group in self.groups
-        ]
+        shapes = [OrderedDict((n, torch.Size(self.shapes[n])) for n in group) for group in self.flat_order]
+        modules = self.catalog.module
+        frozen_shapes = OrderedDict((n, torch.Size(modules[n][0].index.global_shape)) for n in frozen or ())
         aliases = {alias: name for alias, name in self.catalog.aliases.items() if name in module}
         return {
             "module": module,
             "buffer_names": [name for name in self.catalog.buffer_names if name in module],
             "optimizer": None if sharded or not self.trained else self._whole_state(),
             "param_shapes": shapes if sharded else None,
-            "frozen_param_shapes": frozen and OrderedDict((n, self._frozen_shape(n)) for n in frozen),
+            "frozen_param_shapes": frozen and frozen_shapes,
             "shared_params": (aliases if first else {}) if sharded else None,
             "frozen_param_fragments": frozen,
             "lr_scheduler": materialize(saved.get("lr_scheduler")),
@@ -169,7 +177,7 @@ class UpstreamFiles:
             "global_samples": saved.get("global_samples", 0),
             "dp_world_size": self.ranks,
             "mp_world_size": 1,
-            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            CHECKPOINT_PARALLEL_DIMS: {CHECKPOINT_PP_DEGREE: 1, CHECKPOINT_TP_DEGREE: 1},
             **self._versions(),
             **self.catalog.client_state,
         }
@@ -184,21 +192,15 @@ class UpstreamFiles:
 
     def _no_weights(self) -> OrderedDict[str, Any]:
         """Return buffers, and an empty tensor for each parameter, as stage 3 saves them."""
-        made: OrderedDict[str, Any] = OrderedDict(
-            (
-                name,
-                self._tensor(name, dtype)
-                if name in self.catalog.buffer_names
-                else torch.empty(0, dtype=dtype),
-            )
-            for name, dtype in self.catalog.module_dtypes.items()
-        )
+        dtypes, buffers = self.catalog.module_dtypes, self.catalog.buffer_names
+        made: dict[str, Any] = {name: torch.empty(0, dtype=dtype) for name, dtype in dtypes.items()}
+        made |= {name: self._tensor(name, dtype) for name, dtype in dtypes.items() if name in buffers}
         return OrderedDict(**made, **self.catalog.extra)
 
     def _tensor(self, name: str, dtype: torch.dtype) -> LazyTensor:
         sources = self.catalog.module.get(name) or self.catalog.masters(name)
         shape = sources[0].index.global_shape
-        return LazyTensor(shape, dtype, lambda: [self._read(name, sources, 0, prod(shape), dtype)])
+        return LazyTensor(shape, dtype, lambda: [self.read_range(name, sources, 0, prod(shape), dtype)])
 
     def _whole_frozen(self) -> OrderedDict[str, LazyTensor] | None:
         if self.stage < 2:
@@ -208,14 +210,9 @@ class UpstreamFiles:
         )
 
     def _frozen_parts(self, rank: int) -> OrderedDict[str, LazyTensor]:
-        parts: OrderedDict[str, LazyTensor] = OrderedDict()
-        for name in self.frozen:
-            sources = self.catalog.module[name]
-            parts[name] = _joined([self._even_part(name, sources, rank)], sources[0].data.dtype)
-        return parts
-
-    def _frozen_shape(self, name: str) -> torch.Size:
-        return torch.Size(self.catalog.module[name][0].index.global_shape)
+        return OrderedDict(
+            (name, self._even_part(name, self.catalog.module[name], rank)) for name in self.frozen
+        )
 
     # Optimizer state: common to all stages --------------------------------------------------------------------
 
@@ -243,34 +240,25 @@ class UpstreamFiles:
         return found
 
     def param_groups(self, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = []
-        for options, members in zip(self.catalog.groups, numbers, strict=True):
-            own = materialize(options.options)
-            missing = {key: value for key, value in TORCH_OPTIONS.items() if key not in own}
-            made.append({**own, **missing, "params": list(members)})
-        return made
+        saved = [materialize(group.options) for group in self.catalog.groups]
+        pairs = zip(saved, numbers, strict=True)
+        return [{**TORCH_OPTIONS, **own, "params": list(members)} for own, members in pairs]
 
     def scaler_entries(self) -> dict[str, Any]:
         scaler = self.settings.loss_scaler(self.catalog)
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
-    def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def read_range(
+        self, name: str, sources: list[SavedFragment], start: int, stop: int, dtype: torch.dtype
+    ) -> Tensor:
         """Read elements [start, stop) of a tensor; zeros if it has no such state yet."""
-        values = (
-            torch.zeros(stop - start, dtype=dtype) if not sources else torch.empty(stop - start, dtype=dtype)
-        )
+        values = torch.zeros(stop - start, dtype=dtype)
         if sources:
             target = ShardIndex(name, sources[0].index.global_shape, (), start, stop)
             self.reader.fill(target, values, sources, name)
         return values
 
     # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
-
-    def _flat_order(self, group: Sequence[str]) -> list[str]:
-        """Return the order of a group's parameters in its flat tensor."""
-        if self.settings.round_robin:
-            return round_robin(group, self.ranks)
-        return list(group)
 
     def _partition(self, rank: int) -> dict[str, Any]:
         """Return one rank's partition of every group. Moments include the padding at the end, masters do not; that
@@ -281,8 +269,7 @@ class UpstreamFiles:
         masters: list[LazyTensor] = []
         paddings: list[int] = []
         slices: list[OrderedDict[str, FragmentAddress]] = []
-        for number, group in enumerate(self.groups):
-            order = self._flat_order(group)
+        for number, (group, order) in enumerate(zip(self.groups, self.flat_order, strict=True)):
             total = sum(prod(self.shapes[name]) for name in group)
             per_rank = _rounded(total, 2 * self.ranks) // self.ranks
             start = rank * per_rank
@@ -332,17 +319,14 @@ class UpstreamFiles:
 
         def parts() -> Iterator[Tensor]:
             for name, _, low, high in pieces:
-                yield self._read(name, self._sources(kind, name), low, high, dtype)
+                yield self.read_range(name, self._sources(kind, name), low, high, dtype)
             yield torch.zeros(padding, dtype=dtype)
 
         return LazyTensor((max(0, stop - start) + padding,), dtype, parts)
 
-    def _sources(self, kind: str, name: str) -> list[Source]:
-        return (
-            self.catalog.masters(name)
-            if kind == MASTER
-            else self.catalog.fragments.get(name, {}).get(kind, [])
-        )
+    def _sources(self, kind: str, name: str) -> list[SavedFragment]:
+        found = self.catalog.fragments.get(name, {}).get(kind, [])
+        return self.catalog.masters(name) if kind == MASTER else found
 
     def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
         return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
@@ -391,7 +375,7 @@ class UpstreamFiles:
         )
 
     def _even_part(
-        self, name: str, sources: list[Source], rank: int, dtype: torch.dtype | None = None
+        self, name: str, sources: list[SavedFragment], rank: int, dtype: torch.dtype | None = None
     ) -> LazyTensor:
         """Return one rank's shard of one tensor, with padding."""
         shape = sources[0].index.global_shape if sources else self.shapes[name]
@@ -400,7 +384,7 @@ class UpstreamFiles:
         start, stop = (min(edge * numel, prod(shape)) for edge in (rank, rank + 1))
 
         def parts() -> Iterator[Tensor]:
-            yield self._read(name, sources, start, stop, kept)
+            yield self.read_range(name, sources, start, stop, kept)
             yield torch.zeros(numel - (stop - start), dtype=kept)
 
         return LazyTensor((numel,), kept, parts)
@@ -435,7 +419,7 @@ class UpstreamFiles:
 
     def _whole(self, kind: str, name: str) -> LazyTensor:
         shape, sources, dtype = self.shapes[name], self._sources(kind, name), self._dtype(kind, [name])
-        return LazyTensor(shape, dtype, lambda: [self._read(name, sources, 0, prod(shape), dtype)])
+        return LazyTensor(shape, dtype, lambda: [self.read_range(name, sources, 0, prod(shape), dtype)])
 
 
 def _ordered_groups(catalog: Catalog) -> list[list[str]]:

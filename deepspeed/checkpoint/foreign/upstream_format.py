@@ -9,7 +9,7 @@ files, which hold its parts of the tensors (``splits``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.catalog import Catalog, SavedFragment, param_groups
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.foreign.splits import Shape, WantedParts
@@ -47,6 +47,7 @@ from deepspeed.checkpoint.names import (
     DS_VERSION,
     OPTIMIZER_STATE,
     RESERVED_KEYS,
+    has_sharded_weights,
     model_ranks,
     optim_ranks,
 )
@@ -82,7 +83,7 @@ def open_upstream(
     if is_universal(folder):
         _add_universal(catalog, models, first, read, wanted)
         return catalog
-    if models[0].name.startswith("zero_"):
+    if has_sharded_weights(models[0].name):
         catalog.zero_stage = 3
         for shards in _stage3_shards(catalog, models, first, read, wanted):
             _add_stage3_weights(catalog, shards)
@@ -159,9 +160,7 @@ def _add_pipeline(
         for names, group in zip(groups, shapes, strict=True):
             names += [name for name in group if name not in trained]
         trained |= {name: shape for group in shapes for name, shape in group.items()}
-    catalog.groups = [
-        Group(group.options, tuple(names)) for group, names in zip(catalog.groups, groups, strict=True)
-    ]
+    catalog.groups = param_groups((group.options for group in catalog.groups), groups)
     _add_layers(catalog, layers, trained)
     _check_covered(catalog, trained)
 
@@ -186,7 +185,7 @@ def _add_module(
         catalog.module_dtypes.setdefault(name, value.dtype)
         index = part.index(name, tuple(value.shape)) if whole(name) else None
         if index is not None:
-            catalog.add_module(Source(index, value.detach().reshape(-1), _unhashed(part.path)))
+            catalog.add_module(SavedFragment(index, value.detach().reshape(-1), _unhashed(part.path)))
 
 
 # Universal checkpoints: whole tensors by name -----------------------------------------------------------------
@@ -203,7 +202,7 @@ def _add_universal(
         dict(item for shapes in group for item in shapes.items()) for group in zip(*of_stages, strict=True)
     ]
     trained = {name for group in groups for name in group}
-    if models[0].name.startswith("zero_"):
+    if has_sharded_weights(models[0].name):
         catalog.zero_stage = 3
         for shards in _stage3_shards(catalog, models, first, read, wanted):
             _add_stage3_weights(catalog, shards)
@@ -239,7 +238,7 @@ def _add_partitions(
                 start += _add_group_part(catalog, part, number, group, start, states[path], path)
     if catalog.groups:
         return  # already added, from another tensor-parallel rank; they are equal
-    _add_groups(catalog, states[files[0]]["base_optimizer_state"]["param_groups"], names)
+    catalog.groups = param_groups(states[files[0]]["base_optimizer_state"]["param_groups"], names)
     catalog.scalars = _scalars(states[files[0]].get("loss_scaler"))
 
 
@@ -293,7 +292,9 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
     """Add one parameter's slice of a partition's flat tensors, beginning at ``start``."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
-            catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
+            catalog.add_fragment(
+                kind, SavedFragment(index, value[start : start + index.numel], _unhashed(path))
+            )
         elif value is not None:
             catalog.values.setdefault(index.name, {})[kind] = value
 
@@ -368,10 +369,11 @@ def _add_stage3_weights(catalog: Catalog, shards: _Shards) -> None:
         for name, part in (content.get("frozen_param_fragments") or {}).items():
             index = shards.even(name, tuple(shapes[name]), number)
             if index is not None:
-                catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
+                catalog.add_module(SavedFragment(index, part.reshape(-1)[: index.numel], _unhashed(path)))
 
 
 def _add_stage3(catalog: Catalog, shards: _Shards, optims: list[Path], read: Read) -> None:
+    """Add the optimizer state: each sub-group has the shards of consecutive parameters on a data-parallel rank."""
     groups = [list(group.items()) for group in shards.part.content["param_shapes"]]
     for number, path in enumerate(optims):
         state = read(path)[OPTIMIZER_STATE]
@@ -379,30 +381,18 @@ def _add_stage3(catalog: Catalog, shards: _Shards, optims: list[Path], read: Rea
         params = (item for group in groups for item in group)
         for place, masters in enumerate(state["fp32_flat_groups"]):
             flat = {MASTER: masters, **inner["state"].get(place, {})}
-            _walk_stage3(catalog, shards, params, flat, masters.numel(), number, path)
+            position = 0
+            while position < masters.numel():
+                name, shape = next(params)
+                index = shards.even(name, tuple(shape), number)
+                if index is not None:
+                    _add_slices(catalog, index, flat, position, path)
+                position += -(-prod(shape) // len(shards.contents))
         if not catalog.groups:
-            _add_groups(catalog, inner["param_groups"], [[name for name, _ in group] for group in groups])
+            catalog.groups = param_groups(
+                inner["param_groups"], [[name for name, _ in group] for group in groups]
+            )
             catalog.scalars = _scalars(state.get("loss_scaler"))
-
-
-def _walk_stage3(
-    catalog: Catalog,
-    shards: _Shards,
-    params: Iterator[tuple[str, Any]],
-    flat: Mapping[str, Any],
-    numel: int,
-    number: int,
-    path: Path,
-) -> None:
-    """Take parameters from ``params`` until their shards on data-parallel rank ``number`` fill a sub-group of
-    ``numel`` elements."""
-    position = 0
-    while position < numel:
-        name, shape = next(params)
-        index = shards.even(name, tuple(shape), number)
-        if index is not None:
-            _add_slices(catalog, index, flat, position, path)
-        position += -(-prod(shape) // len(shards.contents))
 
 
 # Stage 0 ---------------------------------------------------------------------------------------------------
@@ -440,11 +430,13 @@ def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> Non
             state[MASTER] = masters[number][position] if masters else held
             for kind, value in state.items():
                 if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
-                    catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), _unhashed(path)))
+                    catalog.add_fragment(
+                        kind, SavedFragment(index, value.detach().reshape(-1), _unhashed(path))
+                    )
                 elif value is not None:
                     catalog.values.setdefault(name, {})[kind] = value
     if not catalog.groups:
-        _add_groups(catalog, inner["param_groups"], names)
+        catalog.groups = param_groups(inner["param_groups"], names)
         catalog.scalars = _scalars(optimizer)
 
 
@@ -468,13 +460,6 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
 def _unhashed(path: Path) -> Archive:
     """Return an archive without hashes: that release writes none."""
     return Archive(path, {}, 0)
-
-
-def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
-    catalog.groups = [
-        Group({key: value for key, value in group.items() if key != "params"}, tuple(members))
-        for group, members in zip(saved, names, strict=True)
-    ]
 
 
 def _scalars(scaler: Any) -> dict[str, Any]:

@@ -11,10 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.constants import (
+    CHECKPOINT_PARALLEL_DIMS,
+    CHECKPOINT_PP_DEGREE,
+    CHECKPOINT_TP_DEGREE,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.foreign.splits import Shape, WantedParts, split_placements
-from deepspeed.checkpoint.names import model_ranks
+from deepspeed.checkpoint.names import has_sharded_weights, model_ranks
 from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
 
@@ -57,7 +62,7 @@ def split_parts(
     if ranks == 1:
         return [UpstreamPart(models[0], first, {})]
     by_rank = {
-        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not path.name.startswith("zero_")
+        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not has_sharded_weights(path.name)
     }
     check_all_parts(catalog, by_rank, ranks)
     contents = {
@@ -77,9 +82,9 @@ def split_parts(
 
 def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
     """Return the pipeline size and the tensor-parallel size that a model file records."""
-    parallel = first.get("checkpoint_parallel_dimensions") or {}
-    stages = int(parallel.get("pp_degree") or 1)
-    return stages, int(parallel.get("tp_degree") or int(first.get("mp_world_size") or 1) // stages)
+    parallel = first.get(CHECKPOINT_PARALLEL_DIMS) or {}
+    stages = int(parallel.get(CHECKPOINT_PP_DEGREE) or 1)
+    return stages, int(parallel.get(CHECKPOINT_TP_DEGREE) or int(first.get("mp_world_size") or 1) // stages)
 
 
 def check_all_parts(catalog: Catalog, by_rank: Container[int], ranks: int) -> None:

@@ -136,7 +136,7 @@ class Mirror:
 
     def _pending(self) -> Iterator[Upload]:
         """Yield the pending uploads, oldest first."""
-        notes = sorted((self.local / _PENDING).glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        notes = sorted((self.local / _PENDING).glob("*.json"), key=_modified_ns)
         for note in notes:
             with suppress(FileNotFoundError):
                 yield Upload(**json.loads(note.read_bytes()))
@@ -236,15 +236,11 @@ class Mirror:
     def _remove_local(self, done: Upload) -> None:
         """Remove local copies of earlier saves; the last one stays for a quick restart."""
         waiting = {each.tag for each in self._pending()}
+        saved_ns = _modified_ns(self.local / done.tag / _SAVE)
         for mark in list(self.local.rglob(_SAVE)):
             tag = mark.parent.relative_to(self.local).as_posix()
-            if tag != done.tag and tag not in waiting and mark.stat().st_mtime_ns < self._age(done):
+            if tag != done.tag and tag not in waiting and _modified_ns(mark) < saved_ns:
                 shutil.rmtree(mark.parent, ignore_errors=True)
-
-    def _age(self, upload: Upload) -> int:
-        with suppress(FileNotFoundError):
-            return (self.local / upload.tag / _SAVE).stat().st_mtime_ns
-        return 0
 
     # ---- Download
 
@@ -282,7 +278,7 @@ class Mirror:
             logger.warning(f"{self.store.url}/{name} is not a checkpoint receipt: ignored")
             return None
 
-    def has_any(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Return whether the store has a checkpoint, or one is pending upload."""
         return LATEST in self.store.sizes() or any(self._pending())
 
@@ -392,6 +388,13 @@ def _default_staging() -> Path:
     if hasattr(os, "getuid") and folder.stat().st_uid != user:
         raise CheckpointError(f"{folder} belongs to another user: set checkpoint.staging_folder")
     return folder
+
+
+def _modified_ns(path: Path) -> int:
+    """Return when ``path`` was last modified [ns]; 0 if another process has removed it."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _relative_files(folder: Path) -> Iterator[str]:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.files.archive_writer import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
@@ -65,7 +65,7 @@ class _Writing(threading.Thread):
 
     def run(self) -> None:
         try:
-            with naming(self._path):
+            with write_errors_at(self._path):
                 write_archive(self._path, self._content)
                 flush(self._path)
         except Exception as error:  # raised by commit

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.files.archive_writer import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import write_archive, write_errors_at
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
@@ -20,7 +20,7 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        with naming(Path(path)):
+        with write_errors_at(Path(path)):
             write_archive(Path(path), state_dict)
             flush(Path(path))
 
@@ -49,7 +49,7 @@ class FastCheckpointEngine(TorchCheckpointEngine):
         self._written: list[Path] = []
 
     def save(self, state_dict: Any, path: str) -> None:
-        with naming(Path(path)):
+        with write_errors_at(Path(path)):
             write_archive(Path(path), state_dict)
         self._written.append(Path(path))
 
@@ -57,6 +57,6 @@ class FastCheckpointEngine(TorchCheckpointEngine):
         """Flush all saved files to disk. CheckpointError: one could not be stored."""
         written, self._written = self._written, []
         for path in written:
-            with naming(path):
+            with write_errors_at(path):
                 flush(path)
         return True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.foreign.universal_format import open_parameter
-from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.load import FragmentReader
 from deepspeed.checkpoint.placement import placement_of
 
 
@@ -55,7 +55,7 @@ def load_hp_checkpoint_state(
             f"rank {tp_rank} of {tp_world_size}, expert rank {ep_rank} of {ep_size}: rank out of range"
         )
     catalog = open_parameter(Path(folder), name, placement_of(self).global_shape)
-    reader, held, values = Reader(catalog), catalog.fragments[name], catalog.values.get(name, {})
+    reader, held, values = FragmentReader(catalog), catalog.fragments[name], catalog.values.get(name, {})
     access.ensure_state()
     for index, tensors in access.shards():
         if index.name != name:

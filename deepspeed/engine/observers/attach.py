@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from deepspeed.engine.interface import Engine
     from deepspeed.engine.observers.progress.curve_axis import CurveAxis
-    from deepspeed.engine.observers.progress.wall_clock import WallClock
+    from deepspeed.engine.observers.progress.wall_clock import WallClockBreakdown
     from deepspeed.observe.monitor.monitor import MonitorMaster
     from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 
-class Observed:
+class ObserverAttributes:
     """Attributes of an engine that observers set if configured. Rarely used ones are imported and made on first
     access."""
 
@@ -120,7 +120,7 @@ def attach_observers(engine: Engine) -> None:
     if engine.live_page is not None:
         engine.live_page.listen()  # last: after all observers that write events at the end of a step
     engine.events.on("on_error", partial(_advise, engine, set()))
-    engine._network.names = NamesOfEngine(engine)
+    engine._network.names = HangReportNames(engine)
     _attach_live_line(
         engine, choose_display(config.steps_per_print, config.log_level, client=made_by_client())
     )
@@ -141,15 +141,15 @@ def _attach_live_line(engine: Engine, display: Display) -> None:
         LiveLine(engine, display)
 
 
-def _attach_clocks(engine: Engine) -> WallClock | None:
+def _attach_clocks(engine: Engine) -> WallClockBreakdown | None:
     """Attach time measurement: timers, throughput, the profiler. Return the clock of the breakdown, None if
     disabled."""
     config = engine._config
     clock = None
     if config.wall_clock_breakdown:
-        from deepspeed.engine.observers.progress.wall_clock import WallClock
+        from deepspeed.engine.observers.progress.wall_clock import WallClockBreakdown
 
-        clock = WallClock(engine, _print_interval(engine))
+        clock = WallClockBreakdown(engine, _print_interval(engine))
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
@@ -160,7 +160,7 @@ def _attach_clocks(engine: Engine) -> WallClock | None:
     return clock
 
 
-def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
+def _attach_monitors(engine: Engine, clock: WallClockBreakdown | None) -> None:
     """Attach monitors and the live page, which show curves."""
     config = engine._config
     live = config.schema.monitor.live.enabled and engine.core is not None
@@ -189,7 +189,7 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
         watch_experts(engine, _enabled_monitor(engine))
 
 
-def _attach_records(engine: Engine, clock: WallClock | None) -> None:
+def _attach_records(engine: Engine, clock: WallClockBreakdown | None) -> None:
     """Attach observers that write files: trials, audits, timelines."""
     config = engine._config
     if config.autotuning_config.enabled and config.autotuning_config.metric_path:
@@ -209,9 +209,9 @@ def _attach_records(engine: Engine, clock: WallClock | None) -> None:
 def _attach_between_ranks(engine: Engine) -> None:
     """Attach observers that compare ranks or count bytes sent."""
     if engine.mesh.size("tp") > 1:
-        from deepspeed.engine.observers.same_inputs import SameInputs
+        from deepspeed.engine.observers.same_inputs import SameInputsCheck
 
-        SameInputs(engine)
+        SameInputsCheck(engine)
     speaks = bool(engine._config.wall_clock_breakdown)
     watched = _enabled_monitor(engine) is not None or speaks or engine._network.log.enabled
     if watched and any(known.size > 1 for known in engine._network.communicators()):
@@ -250,7 +250,7 @@ class Throughput:
         self.engine.tput_timer.stop(global_step=stepped, report_speed=False)
 
 
-class NamesOfEngine:
+class HangReportNames:
     """Names and position for hang reports, read by another thread while a rank hangs; holds a weak reference to the
     engine."""
 
@@ -283,5 +283,5 @@ class NamesOfEngine:
         engine = self._engine()
         if engine is None:
             return ""
-        facts = (f"step {engine.global_steps}", engine.position_in_batch(), engine._network.phase)
-        return ", ".join(filter(None, facts))
+        details = (f"step {engine.global_steps}", engine.position_in_batch(), engine._network.phase)
+        return ", ".join(filter(None, details))

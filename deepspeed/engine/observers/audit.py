@@ -76,7 +76,7 @@ class Audit:
         step = self.engine.global_steps + 1
         if self.line is None and self.config.wants(step):
             if self.file is None:
-                self.file = AuditFile(self.folder, self.engine.global_rank, facts_of(self.engine))
+                self.file = AuditFile(self.folder, self.engine.global_rank, run_info(self.engine))
                 self.file.write({"step": 0, WEIGHT: self._weights(), MASTER: self._masters()})
             self.line = {"step": step, "seed": torch.initial_seed(), "random": _random_state(), "batches": []}
             self.meter.listen()
@@ -183,7 +183,7 @@ def has_plain_gradients(engine: Engine) -> bool:
     return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not plan.speculates
 
 
-def facts_of(engine: Engine) -> dict[str, Any]:
+def run_info(engine: Engine) -> dict[str, Any]:
     """Return what `ds diff` needs to know about this rank's run."""
     assert engine.core is not None
     modules = dict(engine.module.named_modules(remove_duplicate=False))
@@ -261,19 +261,20 @@ class ReductionProof:
 
     def __init__(self, engine: Engine, buckets: int) -> None:
         self.engine = engine
-        self.buckets = buckets if _applies(engine) else 0
+        self.core: Any = engine.core  # None if the engine does not train: then nothing is recorded or proved
+        # Sums are exact up to rounding: not with quantized payloads, or without any sum.
+        sums = engine.core is not None and engine.core.reducer.cadence is not Cadence.NEVER
+        self.buckets = buckets if sums and not engine.plan.packing.loses else 0
         self.step = 0
         self._chosen: list[int] = []
-        self._seen: dict[
-            int, Tensor
-        ] = {}  # by parameter: [2, numel], the sum of its gradients and of their absolute values
+        # By parameter: [2, numel], the sum of its gradients and of their absolute values.
+        self._seen: dict[int, Tensor] = {}
         self._passes: dict[int, int] = {}
         self._handles: list[Any] = []
 
     def begin(self, step: int) -> None:
         self.forget()
-        core = self.engine.core
-        assert core is not None
+        core = self.core
         there = len(core.reducer.buckets)
         first = (step - 1) * self.buckets
         self._chosen = sorted({(first + i) % there for i in range(min(self.buckets, there))}) if there else []
@@ -297,11 +298,9 @@ class ReductionProof:
 
     def check(self) -> list[dict[str, Any]]:
         """Return the findings by bucket, after all gradients are summed. Collective."""
-        core = self.engine.core
-        assert core is not None
         found = []
         if self._chosen and not self._any_late():
-            found = [self._check(b, core.reducer.buckets[b]) for b in self._chosen]
+            found = [self._check(b, self.core.reducer.buckets[b]) for b in self._chosen]
         self.forget()
         return found
 
@@ -312,15 +311,13 @@ class ReductionProof:
 
     def _any_late(self) -> bool:
         """Return whether any rank has gradients that arrived after their bucket was summed: they are added later."""
-        core = self.engine.core
-        assert core is not None
-        late = torch.tensor([float(bool(core.reducer.late))], device=core.reducer.device)
-        core.reducer.communicator.all_reduce(late).wait()
+        reducer = self.core.reducer
+        late = torch.tensor([float(bool(reducer.late))], device=reducer.device)
+        reducer.communicator.all_reduce(late).wait()
         return bool(late.item())
 
     def _check(self, b: int, bucket: GradBucket) -> dict[str, Any]:
-        core = self.engine.core
-        assert core is not None
+        core = self.core
         wrong, worst = [], 0.0
         for index in _trained(bucket):
             error = self._error(index, bucket, core.reducer.params[index])
@@ -337,17 +334,14 @@ class ReductionProof:
 
     def _error(self, index: int, bucket: GradBucket, param: nn.Parameter) -> float:
         """Return the largest error of an element, in multiples of the rounding bound. Collective."""
-        core = self.engine.core
-        assert core is not None
+        core = self.core
         all_ranks = self.engine.replica_groups.of(param).all_ranks
         seen = self._seen.get(index)
         if seen is None:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=self.engine.device)
         if all_ranks.size > 1:
             dist.all_reduce(seen, group=all_ranks.group)
-        before, after = self.engine.facts.gradient_rule().factors(
-            self.engine.replica_groups.of(param).divisor
-        )
+        before, after = self.engine.info.gradient_rule().factors(self.engine.replica_groups.of(param).divisor)
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):
@@ -366,9 +360,3 @@ class ReductionProof:
 
 def _trained(bucket: GradBucket) -> list[int]:
     return [slot.param for slot in bucket.layout.slots if slot.param != UNUSED and slot.numel]
-
-
-def _applies(engine: Engine) -> bool:
-    """Return whether gradient sums are exact up to rounding: not with quantized payloads, or without any sum."""
-    core = engine.core
-    return core is not None and not engine.plan.packing.loses and core.reducer.cadence is not Cadence.NEVER

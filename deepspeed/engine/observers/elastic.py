@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.constants import ELASTIC_PROGRESS
 from deepspeed.comm import get_local_rank
-from deepspeed.engine.saving import training_of
+from deepspeed.engine.saving import state_to_save
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas
@@ -42,7 +42,7 @@ class ElasticRun:
             return
         self.step = engine.global_steps
         if self.replicas is not None:
-            self.replicas.keep(training_of(engine, {}, exclude_frozen=False), engine.mesh, self.step)
+            self.replicas.keep(state_to_save(engine, {}, exclude_frozen=False), engine.mesh, self.step)
         if self._progress is not None:
             _STEPS.pack_into(self._progress, 0, self.step)
 

@@ -33,7 +33,7 @@ STEPS_AHEAD = 3  # the current step, the step of the agreement, and the save
 TIME, SIGTERM = 1, 2
 END_OF_ALLOCATION = "SLURM_JOB_END_TIME"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in this rank's folder inside its launcher's folder
-OF_LAUNCHER = "deepspeed_launch_"
+LAUNCHER_PREFIX = "deepspeed_launch_"
 
 
 class LastSave:
@@ -52,7 +52,8 @@ class LastSave:
         self._process = os.getpid()
         self._before: Any = None
         self._sum: tuple[torch.Tensor, Any] | None = None
-        self._size = _bytes_of(engine) * _ranks_here()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        self._size = _bytes_of(engine) * ranks_here
         engine.events.on("after_step", self.after_step)
         engine.events.on("on_destroy", self.close)
         if settings.save_at_sigterm and threading.current_thread() is threading.main_thread():
@@ -153,15 +154,11 @@ def _bytes_of(engine: Engine) -> int:
     return 2 * own + weights  # before the first step the optimizer has no moments yet
 
 
-def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-
-
 def _ask_for_time() -> None:
     """Ask our launcher, if there is one, for a longer grace period after SIGTERM."""
     report = os.environ.get(ERROR_FILE)
     if report is None:
         return
     folder = Path(report).parent.parent
-    if folder.name.startswith(OF_LAUNCHER):
+    if folder.name.startswith(LAUNCHER_PREFIX):
         (folder / STOP_GRACE_FILE).write_text(str(GRACE_S))

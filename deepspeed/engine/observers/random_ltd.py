@@ -125,11 +125,7 @@ class RandomLTD:
 
 def _check_axes(engine: Engine) -> None:
     for axis, key, why in (
-        (
-            "sp",
-            "sequence_parallel_size",
-            "each rank would drop tokens of its own part of the sequence",
-        ),
+        ("sp", "sequence_parallel_size", "each rank would drop tokens of its part of the sequence"),
         ("pp", "stages of a pipeline", "micro-batches are recomputed in a different order"),
     ):
         if engine.mesh.size(axis) > 1:

@@ -32,7 +32,7 @@ class DifferentInputs(ExplainedError, ValueError, AssertionError):
         self.__notes__ = [details]
 
 
-class SameInputs:
+class SameInputsCheck:
     """Compares the tensors of an engine's first training forward over its tensor-parallel ranks, then unsubscribes.
 
     Differences raise ``DifferentInputs`` on all ranks of the group if the module contains our parallel layers, or the
@@ -83,13 +83,13 @@ def differing_inputs(
     """
     tensors = _named_tensors(forward, args, kwargs)
     names = zlib.crc32("\n".join(tensors).encode())
-    structure = _every(torch.tensor([len(tensors), names], dtype=torch.int64, device=device), group)
-    others = _others(structure, group)
+    structure = _gather_rows(torch.tensor([len(tensors), names], dtype=torch.int64, device=device), group)
+    others = _differing_ranks(structure, group)
     if others:
         return {"the arguments": others}
-    marks = torch.tensor([_mark(each) for each in tensors.values()], dtype=torch.int64, device=device)
-    every = _every(marks, group)
-    found = {name: _others(every[:, i : i + 1], group) for i, name in enumerate(tensors)}
+    checksums = torch.tensor([_checksum(each) for each in tensors.values()], dtype=torch.int64, device=device)
+    every = _gather_rows(checksums, group)
+    found = {name: _differing_ranks(every[:, i : i + 1], group) for i, name in enumerate(tensors)}
     return {name: ranks for name, ranks in found.items() if ranks}
 
 
@@ -107,7 +107,7 @@ def _named_tensors(
     return found
 
 
-def _mark(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor) -> int:
     kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if tensor.is_meta:
         return kind
@@ -115,14 +115,14 @@ def _mark(tensor: Tensor) -> int:
     return zlib.crc32(values.numpy().data, kind)
 
 
-def _every(own: Tensor, group: Communicator) -> Tensor:
+def _gather_rows(own: Tensor, group: Communicator) -> Tensor:
     """Gather ``own`` [n] from all ranks: [ranks, n]."""
     every = own.new_empty(group.size * own.numel())
     group.all_gather(every, own).wait()
     return every.view(group.size, own.numel())
 
 
-def _others(every: Tensor, group: Communicator) -> list[int]:
+def _differing_ranks(every: Tensor, group: Communicator) -> list[int]:
     """Return the global ranks whose row differs from the first."""
     different = (every != every[0]).any(1).tolist()
     return [rank for rank, differs in zip(group.ranks, different, strict=True) if differs]

@@ -18,7 +18,7 @@ from deepspeed.observe.timer import STEP_WAITS
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
-    from deepspeed.engine.observers.progress.wall_clock import WallClock
+    from deepspeed.engine.observers.progress.wall_clock import WallClockBreakdown
 
 
 class Trial:
@@ -37,7 +37,7 @@ class Trial:
     length.
     """
 
-    def __init__(self, engine: Engine, clock: WallClock | None = None) -> None:
+    def __init__(self, engine: Engine, clock: WallClockBreakdown | None = None) -> None:
         self.engine = engine
         self.clock = clock
         self.breakdown: dict[str, float] = {}

@@ -84,7 +84,7 @@ class Checkpoints:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
-        self._engine.half_loaded.refuse()
+        self._engine.load_guard.refuse()
         done = _saving().save_checkpoint(
             self._engine,
             save_dir,
@@ -187,7 +187,7 @@ class Checkpoints:
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
-        self._engine.half_loaded.refuse()
+        self._engine.load_guard.refuse()
         return _weights().save_16bit_model(self._engine, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:

@@ -15,7 +15,7 @@ from deepspeed.base.logging import log_dist
 from deepspeed.checkpoint.placement import kinds_of_experts
 from deepspeed.checkpoint.save_ids import MarkedFiles
 from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
-from deepspeed.engine.pipeline.instructions import ByInstructions
+from deepspeed.engine.pipeline.instructions import InstructionExecutor
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages import p2p
 from deepspeed.parallel.pipeline.messages.channel import ReceiveLink, SendLink
@@ -31,7 +31,7 @@ from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.replica_groups import SHARED_BY
 
 
-class PipelineEngine(ByInstructions):
+class PipelineEngine(InstructionExecutor):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
 
     A batch of ``gradient_accumulation_steps`` micro-batches follows the order of ``pipeline.schedule``. Each
@@ -106,7 +106,7 @@ class PipelineEngine(ByInstructions):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
-        self.half_loaded.refuse()
+        self.load_guard.refuse()
         core = self._require_core("train_batch")
         self._check_batch_begins()
         if data_iter is not None:
@@ -187,7 +187,7 @@ class PipelineEngine(ByInstructions):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
-        self.half_loaded.refuse()
+        self.load_guard.refuse()
         count = num_micro_batches or self.clock.steps
         mode, iterator = self.module.training, self.data_iterator
         self.set_dataiterator(data_iter)

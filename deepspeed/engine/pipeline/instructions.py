@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.base.logging import log_dist
 from deepspeed.base.memory import see_memory_usage
-from deepspeed.engine.pipeline.facts import PipelineFacts
+from deepspeed.engine.pipeline.base import PipelineEngineBase
 from deepspeed.engine.pipeline.stage import BatchLosses, Stage
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
@@ -46,7 +46,7 @@ TIMERS: dict[type[PipeInstruction], str] = {
 """Instructions that are timed with ``wall_clock_breakdown``."""
 
 
-class ByInstructions(PipelineFacts):
+class InstructionExecutor(PipelineEngineBase):
     """The base of ``PipelineEngine`` that executes a schedule's instructions: a base and not a part, because trainers
     override its methods and call them with ``super()``."""
 
@@ -72,7 +72,7 @@ class ByInstructions(PipelineFacts):
         self.fwd_outputs: list[Any] = []
         """Detached results of each forward of the last schedule, on the last stage."""
         self._pipe_buffers: dict[str, list[Any]] = {}
-        self._at_hand: dict[int, tuple[Any, Any]] = {}
+        self._buffer_states: dict[int, tuple[Any, Any]] = {}
         """Buffer -> ``loss`` and ``grad_layer`` after its last instruction."""
         self._batch_losses = BatchLosses(self)
         self._stage = Stage(self, self._batch_losses, WeightQueue(_no_gradient))
@@ -88,9 +88,10 @@ class ByInstructions(PipelineFacts):
     def _replaced(self, name: str) -> bool:
         """Return whether a trainer replaced the schedule ``name``, or a method that executes its instructions; log
         once which."""
-        found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
-        names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
-        kind, here, own = type(self), vars(self), vars(ByInstructions)
+        used, default = self._INSTRUCTION_MAP, DEFAULT_INSTRUCTIONS
+        found = [kind.__name__ for kind, do in default.items() if used.get(kind) is not do]
+        names = ("_exec_schedule", *(do.__name__ for do in default.values()))
+        kind, here, own = type(self), vars(self), vars(InstructionExecutor)
         found += [each for each in names if each in here or getattr(kind, each) is not own[each]]
         if schedule.replaced(name) and self.layout.chunks == 1:
             found.append(f"schedule.{name}")
@@ -132,7 +133,7 @@ class ByInstructions(PipelineFacts):
                 self.abandon_update(error)
             raise
         finally:
-            self._at_hand, self._instruction = {}, None
+            self._buffer_states, self._instruction = {}, None
             if core is not None:
                 core.reducer.resume_sums()
 
@@ -144,12 +145,12 @@ class ByInstructions(PipelineFacts):
                 f"{type(self).__name__} does not understand {instruction!r}: add a function for "
                 f"{kind.__name__} to PipelineEngine._INSTRUCTION_MAP"
             )
-        method = getattr(self, do.__name__) if do is OURS.get(kind) else MethodType(do, self)
+        method = getattr(self, do.__name__) if do is DEFAULT_INSTRUCTIONS.get(kind) else MethodType(do, self)
         timer = self.timers(TIMERS[kind]) if kind in TIMERS and self.wall_clock_breakdown() else None
         self._instruction = instruction
         buffer = instruction.kwargs.get("buffer_id")
-        if buffer in self._at_hand:
-            self.loss, self.grad_layer = self._at_hand[buffer]
+        if buffer in self._buffer_states:
+            self.loss, self.grad_layer = self._buffer_states[buffer]
         before = self.loss
         if timer is not None:
             timer.start()
@@ -159,7 +160,7 @@ class ByInstructions(PipelineFacts):
         if self.loss is not before:
             self._results.append(without_graph(self.loss))
         if buffer is not None:
-            self._at_hand[buffer] = (self.loss, self.grad_layer)
+            self._buffer_states[buffer] = (self.loss, self.grad_layer)
 
     def _train_by_instructions(self) -> Tensor:
         """Return the mean loss of a batch, fp32 [], on every rank."""
@@ -236,7 +237,7 @@ class ByInstructions(PipelineFacts):
         reducer.finish()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        ByInstructions._exec_reduce_grads(self)  # in case the schedule has no ReduceGrads
+        InstructionExecutor._exec_reduce_grads(self)  # in case the schedule has no ReduceGrads
         self._mean_of_batch()
         while not self.clock.at_boundary:  # micro-batches whose backward did not pass through the engine
             super().step()
@@ -280,16 +281,16 @@ def _no_gradient(number: int, grad: Tensor) -> None:
     """Drop a gradient: an engine without an optimizer only evaluates."""
 
 
-OURS: dict[type[PipeInstruction], Callable[..., Any]] = {
-    schedule.OptimizerStep: ByInstructions._exec_optimizer_step,
-    schedule.ReduceGrads: ByInstructions._exec_reduce_grads,
-    schedule.ReduceTiedGrads: ByInstructions._exec_reduce_tied_grads,
-    schedule.LoadMicroBatch: ByInstructions._exec_load_micro_batch,
-    schedule.ForwardPass: ByInstructions._exec_forward_pass,
-    schedule.BackwardPass: ByInstructions._exec_backward_pass,
-    schedule.SendActivation: ByInstructions._exec_send_activations,
-    schedule.RecvActivation: ByInstructions._exec_recv_activations,
-    schedule.SendGrad: ByInstructions._exec_send_grads,
-    schedule.RecvGrad: ByInstructions._exec_recv_grads,
+DEFAULT_INSTRUCTIONS: dict[type[PipeInstruction], Callable[..., Any]] = {
+    schedule.OptimizerStep: InstructionExecutor._exec_optimizer_step,
+    schedule.ReduceGrads: InstructionExecutor._exec_reduce_grads,
+    schedule.ReduceTiedGrads: InstructionExecutor._exec_reduce_tied_grads,
+    schedule.LoadMicroBatch: InstructionExecutor._exec_load_micro_batch,
+    schedule.ForwardPass: InstructionExecutor._exec_forward_pass,
+    schedule.BackwardPass: InstructionExecutor._exec_backward_pass,
+    schedule.SendActivation: InstructionExecutor._exec_send_activations,
+    schedule.RecvActivation: InstructionExecutor._exec_recv_activations,
+    schedule.SendGrad: InstructionExecutor._exec_send_grads,
+    schedule.RecvGrad: InstructionExecutor._exec_recv_grads,
 }
-ByInstructions._INSTRUCTION_MAP = dict(OURS)
+InstructionExecutor._INSTRUCTION_MAP = dict(DEFAULT_INSTRUCTIONS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import synchronize_stream
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.pipeline.facts import PipelineFacts
+from deepspeed.engine.pipeline.base import PipelineEngineBase
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import to_device
 from deepspeed.parallel.pipeline.schedules.orders import Action
@@ -23,7 +23,7 @@ from deepspeed.zero.precision import autocast_context
 class Stage:
     """The work of one stage (``stage_run.StageWork``), through the base engine's forward, backward and step."""
 
-    def __init__(self, engine: PipelineFacts, losses: BatchLosses, weights: WeightQueue) -> None:
+    def __init__(self, engine: PipelineEngineBase, losses: BatchLosses, weights: WeightQueue) -> None:
         self._engine = engine
         self._losses = losses
         self.weights = weights
@@ -120,7 +120,7 @@ class Stage:
 class BatchLosses:
     """The losses of a batch: means over micro-batches and replicas, identical on every rank."""
 
-    def __init__(self, engine: PipelineFacts) -> None:
+    def __init__(self, engine: PipelineEngineBase) -> None:
         self._engine = engine
         self._additional: dict[str, Tensor] = {}
         self.reports: dict[str, float] = {}

@@ -80,7 +80,7 @@ class DraftModel:
 
     def start(self, vocab_size: int, tokens: int) -> None:
         """See ``Proposer``. ValueError: the vocabulary sizes differ."""
-        own = self.runner.facts
+        own = self.runner.info
         if own.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft model {own.name} has {own.vocab_size} tokens in its vocabulary, but the model "
@@ -127,8 +127,8 @@ class DraftModel:
         own.keep_accepted(request.tokens)
         # The last guess is never computed, so it needs no slot.
         room = min(room, blocks.room(own.table) - known + 1)
-        if self.runner.facts.max_length is not None:
-            room = min(room, self.runner.facts.max_length - known + 1)
+        if self.runner.info.max_length is not None:
+            room = min(room, self.runner.info.max_length - known + 1)
         if room > 0:
             blocks.reserve(own.table, known + room - 1)
         return room

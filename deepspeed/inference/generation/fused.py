@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.inference.cache.pages import PagedCache, PagePiece
-from deepspeed.inference.model.decoder import is_heard
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.decoder import has_hooks
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.info import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops.host_graph import largest_of
 
@@ -37,18 +37,23 @@ from deepspeed.ops.host_graph import largest_of
 Forward = Callable[[Tensor, Sequence[int]], Tensor]
 """(tokens [rows, new], indices of unfinished rows) -> their logits [unfinished rows, vocabulary]."""
 
-_USUAL = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+_LOOP_METHODS = (
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+)
 
 
-def is_usual(kind: type[Any]) -> bool:
+def uses_standard_loop(kind: type[Any]) -> bool:
     """Return whether models of this class use the token loop of Transformers."""
     from transformers import GenerationMixin
 
-    return all(getattr(kind, name, None) is getattr(GenerationMixin, name, None) for name in _USUAL)
+    return all(getattr(kind, name, None) is getattr(GenerationMixin, name, None) for name in _LOOP_METHODS)
 
 
 @dataclass(slots=True)
-class Chosen:
+class GeneratedTokens:
     """``tokens`` [rows, length]: prompts and new tokens, padded after a row's end. ``scores``, ``logits`` [rows,
     vocabulary] of each new token, with and without processors, if requested."""
 
@@ -63,9 +68,11 @@ def supports(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
     return not any(others) and (padded or not _has_ends(criteria))
 
 
-def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any) -> Chosen:
+def choose_tokens(
+    forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any
+) -> GeneratedTokens:
     """Run the loop. ``prompts``: [rows, length] on the host."""
-    made, new, as_dict = Chosen(prompts), prompts, config.return_dict_in_generate
+    made, new, as_dict = GeneratedTokens(prompts), prompts, config.return_dict_in_generate
     ends, rows = _has_ends(criteria), len(prompts)
     going, unfinished = list(range(rows)), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(0)
@@ -171,7 +178,7 @@ class FusedGeneration:
 
     def _runner_of(self, module: nn.Module) -> ModelRunner | None:
         """Return a runner; None if the fused layout does not support ``module``, or hooks would see the trial."""
-        if any(map(is_heard, module.modules())):
+        if any(map(has_hooks, module.modules())):
             return None
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
@@ -219,7 +226,7 @@ def _acting_kind(kind: type[Any]) -> type[Any]:
         return rows.forward(kwargs)
 
     members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__}
-    if is_usual(kind):
+    if uses_standard_loop(kind):
         members["_sample"] = _loop_of(kind)
     return type(kind.__name__, (kind,), members)
 
@@ -255,7 +262,7 @@ def _loop_of(kind: type[Any]) -> Any:
     return sample
 
 
-def _output_of(made: Chosen, cache: Any) -> Any:
+def _output_of(made: GeneratedTokens, cache: Any) -> Any:
     from transformers.generation import GenerateDecoderOnlyOutput
 
     scores, logits = (tuple(each) or None for each in (made.scores, made.logits))

@@ -19,7 +19,7 @@ from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.generation.logits import MatcherFactory
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
-from deepspeed.inference.model.facts import DEFAULT_LENGTH
+from deepspeed.inference.model.info import DEFAULT_LENGTH
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Scheduler, SchedulerCounts
@@ -86,7 +86,7 @@ class Generator:
         blocks = num_blocks or self._affordable(kept, most, cache_bytes, group)
         self.runner.allocate(blocks)
         if speculation is not None:
-            speculation.start(self.runner.facts.vocab_size, blocks * block_size)
+            speculation.start(self.runner.info.vocab_size, blocks * block_size)
         manager = BlockManager(
             BlockPool(blocks), block_size, sharing=prefix_sharing, span=self.runner.rotations.span
         )
@@ -234,7 +234,7 @@ class Generator:
             self.cancel(request)
 
     def _known(self, request: Request) -> Request:
-        size, named = self.runner.facts.vocab_size, list(request.params.tokens)
+        size, named = self.runner.info.vocab_size, list(request.params.tokens)
         for of, tokens in (("the prompt", request.tokens), ("its parameters", named)):
             wrong = [
                 token for token in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= token < size
@@ -248,10 +248,10 @@ class Generator:
             raise ValueError(f"request {request.id}: a constraint needs a generator created with matcher_of")
         if constraint is not None:
             self.matcher_of.check(constraint, size)  # type: ignore[union-attr]
-        if request.params.pooling is not None and self.runner.no_states is not None:
+        if request.params.pooling is not None and self.runner.hidden_states_error is not None:
             raise ValueError(
-                f"request {request.id}: {self.runner.facts.name} has no hidden states to pool: "
-                f"{self.runner.no_states}"
+                f"request {request.id}: {self.runner.info.name} has no hidden states to pool: "
+                f"{self.runner.hidden_states_error}"
             )
         self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
         return request
@@ -265,7 +265,7 @@ class Generator:
             cache_bytes = default_cache_bytes()
         blocks = min(most, cache_bytes // block_bytes)
         if group is not None and group.size > 1:
-            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
+            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.info.device)
             group.all_reduce_max(least).wait()
             blocks = int(-least.item())
         if blocks < 1:
@@ -282,7 +282,7 @@ def default_cache_bytes() -> int:
 
 def longest_request(runner: ModelRunner, max_length: int | None) -> int:
     """Return the maximum tokens of a request with its result. ValueError: more than the model supports."""
-    made_for = runner.facts.max_length
+    made_for = runner.info.max_length
     length = max_length or min(made_for or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if made_for is not None and length > made_for:
         raise ValueError(f"max_length={length}: the model supports {made_for} tokens")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deepspeed.inference.cache.pages import LayerShape
 from deepspeed.inference.kernels import HostLinear, IntegerLinear
 from deepspeed.inference.model.attention import AttentionTerms
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 from deepspeed.ops.host_graph import Activation, GraphMatrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
@@ -278,7 +278,7 @@ _ORIGINAL = "original_forward"
 """The variable of its closure that holds the original forward."""
 
 
-def is_heard(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Return whether this module itself has hooks, regardless of its submodules."""
     found = vars(module).get("forward")
     hooked = module._forward_pre_hooks or module._forward_hooks

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
 from deepspeed.ops.native import library
@@ -31,15 +31,13 @@ FIRST_POSITIONS = 512
 _Streams = tuple[Tensor, Tensor]
 
 
-class FusedLayout:
-    """Runs ``module``, a causal model of Transformers."""
+class FusedLayout(PackedLayout):
+    """Runs ``module``, a causal model of Transformers; what the program does not support, as the packed layout does."""
 
     name = "fused"
-    max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
-        self.facts = facts
-        self.packed = PackedLayout(module, facts)
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
+        super().__init__(module, info)
         self._decoder: Decoder | None = None
         self._program: DecoderProgram | None = None
 
@@ -48,14 +46,10 @@ class FusedLayout:
         library."""
         if library() is None:
             raise LayoutError("the native library is not available")
-        shapes = self.packed.learn(pieces, block_size)
-        self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
+        shapes = super().learn(pieces, block_size)
+        self._decoder = decoder_of(self.module, shapes, self.terms)
         self.max_fused_tokens = program_rows(matrix_of(self._decoder.layers[0].down).kind)
         return shapes
-
-    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
-        return self.packed.hidden(pieces, cache, unchanged)
 
     def release(self) -> None:
         """Drop the cache of the last forward."""
@@ -72,7 +66,7 @@ class FusedLayout:
         decoder = self._decoder
         assert decoder is not None, "call learn() first"
         if any(piece.adapter is not None for piece in pieces):
-            return self.packed.forward(pieces, cache)
+            return super().forward(pieces, cache)
         rows, last = 0, []
         for piece in pieces:
             rows += piece.count
@@ -82,7 +76,7 @@ class FusedLayout:
         longest, program = max(piece.stop for piece in pieces), self._program
         if program is None or not program.supports(cache, rows, longest):
             if not (self.supports(rows) and cache.is_on_host):
-                return self.packed.forward(pieces, cache)
+                return super().forward(pieces, cache)
             positions = max(FIRST_POSITIONS, 2 * longest)
             program = self._program = DecoderProgram(decoder, cache, self.max_fused_tokens, positions)
         return program.run(pieces, rows, last)

@@ -18,51 +18,42 @@ from torch import Tensor, nn
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import PackedBatch, paged_attention
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FIRST_POSITIONS, rotations_of
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops import gpu
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class LaunchedLayout:
+class LaunchedLayout(PackedLayout):
     """Runs ``module``, a causal model of Transformers, by kernel launches."""
 
     name = "launched"
-    max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
-        self.facts = facts
-        self.packed = PackedLayout(module, facts)
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
+        super().__init__(module, info)
         self._launcher: DecoderLaunches | None = None
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """See ``PackedLayout.learn``. LayoutError: the model has another structure, or is not on one GPU."""
-        if not gpu.usable(*self.packed.module.parameters()):
+        if not gpu.usable(*self.module.parameters()):
             raise LayoutError("its weights are not on one GPU that Triton compiles kernels for")
-        shapes = self.packed.learn(pieces, block_size)
-        decoder = decoder_of(self.packed.module, shapes, self.packed.terms, on_host=False)
+        shapes = super().learn(pieces, block_size)
+        decoder = decoder_of(self.module, shapes, self.terms, on_host=False)
         if decoder.dtype not in _TYPES:
             raise LayoutError(f"no kernels for weights of {decoder.dtype}")
-        self._launcher = DecoderLaunches(decoder, self.facts.device)
+        self._launcher = DecoderLaunches(decoder, self.info.device)
         return shapes
-
-    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Return the last hidden states [wanted tokens of all pieces, size], by the packed layout."""
-        return self.packed.hidden(pieces, cache, unchanged)
-
-    def release(self) -> None:
-        """No-op: nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         launcher = self._launcher
         assert launcher is not None, "call learn() first"
         if any(piece.adapter is not None for piece in pieces):
-            return self.packed.forward(pieces, cache)
+            return super().forward(pieces, cache)
         if not unchanged and launcher.decoder.watch.is_disturbed():
-            return self.packed.forward(pieces, cache)
+            return super().forward(pieces, cache)
         return launcher.run(pieces, cache)
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import PagePiece
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 
 _PREFIX = "base_model.model."
 _NEUTRAL = {

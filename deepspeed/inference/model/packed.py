@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.low_rank import adapted
 from deepspeed.parallel.sequence.hf.masks import parts_of_mask
 
@@ -33,7 +33,7 @@ _REFUSED = ("position_bias", "head_mask", "layer_head_mask", "cache", "encoder_h
 
 
 @dataclass(eq=False)
-class Running:
+class PackedForward:
     """One forward. With ``learning``, the cache is not touched; instead the layers' shapes and attention terms are
     recorded, and the parts of which the model composes its masks."""
 
@@ -44,7 +44,7 @@ class Running:
     masks: set[str] = field(default_factory=set)
 
 
-_running: ContextVar[Running | None] = ContextVar("deepspeed_packed_forward", default=None)
+_current: ContextVar[PackedForward | None] = ContextVar("deepspeed_packed_forward", default=None)
 
 
 class PackedLayout:
@@ -53,9 +53,9 @@ class PackedLayout:
     name = "packed"
     max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
         self.module = module
-        self.facts = facts
+        self.info = info
         self.terms: dict[int, AttentionTerms] = {}
         """By layer number, once learned."""
 
@@ -66,68 +66,59 @@ class PackedLayout:
         ImportError: Transformers is too old.
         """
         _register()
-        if "position_ids" not in self.facts.arguments:
+        if "position_ids" not in self.info.arguments:
             raise LayoutError("its forward does not accept position_ids")
-        running = Running(
-            PackedBatch(pieces, PagedCache({}, 0, block_size), self.facts.device), learning=True
+        forward = PackedForward(
+            PackedBatch(pieces, PagedCache({}, 0, block_size), self.info.device), learning=True
         )
-        self._run(running)
-        if len(running.shapes) != self.facts.layers:
-            called = len(running.shapes)
-            raise LayoutError(f"{called} of its {self.facts.layers} layers call the registered attention")
-        unknown = running.masks - _CAUSAL - _SLIDING - _JOINING
+        self._logits(forward)
+        if len(forward.shapes) != self.info.layers:
+            called = len(forward.shapes)
+            raise LayoutError(f"{called} of its {self.info.layers} layers call the registered attention")
+        unknown = forward.masks - _CAUSAL - _SLIDING - _JOINING
         if unknown:
             raise LayoutError(f"it makes its mask with {', '.join(sorted(unknown))}")
-        told = sum(terms.window is not None for terms in running.terms.values())
-        expected = self.facts.sliding_layers
-        if told != expected if expected is not None else bool(running.masks & _SLIDING) and not told:
+        told = sum(terms.window is not None for terms in forward.terms.values())
+        expected = self.info.sliding_layers
+        if told != expected if expected is not None else bool(forward.masks & _SLIDING) and not told:
             raise LayoutError("layers have a sliding window that they do not pass to their attention")
-        self.terms = running.terms
-        return running.shapes
+        self.terms = forward.terms
+        return forward.shapes
 
     def release(self) -> None:
         """No-op: nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
-        return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
+        return self._logits(PackedForward(PackedBatch(pieces, cache, self.info.device)))
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return the last hidden states [wanted tokens of all pieces, size], before the head."""
-        running = Running(batch := PackedBatch(pieces, cache, self.facts.device))
-        with (
-            _attention_of(self.facts.config, running),
-            adapted(batch.pieces, batch.device),
-            torch.inference_mode(),
-        ):
-            found = self.module.base_model(  # type: ignore[operator]
-                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False
-            )
-        return found.last_hidden_state[0, batch.last]
+        forward = PackedForward(batch := PackedBatch(pieces, cache, self.info.device))
+        return self._run(forward, self.module.base_model).last_hidden_state[0, batch.last]
 
-    def _run(self, running: Running) -> Tensor:
-        batch = running.batch
-        kept = {"logits_to_keep": batch.last} if "logits_to_keep" in self.facts.arguments else {}
-        with (
-            _attention_of(self.facts.config, running),
-            adapted(batch.pieces, batch.device),
-            torch.inference_mode(),
-        ):
-            logits = self.module(
-                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **kept
-            ).logits
-            return logits[0] if kept else logits[0, batch.last]
+    def _logits(self, forward: PackedForward) -> Tensor:
+        last = forward.batch.last
+        kept = {"logits_to_keep": last} if "logits_to_keep" in self.info.arguments else {}
+        logits = self._run(forward, self.module, **kept).logits[0]
+        return logits if kept else logits[last]
+
+    def _run(self, forward: PackedForward, module: Any, **kwargs: Any) -> Any:
+        """Return what ``module`` returns for the tokens of ``forward``."""
+        batch, attention = forward.batch, _attention_of(self.info.config, forward)
+        with attention, adapted(batch.pieces, batch.device), torch.inference_mode():
+            return module(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **kwargs)
 
 
 @contextlib.contextmanager
-def _attention_of(config: Any, running: Running) -> Iterator[None]:
-    before, token = config._attn_implementation, _running.set(running)
+def _attention_of(config: Any, forward: PackedForward) -> Iterator[None]:
+    before, token = config._attn_implementation, _current.set(forward)
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _running.reset(token)
+        _current.reset(token)
 
 
 def _register() -> None:
@@ -138,9 +129,9 @@ def _register() -> None:
 
 def _mask(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:
     """Make no mask, as the pieces define visibility; record its parts, so that ``learn`` can refuse unknown ones."""
-    running = _running.get()
-    if running is not None:
-        running.masks |= parts_of_mask(mask_function)
+    forward = _current.get()
+    if forward is not None:
+        forward.masks |= parts_of_mask(mask_function)
 
 
 def _forward(
@@ -156,8 +147,8 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implement Transformers' attention function: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
-    running = _running.get()
-    if running is None:
+    forward = _current.get()
+    if forward is None:
         raise LayoutError(f"the attention {NAME!r} can only be used by deepspeed's inference engine")
     layer = getattr(module, "layer_idx", None)
     given = [name for name in _REFUSED if kwargs.get(name) is not None]
@@ -167,10 +158,10 @@ def _forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     terms = AttentionTerms(scale, sliding_window, softcap or None, s_aux)
     query, key, value = query[0], key[0], value[0]
-    batch = running.batch
-    if running.learning:
-        running.shapes[layer] = LayerShape.of(key, value)
-        running.terms[layer] = terms
+    batch = forward.batch
+    if forward.learning:
+        forward.shapes[layer] = LayerShape.of(key, value)
+        forward.terms[layer] = terms
         out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
     else:
         out = paged_attention(query, key, value, batch, layer, terms)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.low_rank import adapted
 
 
@@ -24,9 +24,9 @@ class PaddedLayout:
     name = "padded"
     max_fused_tokens = 0
 
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+    def __init__(self, module: nn.Module, info: ModelInfo) -> None:
         self.module = module
-        self.facts = facts
+        self.info = info
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """Derive each layer's key and value shapes per token from a forward over a Transformers cache.
@@ -38,7 +38,7 @@ class PaddedLayout:
         cache = DynamicCache()
         with torch.inference_mode():
             self.module(
-                input_ids=torch.tensor([list(pieces[0].tokens)], device=self.facts.device),
+                input_ids=torch.tensor([list(pieces[0].tokens)], device=self.info.device),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -48,8 +48,8 @@ class PaddedLayout:
             for index, layer in enumerate(layers)
             if getattr(layer, "keys", None) is not None and layer.keys.numel()
         }
-        if len(shapes) != self.facts.layers:
-            raise LayoutError(f"{len(shapes)} of its {self.facts.layers} layers keep keys and values")
+        if len(shapes) != self.info.layers:
+            raise LayoutError(f"{len(shapes)} of its {self.info.layers} layers keep keys and values")
         return shapes
 
     def release(self) -> None:
@@ -78,18 +78,18 @@ class PaddedLayout:
     def _batch(self, pieces: Sequence[PagePiece], cache: PagedCache, hidden: bool) -> Tensor:
         from deepspeed.inference.model.padded_cache import cache_over
 
-        batch, kept = PaddedBatch(pieces, cache, self.facts.device), max(piece.wanted for piece in pieces)
+        batch, kept = PaddedBatch(pieces, cache, self.info.device), max(piece.wanted for piece in pieces)
         arguments: dict[str, Any] = {}
-        if "position_ids" in self.facts.arguments:
+        if "position_ids" in self.info.arguments:
             arguments["position_ids"] = batch.positions
-        if "logits_to_keep" in self.facts.arguments and not hidden:
+        if "logits_to_keep" in self.info.arguments and not hidden:
             arguments["logits_to_keep"] = kept
         module: Any = self.module.base_model if hidden else self.module
-        with adapted(pieces, self.facts.device), torch.inference_mode():
+        with adapted(pieces, self.info.device), torch.inference_mode():
             found = module(
                 input_ids=batch.tokens,
                 attention_mask=batch.mask,
-                past_key_values=cache_over(batch, self.facts.layers),
+                past_key_values=cache_over(batch, self.info.layers),
                 use_cache=True,
                 **arguments,
             )

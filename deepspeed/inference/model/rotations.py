@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.info import LayoutError
 
 _SWITCHING = frozenset({"longrope", "su"})
 """Types with two sets of frequencies. Type "dynamic" changes only beyond the model's maximum length, which no sequence

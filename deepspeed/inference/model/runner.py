@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece, block_bytes
-from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.info import LayoutError, ModelInfo
 from deepspeed.inference.model.launched import LaunchedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
@@ -76,13 +76,13 @@ class ModelRunner:
         self, module: nn.Module, block_size: int = 16, layouts: Sequence[Callable[..., Layout]] | None = None
     ) -> None:
         self.module = module
-        self.facts = ModelFacts.of(module)
-        self.rotations = Rotations(module, self.facts.config)
+        self.info = ModelInfo.of(module)
+        self.rotations = Rotations(module, self.info.config)
         self.block_size = block_size
-        on_host = self.facts.device.type == "cpu"
+        on_host = self.info.device.type == "cpu"
         self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
         hidden = partial(self._forward, self.layout.hidden)
-        self.no_states = why_no_states(hidden, self.shapes, self.facts)
+        self.hidden_states_error = hidden_states_error(hidden, self.shapes, self.info)
         """Reason why ``hidden`` cannot be called; None: it can."""
         self.layout.release()
         collapse(weights_of(module))
@@ -151,12 +151,12 @@ class ModelRunner:
             in_windows = self._plain_logits() if has_windows else []
         reasons = []
         for kind in layouts:
-            layout = kind(self.module, self.facts)
+            layout = kind(self.module, self.info)
             try:
                 shapes, error = self._tried(layout, expected)
                 if has_windows:
                     with narrow_windows(self.module):
-                        error = max(error, self._tried(kind(self.module, self.facts), in_windows)[1])
+                        error = max(error, self._tried(kind(self.module, self.info), in_windows)[1])
             except Exception as problem:  # a model may raise anything for an unexpected mask or cache
                 reasons.append(f"{layout.name}: {type(problem).__name__}: {problem}")
                 continue
@@ -166,21 +166,21 @@ class ModelRunner:
                 f"{layout.name}: logits differ from the plain model's by {error:.1e} of their norm"
             )
         raise LayoutError(
-            f"{self.facts.name} cannot be run over a paged cache ({'; '.join(reasons)}): use its own generate()"
+            f"{self.info.name} cannot be run over a paged cache ({'; '.join(reasons)}): use its own generate()"
         )
 
     def _plain_logits(self) -> list[list[Tensor]]:
         """Compute the logits of the trial sequences, per span."""
         spans = range(len(self.rotations.lengths) + 1)
-        return [plain_logits(self.module, self.facts, self.rotations, span) for span in spans]
+        return [plain_logits(self.module, self.info, self.rotations, span) for span in spans]
 
     def _tried(
         self, layout: Layout, expected: Sequence[Sequence[Tensor]]
     ) -> tuple[dict[int, LayerShape], float]:
         """Return the shapes that ``layout`` learns, and its largest error."""
-        shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
+        shapes = layout.learn(learning_pieces(self.info), BLOCK_SIZE)
         forward = partial(self._forward, layout.forward)
-        errors = [error_of(forward, shapes, self.facts, each, span) for span, each in enumerate(expected)]
+        errors = [error_of(forward, shapes, self.info, each, span) for span, each in enumerate(expected)]
         return shapes, max(errors)
 
 
@@ -214,33 +214,33 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-4 if dtype.itemsize >= 4 else 0.1
 
 
-def probe_tokens(facts: ModelFacts) -> list[list[int]]:
+def probe_tokens(info: ModelInfo) -> list[list[int]]:
     return [
-        [(3 + 11 * sequence + 37 * at) % facts.vocab_size for at in range(length)]
+        [(3 + 11 * sequence + 37 * at) % info.vocab_size for at in range(length)]
         for sequence, length in enumerate(_LENGTHS)
     ]
 
 
-def learning_pieces(facts: ModelFacts) -> list[PagePiece]:
+def learning_pieces(info: ModelInfo) -> list[PagePiece]:
     """Return pieces for ``Layout.learn``."""
-    pairs = zip(probe_tokens(facts), _BLOCKS, strict=True)
+    pairs = zip(probe_tokens(info), _BLOCKS, strict=True)
     return [PagePiece(tokens[: 2 * BLOCK_SIZE], 0, blocks) for tokens, blocks in pairs]
 
 
-def plain_logits(module: nn.Module, facts: ModelFacts, rotations: Rotations, span: int = 0) -> list[Tensor]:
+def plain_logits(module: nn.Module, info: ModelInfo, rotations: Rotations, span: int = 0) -> list[Tensor]:
     """Return logits [tokens, vocabulary] of each sequence from the plain model; the first one is of ``span``."""
     made = []
-    for tokens, own in zip(probe_tokens(facts), (span, 0), strict=True):
+    for tokens, own in zip(probe_tokens(info), (span, 0), strict=True):
         with torch.inference_mode(), rotations.of_span(own):
-            ids = torch.tensor([tokens], device=facts.device)
+            ids = torch.tensor([tokens], device=info.device)
             made.append(module(input_ids=ids, use_cache=False).logits[0].clone())
     return made
 
 
-def why_no_states(hidden: Forward, shapes: Mapping[int, LayerShape], facts: ModelFacts) -> str | None:
+def hidden_states_error(hidden: Forward, shapes: Mapping[int, LayerShape], info: ModelInfo) -> str | None:
     """Return why the method ``hidden`` of a layout does not return the last hidden states of the first sequence; None:
     it does."""
-    tokens = probe_tokens(facts)[0]
+    tokens = probe_tokens(info)[0]
     piece = PagePiece(tokens, 0, _BLOCKS[0], wanted=len(tokens))
     try:
         found: Any = hidden([piece], PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE))
@@ -255,14 +255,14 @@ def why_no_states(hidden: Forward, shapes: Mapping[int, LayerShape], facts: Mode
 def error_of(
     forward: Forward,
     shapes: Mapping[int, LayerShape],
-    facts: ModelFacts,
+    info: ModelInfo,
     expected: Sequence[Tensor],
     span: int = 0,
 ) -> float:
     """Return the largest error of any row of logits, relative to the row's norm; inf if one is not finite. ``span``: of
     the first sequence."""
     cache = PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE)
-    tokens, worst = probe_tokens(facts), 0.0
+    tokens, worst = probe_tokens(info), 0.0
     for step in _STEPS:
         pieces = [
             PagePiece(tokens[which][start:stop], start, _BLOCKS[which], 0 if which else span)

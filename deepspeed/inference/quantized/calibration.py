@@ -205,31 +205,25 @@ def _quantized(
     layer: Any, inputs: Moments, bits: int, group: int, method: Method, dtype: torch.dtype
 ) -> tuple[IntegerLinear, float]:
     weight = layer.weight.detach().float()
-    padded = -(-weight.shape[1] // group) * group
-    extra = padded - weight.shape[1]
+    extra = -weight.shape[1] % group
     second = functional.pad(inputs.second, (0, extra, 0, extra))
     wide = functional.pad(weight, (0, extra))
     factors: Tensor | None = None
     if method == "awq":
         factors = _factors(wide, second, inputs, bits, group)
         wide = wide * factors
-    elif method == "gptq":
-        scales = _scales(wide, second.diagonal(), bits, group)
-        levels = _gptq(wide, second, scales, bits, group)
-    if method != "gptq":
-        importance = second.diagonal() if method == "awq" else torch.ones(padded, device=wide.device)
-        scales = _scales(wide, importance, bits, group) if method == "awq" else _largest(wide, bits, group)
-        levels = _levels(wide, scales, bits, group)
+        factors = factors[: weight.shape[1]].contiguous()
+    nearest = method == "nearest"
+    scales = _largest(wide, bits, group) if nearest else _scales(wide, second.diagonal(), bits, group)
+    gptq = method == "gptq"
+    levels = _gptq(wide, second, scales, bits, group) if gptq else _levels(wide, scales, bits, group)
     words = QuantizedMatrix.from_levels(levels.to(torch.int32), bits)
     matrix = QuantizedMatrix(bits, weight.shape[1], words, scales)
-    made = (
-        IntegerLinear(matrix, layer.bias, dtype)
-        if factors is None
-        else ScaledIntegerLinear(matrix, layer.bias, dtype, factors[: weight.shape[1]].contiguous())
-    )
     values = matrix.values(torch.float32)
-    if factors is not None:
-        values = values / factors[: weight.shape[1]]
+    if factors is None:
+        made = IntegerLinear(matrix, layer.bias, dtype)
+    else:
+        made, values = ScaledIntegerLinear(matrix, layer.bias, dtype, factors), values / factors
     return made, _output_error(weight, values, inputs.second)
 
 

@@ -25,7 +25,7 @@ from deepspeed.inference.serving.handling import (
     refusal,
     refusal_of,
     unauthorized,
-    unless_gone,
+    unless_disconnected,
 )
 from deepspeed.inference.serving.models import ModelError, Models, ServedModel
 from deepspeed.inference.serving.pieces import Piece
@@ -216,11 +216,9 @@ class _Server:
             return _EventStream(events, begun.sequences)
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
-    def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> _Begun:
+    def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> SubmittedRequest:
         """Parse, tokenize and submit, on a worker thread; updates arrive on ``loop``."""
-        return self._submitted(protocol.parse(kind, body), loop)
-
-    def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
+        request = protocol.parse(kind, body)
         model, adapter = self.models.find(request.model)
         if model.no_text:
             raise RequestError(model.no_text, "model")
@@ -232,7 +230,7 @@ class _Server:
         choices, form = _choices(model, request, adapter)
         sequences = _submit(model, choices, request, loop, form)
         counts, logprobs = request.stream_options or {}, protocol.wants_logprobs(request)
-        return _Begun(sequences, request.stream, counts, logprobs, name, response)
+        return SubmittedRequest(sequences, request.stream, counts, logprobs, name, response)
 
     async def _respond(
         self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
@@ -275,7 +273,7 @@ class _Server:
     ) -> list[list[Piece]] | Response:
         """Return whole answers, or an error response if the client disconnects or the service ends."""
         try:
-            return await unless_gone(request, read_all(sequences))
+            return await unless_disconnected(request, read_all(sequences))
         except ClosedError as problem:
             return refusal_of(problem)
         finally:
@@ -447,7 +445,7 @@ class _EventStream(StreamingResponse):
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class SubmittedRequest:
     """A submitted request: its sequences, and how it is to be answered. ``counts``: see ``_Server._events``."""
 
     sequences: list[RunningAnswer]

@@ -145,7 +145,7 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
         raise problem.with_traceback(None) from None
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
     """Return the result of ``work``, or raise its exception. ``work`` is cancelled if the client, whose body has been
     read, disconnects."""
     running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))

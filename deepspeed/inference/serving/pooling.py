@@ -79,9 +79,6 @@ def vectors_of(pooled: Sequence[Tensor], dimensions: int | None, normalized: boo
 
 def encoded(vector: Tensor, index: int, encoding: str) -> bytes:
     """Encode an entry of the response in JSON: its values as a list, or as base64 of little-endian fp32."""
-    numbers = vector.tolist() if encoding == "float" else _base64_of(vector)
+    raw = vector.numpy().astype("<f4").tobytes()
+    numbers = vector.tolist() if encoding == "float" else base64.b64encode(raw).decode()
     return json.dumps({"object": "embedding", "index": index, "embedding": numbers}).encode()
-
-
-def _base64_of(vector: Tensor) -> str:
-    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

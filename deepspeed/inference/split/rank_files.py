@@ -164,9 +164,6 @@ def _apart(value: Tensor, boxes: Sequence[Any]) -> list[Tensor]:
     extents = [tuple(high - low for low, high in box) for box in boxes]
     if len(boxes) == 1:
         return [value.reshape(extents[0])]
-    dim = next(number for number, sides in enumerate(zip(*boxes, strict=True)) if _differ(sides))
+    sides_by_dim = enumerate(zip(*boxes, strict=True))
+    dim = next(dim for dim, sides in sides_by_dim if len({tuple(side) for side in sides}) > 1)
     return list(value.split([extent[dim] for extent in extents], dim))
-
-
-def _differ(sides: Sequence[Any]) -> bool:
-    return len({tuple(side) for side in sides}) > 1

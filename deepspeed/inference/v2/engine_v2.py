@@ -19,8 +19,7 @@ from deepspeed.base.exceptions import ExplainedError
 from deepspeed.base.logging import log_dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
-from deepspeed.inference.cache.pages import PagePiece
-from deepspeed.inference.cache.stored import StoredBlocks
+from deepspeed.inference.cache.pages import PagePiece, SwappedBlocks
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.quantized.selection import quantize_to_fp6
 from deepspeed.inference.split.layers import split_over, tensor_parallel_group
@@ -45,14 +44,14 @@ _MARK_OF_OTHERS = "ds_model_config.pkl"
 
 
 @dataclass(slots=True)
-class Tracked:
-    """A client's sequence: the first ``computed`` tokens, usually all, are in the cache, or (``stored``) their blocks
+class TrackedSequence:
+    """A client's sequence: the first ``computed`` tokens, usually all, are in the cache, or (``swapped``) their blocks
     are in host memory."""
 
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
-    stored: StoredBlocks | None = None
+    swapped: SwappedBlocks | None = None
 
 
 class InferenceEngineV2:
@@ -78,11 +77,11 @@ class InferenceEngineV2:
         if engine_config.quantization.quantization_mode is not None:
             log_dist(f"inference: {quantize_to_fp6(self._model)}", ranks=[0])
         self.runner = ModelRunner(self._model, BLOCK_SIZE)
-        self._max_context = min(manager.max_context, self.runner.facts.max_length or manager.max_context)
+        self._max_context = min(manager.max_context, self.runner.info.max_length or manager.max_context)
         num_blocks = self._num_blocks(manager)
         self.runner.allocate(num_blocks)
         self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE, span=self.runner.rotations.span)
-        self._sequences: dict[int, Tracked] = {}  # least recently put first
+        self._sequences: dict[int, TrackedSequence] = {}  # least recently put first
         self.blocks_moved = 0  # to the host and back, with state_manager.offload
 
     @property
@@ -215,7 +214,7 @@ class InferenceEngineV2:
         for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.get(uid)
             if sequence is None:
-                sequence = self._sequences[uid] = Tracked()
+                sequence = self._sequences[uid] = TrackedSequence()
                 begun.append(uid)
                 sequence.computed = self._blocks.match_prefix(sequence.table, new)
             known = len(sequence.tokens)
@@ -232,16 +231,16 @@ class InferenceEngineV2:
             pieces.append(PagePiece(fresh, start, table.blocks, table.span))
         return pieces
 
-    def _kept(self, sequence: Tracked | None, length: int) -> int:
+    def _kept(self, sequence: TrackedSequence | None, length: int) -> int:
         """Return the number of blocks that a sequence keeps when it grows to ``length``."""
-        if sequence is None or sequence.stored is not None:
+        if sequence is None or sequence.swapped is not None:
             return 0
         blocks, pool = sequence.table.blocks, self._blocks.pool
         if self._blocks.span(length) == sequence.table.span:
             return len(blocks)
         return sum(pool.uses(block) == 1 for block in blocks)
 
-    def _restart_grown(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
+    def _restart_grown(self, sequence: TrackedSequence, length: int, uids: Sequence[int]) -> bool:
         """Restart a sequence whose tokens are rotated differently at ``length``. Recomputed tokens do not count towards
         ``max_ragged_batch_size``. Returns False if there is no room."""
         table = sequence.table
@@ -254,7 +253,7 @@ class InferenceEngineV2:
         sequence.computed = 0
         return True
 
-    def _room_for(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
+    def _room_for(self, sequence: TrackedSequence, length: int, uids: Sequence[int]) -> bool:
         """Reserve blocks; with ``state_manager.offload``, evict those of sequences not in ``uids``, least recently put
         first. Returns False if there is no room."""
         table, pool = sequence.table, self._blocks.pool
@@ -262,21 +261,21 @@ class InferenceEngineV2:
             if self._blocks.missing(table, length) <= pool.num_free:
                 break
             idle = self._sequences[uid]
-            idle.stored = StoredBlocks.of(self.runner.cache, idle.table.blocks)
+            idle.swapped = SwappedBlocks.of(self.runner.cache, idle.table.blocks)
             self._blocks.release(idle.table)
-            self.blocks_moved += idle.stored.count
+            self.blocks_moved += idle.swapped.count
         return self._blocks.reserve(table, length)
 
-    def _bring_back(self, sequence: Tracked, uids: Sequence[int]) -> bool:
+    def _bring_back(self, sequence: TrackedSequence, uids: Sequence[int]) -> bool:
         """Restore the offloaded blocks of a sequence. Returns False if there is no room."""
-        stored = sequence.stored
-        if stored is None:
+        swapped = sequence.swapped
+        if swapped is None:
             return True
         if not self._room_for(sequence, len(sequence.tokens), uids):
             return False
-        stored.write(self.runner.cache, sequence.table.blocks)
-        sequence.stored = None
-        self.blocks_moved += stored.count
+        swapped.write(self.runner.cache, sequence.table.blocks)
+        sequence.swapped = None
+        self.blocks_moved += swapped.count
         return True
 
     def _idle(self, uids: Sequence[int]) -> list[int]:
@@ -306,7 +305,7 @@ class InferenceEngineV2:
         most = manager.max_tracked_sequences * -(-self._max_context // BLOCK_SIZE)
         blocks = min(most, int(free) // self.runner.block_bytes)
         if self._group is not None:
-            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
+            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.info.device)
             self._group.all_reduce_max(least).wait()
             blocks = int(-least.item())
         if blocks < 1:

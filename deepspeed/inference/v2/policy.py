@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.loading import load_weights
-from deepspeed.inference.quantized.stored import keep_integers
+from deepspeed.inference.quantized.integer_layers import keep_integers
 from deepspeed.inference.v2.checkpoint.huggingface_engine import CheckpointEngineBase
 from deepspeed.transforms.on_device import OnDevice
 

@@ -18,7 +18,7 @@ import deepspeed
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.timed import TimedCommunicator, WaitTime
-from deepspeed.engine.observers.progress.wall_clock import APART, MAX_RANKS, _shown
+from deepspeed.engine.observers.progress.wall_clock import COMPARED_TIMERS, MAX_RANKS, _shown
 from deepspeed.parallel.pipeline.module import LayerSpec, PipelineModule
 from tests.pool import distributed, run
 from tests.zero.models import batch, config_for, make_zoo
@@ -167,7 +167,7 @@ def test_only_the_first_wait_counts() -> None:
 
 
 def test_of_many_ranks_the_extremes_are_shown() -> None:
-    times = [dict(zip(APART, (rank, -rank), strict=True)) for rank in range(MAX_RANKS + 1)]
+    times = [dict(zip(COMPARED_TIMERS, (rank, -rank), strict=True)) for rank in range(MAX_RANKS + 1)]
     shown = dict(_shown([{name: float(ms) for name, ms in each.items()} for each in times]))
-    assert shown.keys() == {0, MAX_RANKS} and set(shown[0]) == set(APART)
+    assert shown.keys() == {0, MAX_RANKS} and set(shown[0]) == set(COMPARED_TIMERS)
     assert len(_shown(shown[0] and [shown[0]] * MAX_RANKS)) == MAX_RANKS

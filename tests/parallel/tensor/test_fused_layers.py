@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS
-from deepspeed.checkpoint.foreign.splits import Described
+from deepspeed.checkpoint.foreign.splits import DescribedCuts
 from deepspeed.checkpoint.placement import Placement, placement_of
 from deepspeed.compat.module_inject.layers import (
     LinearAllreduce,
@@ -176,7 +176,7 @@ def test_what_a_model_says_of_its_layers_joins_their_parts(kind: str) -> None:
     model = nn.Module()
     model.proj = layer_class(whole(12, 24), dist.get_world_group(), name="proj", **arguments)
     model.norm = nn.LayerNorm(4)
-    info = Described(collect_autotp_universal_checkpoint_info(model))
+    info = DescribedCuts(collect_autotp_universal_checkpoint_info(model))
     for name, param in model.named_parameters():
         found = info.placements(name, [tuple(param.shape)] * 2)[dist.get_rank()]
         own: Placement = placement_of(param)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.replicas import ReplicaState, ReplicaTransfer, missing, newest_whole
+from deepspeed.checkpoint.replicas import ReplicaState, ReplicaTransfer, missing, newest_complete
 from tests.pool import run
 from tests.tools.elastic import elastic_run
 from tests.tools.launcher import fake_machines
@@ -178,10 +178,12 @@ def test_the_newest_whole_state() -> None:
         0: {"global_step2": ReplicaState(two, three, 2), "global_step3": ReplicaState({"a": 1}, three, 3)},
         2: {"global_step2": ReplicaState({"c": 3}, three, 2)},
     }
-    assert newest_whole(machines) == ("global_step2", three)  # of step 3, b and c are lost
+    assert newest_complete(machines) == ("global_step2", three)  # of step 3, b and c are lost
     machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 3}, three, 3)}
-    assert newest_whole(machines) == ("global_step3", three)
-    assert newest_whole({}) is None
+    assert newest_complete(machines) == ("global_step3", three)
+    assert newest_complete({}) is None
+    machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 1}, three, 3)}  # c was cut short
+    assert newest_complete(machines) == ("global_step2", three)
 
 
 def test_every_machine_gets_what_it_lacks() -> None:

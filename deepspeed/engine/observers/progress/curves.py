@@ -19,7 +19,7 @@ from deepspeed.observe.timer import (
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
-    from deepspeed.engine.observers.progress.wall_clock import WallClock
+    from deepspeed.engine.observers.progress.wall_clock import WallClockBreakdown
 
 TIMERS = {
     FORWARD_GLOBAL_TIMER: "elapsed_time_ms_forward",
@@ -50,7 +50,7 @@ class Curves:
     """
 
     def __init__(
-        self, engine: Engine, monitor: MonitorMaster, reader: StepReader, clock: WallClock | None
+        self, engine: Engine, monitor: MonitorMaster, reader: StepReader, clock: WallClockBreakdown | None
     ) -> None:
         self.engine, self.monitor, self.reader, self.clock = engine, monitor, reader, clock
         # The live page has its own other numbers, and measures memory less often.

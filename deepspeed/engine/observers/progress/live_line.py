@@ -28,7 +28,7 @@ BAR_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineFacts:
+class StepProgress:
     """The progress at one moment; None: unknown."""
 
     step: int
@@ -50,38 +50,43 @@ class LineFacts:
         return str(timedelta(seconds=round(max(0, self.total_steps - self.step) * self.step_s)))
 
 
-def as_line(facts: LineFacts) -> str:
+def as_line(progress: StepProgress) -> str:
     """Format for a log: starts with the four documented fields, in the format that scripts parse."""
-    parts = [f"step={facts.step}", f"skipped={facts.skipped}", f"lr={facts.rates}", f"mom={facts.momenta}"]
+    parts = [
+        f"step={progress.step}",
+        f"skipped={progress.skipped}",
+        f"lr={progress.rates}",
+        f"mom={progress.momenta}",
+    ]
     optional = (
-        ("loss={:.5g}", facts.loss),
-        ("grad_norm={:.4g}", facts.norm),
-        ("samples/s={:.4g}", facts.samples_per_s),
-        ("tokens/s={:.4g}", facts.tokens_per_s),
-        ("step_ms={:.4g}", None if facts.step_s is None else 1e3 * facts.step_s),
-        ("memory={:.2f} GB", facts.memory_bytes / GIB),
-        ("left={}", facts.left),
+        ("loss={:.5g}", progress.loss),
+        ("grad_norm={:.4g}", progress.norm),
+        ("samples/s={:.4g}", progress.samples_per_s),
+        ("tokens/s={:.4g}", progress.tokens_per_s),
+        ("step_ms={:.4g}", None if progress.step_s is None else 1e3 * progress.step_s),
+        ("memory={:.2f} GB", progress.memory_bytes / GIB),
+        ("left={}", progress.left),
     )
     return ", ".join(parts + [text.format(value) for text, value in optional if value is not None])
 
 
-def as_bar(facts: LineFacts) -> str:
+def as_bar(progress: StepProgress) -> str:
     """Format for a terminal: most important first, as it may be truncated on the right."""
-    parts = [f"step {facts.step}"]
-    if facts.total_steps:
-        share = min(1.0, facts.step / facts.total_steps)
+    parts = [f"step {progress.step}"]
+    if progress.total_steps:
+        share = min(1.0, progress.step / progress.total_steps)
         filled = int(share * BAR_WIDTH)
-        parts = [f"{share:4.0%} |{'#' * filled:<{BAR_WIDTH}}| step {facts.step}/{facts.total_steps}"]
+        parts = [f"{share:4.0%} |{'#' * filled:<{BAR_WIDTH}}| step {progress.step}/{progress.total_steps}"]
     optional = (
-        ("loss {:.4g}", facts.loss),
-        ("{} left", facts.left),
-        ("lr {:.3g}", facts.rates[0] if facts.rates else None),
-        ("norm {:.3g}", facts.norm),
-        ("{:.4g} tokens/s", facts.tokens_per_s),
-        ("{:.4g} samples/s", facts.samples_per_s if facts.tokens_per_s is None else None),
-        ("{:.4g} ms/step", None if facts.step_s is None else 1e3 * facts.step_s),
-        ("{:.2f} GB", facts.memory_bytes / GIB),
-        ("{} skipped", facts.skipped or None),
+        ("loss {:.4g}", progress.loss),
+        ("{} left", progress.left),
+        ("lr {:.3g}", progress.rates[0] if progress.rates else None),
+        ("norm {:.3g}", progress.norm),
+        ("{:.4g} tokens/s", progress.tokens_per_s),
+        ("{:.4g} samples/s", progress.samples_per_s if progress.tokens_per_s is None else None),
+        ("{:.4g} ms/step", None if progress.step_s is None else 1e3 * progress.step_s),
+        ("{:.2f} GB", progress.memory_bytes / GIB),
+        ("{} skipped", progress.skipped or None),
     )
     return "  ".join(parts + [text.format(value) for text, value in optional if value is not None])
 
@@ -141,11 +146,11 @@ class LiveLine:
     def show(self, now: float) -> None:
         """Show a line; errors must not affect training."""
         try:
-            facts = self.facts(now)
+            progress = self.progress(now)
             if self.status is None:
-                report(as_line(facts))
+                report(as_line(progress))
             elif not another_display_is_active():
-                self.status.show(as_bar(facts))
+                self.status.show(as_bar(progress))
         except Exception as error:
             logger.debug(f"cannot write the progress line: {error}")
         self.mark = (now, self.step, self.engine.global_samples)
@@ -153,14 +158,14 @@ class LiveLine:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
         self.due_s = now + self.pause_s
 
-    def facts(self, now: float) -> LineFacts:
+    def progress(self, now: float) -> StepProgress:
         engine = self.engine
         mark_s, mark_steps, mark_samples = self.mark or (now, self.step, engine.global_samples)
         steps, seconds = self.step - mark_steps, now - mark_s
         known = steps > 0 and seconds > 0
         samples_per_s = (engine.global_samples - mark_samples) / seconds if known else None
         tokens = self.tokens_per_sample
-        return LineFacts(
+        return StepProgress(
             step=self.step,
             skipped=engine.skipped_steps,
             rates=engine.get_lr(),

@@ -110,7 +110,7 @@ def _mark() -> Any:
     return event
 
 
-OWN = frozenset(
+RECORDED_CURVES = frozenset(
     prefix + name
     for prefix in PREFIXES.values()
     for name in (*NUMBERS, MEMORY, *TIMERS.values())
@@ -127,7 +127,7 @@ PEAK_TFLOPS = {
 """Peak dense 16-bit TFLOPS, as published by the vendors."""
 
 
-class Pulse:
+class RankProgress:
     """The state of a rank, made on every rank; written by the training thread, read by another."""
 
     def __init__(self, engine: Engine) -> None:
@@ -165,8 +165,8 @@ class LivePage:
 
     def __init__(self, engine: Engine, config: LiveConfig, reader: StepReader | None) -> None:
         self.engine, self.config, self.reader = engine, config, reader
-        self.pulse = Pulse(engine)
-        self.ranks = RankStates(self.pulse.snapshot)
+        self.progress = RankProgress(engine)
+        self.ranks = RankStates(self.progress.snapshot)
         self.recorder: LiveRecorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
@@ -178,19 +178,18 @@ class LivePage:
 
     def _begin_recording(self) -> None:
         engine, folder = self.engine, Path(self.config.folder)
-        facts = facts_of(engine, self.config.peak_tflops)
-        skipped = _Skipped(engine)
-        here = {"folder": str(folder.absolute()), "address": None}
-        entry = JobEntry(here)
-        pulse, ranks = self.pulse, self.ranks
+        info = run_info(engine, self.config.peak_tflops)
+        entry = JobEntry({"folder": str(folder.absolute()), "address": None})
+        device, ranks, weak_engine = engine.device, self.ranks, weakref.ref(engine)
 
         def measure() -> dict[str, Any]:
-            memory = memory_of(pulse._device)
-            return {"memory": memory, "skipped": skipped(), **ranks.table()}
+            engine = weak_engine()
+            skipped = 0 if engine is None else engine.skipped_steps
+            return {"memory": memory_of(device), "skipped": skipped, **ranks.table()}
 
-        self.recorder = LiveRecorder(folder, facts, measure, entry=entry)
-        self.recorder.history.set_facts(run=facts)
-        engine.monitor.also_to(RecordSink(self.recorder, OWN))
+        self.recorder = LiveRecorder(folder, info, measure, entry=entry)
+        self.recorder.history.set_facts(run=info)
+        engine.monitor.also_to(RecordSink(self.recorder, RECORDED_CURVES))
         if self.config.serve:
             self._serve(self.recorder, folder)
             entry.facts["address"] = self.server.address if self.server is not None else None
@@ -221,7 +220,7 @@ class LivePage:
         events = self.engine.events
         if self.recorder is not None:
             self._parts = StepParts(self.engine)
-        events.on("before_reduction", self.pulse.reach_reduction)
+        events.on("before_reduction", self.progress.reach_reduction)
         events.on("after_step", self.after_step)
         events.on("on_destroy", self.close)
         self.ranks.start()
@@ -233,9 +232,9 @@ class LivePage:
 
     def after_step(self, **_: Any) -> None:
         number = self.engine.global_steps
-        if number == self.pulse.step:  # not a boundary
+        if number == self.progress.step:  # not a boundary
             return
-        self.pulse.end_step(number)
+        self.progress.end_step(number)
         reading = self.reader.latest if self.reader is not None else None
         if self.recorder is None or reading is None:
             return
@@ -261,7 +260,7 @@ class LivePage:
 
     def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
         """Record a load, after which steps and samples jump."""
-        self.pulse.step = self.engine.global_steps
+        self.progress.step = self.engine.global_steps
         assert self.recorder is not None
         self.recorder.put_event("loaded", self.engine.global_steps, _where(load_dir, tag))
 
@@ -274,17 +273,6 @@ class LivePage:
         self.end()
 
 
-class _Skipped:
-    """Returns the updates skipped so far; holds a weak reference to the engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def __call__(self) -> int:
-        engine = self._engine()
-        return engine.skipped_steps if engine is not None else 0
-
-
 def _end(ranks: RankStates, recorder: LiveRecorder | None, server: PageServer | None) -> None:
     ranks.end()
     if recorder is not None:
@@ -293,7 +281,7 @@ def _end(ranks: RankStates, recorder: LiveRecorder | None, server: PageServer | 
         server.close()
 
 
-def facts_of(engine: Engine, peak_tflops: float | None) -> dict[str, Any]:
+def run_info(engine: Engine, peak_tflops: float | None) -> dict[str, Any]:
     """Return the constants of this run. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no weight
     gradient), without attention; None unless this rank has the whole model and every token uses every weight."""
     trained = sum(full_numel(p) for p in engine.module.parameters() if p.requires_grad)

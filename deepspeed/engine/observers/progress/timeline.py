@@ -10,6 +10,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,7 +74,8 @@ class Timeline:
         """End a step. Also begin recording for engines without a forward (pipelines), after the previous step."""
         engine, recorder = self.engine, self.recorder
         if recorder is None:
-            if self._last_before() and engine.core is not None and engine.clock.position == 0:
+            is_next = engine.global_steps + 1 == self.config.steps[0]
+            if is_next and engine.core is not None and engine.clock.position == 0:
                 self._begin()
                 self._last = ("step", self._step_began)
             return
@@ -84,9 +86,6 @@ class Timeline:
             self._step_began = now
             if engine.global_steps >= self.config.steps[1]:
                 self.end()
-
-    def _last_before(self) -> bool:
-        return self.engine.global_steps + 1 == self.config.steps[0]
 
     def _begin(self) -> None:
         engine = self.engine
@@ -100,14 +99,13 @@ class Timeline:
             ("after_backward", functools.partial(self._leave, "backward")),
             ("before_step", functools.partial(self._enter, "step")),
         ]
-        for (
-            event,
-            subscriber,
-        ) in during:  # a subscription during an event is also called for that event
+        for event, subscriber in during:  # the event in progress calls its new subscriber, too
             engine.events.on(event, subscriber)
         self._subscriptions += during
         if not engine.compilation.is_compiled:
-            self._watch_modules(recorder)
+            for name, module in engine.module.named_modules():
+                if name:
+                    self._watch_module(recorder, name, module)
         self._watch_collectives(recorder)
         self._watch_pipeline(recorder)
         self._watch_buckets(recorder)
@@ -129,7 +127,7 @@ class Timeline:
         engine = self.engine
         path = self.folder / f"rank{engine.global_rank:05d}.trace.json"
         exported = self.folder / f".operations-{engine.global_rank}-{os.getpid()}.json"
-        facts = {
+        details = {
             "rank": engine.global_rank,
             "ranks": engine.world_size,
             "steps": self.config.steps,
@@ -138,7 +136,7 @@ class Timeline:
         try:
             if self.operations is not None:
                 self.operations.stop(exported)
-            recorder.write(path, facts, exported if self.operations is not None else None)
+            recorder.write(path, details, exported if self.operations is not None else None)
         except OSError as error:
             logger.warning(f"trace.path={self.config.path!r}: cannot write the timeline: {error}")
             return
@@ -173,11 +171,6 @@ class Timeline:
         self._last = (phase, now)
 
     # Modules ------------------------------------------------------------------------------------------------
-
-    def _watch_modules(self, recorder: TimelineRecorder) -> None:
-        for name, module in self.engine.module.named_modules():
-            if name:
-                self._watch_module(recorder, name, module)
 
     def _watch_module(self, recorder: TimelineRecorder, name: str, module: nn.Module) -> None:
         begun: list[int] = []
@@ -254,7 +247,7 @@ class Timeline:
                 return pending
             calls[operation] += 1
             nbytes = max(each.nbytes for each in args if isinstance(each, Tensor))
-            facts = {
+            details = {
                 "of": subject,
                 "group": group,
                 "number": calls[operation],
@@ -262,14 +255,14 @@ class Timeline:
                 "operation": operation,
             }
             issued = recorder.now()
-            recorder.add(WAIT, f"start {operation}: {subject}", begin, issued, asked=begin, **facts)
+            recorder.add(WAIT, f"start {operation}: {subject}", begin, issued, asked=begin, **details)
 
             def finish() -> None:
                 waits = recorder.now()
                 pending.wait()
                 end = recorder.now()
-                recorder.add(WAIT, f"{operation}: {subject}", waits, end, asked=begin, **facts)
-                recorder.add(COLLECTIVE, f"{operation}: {subject}", begin, end, **facts)
+                recorder.add(WAIT, f"{operation}: {subject}", waits, end, asked=begin, **details)
+                recorder.add(COLLECTIVE, f"{operation}: {subject}", begin, end, **details)
 
             return Pending(finish)
 
@@ -284,22 +277,28 @@ class Timeline:
             peer = getattr(channel, "peer", None)
             method = "receive" if hasattr(channel, "receive") else "flush"
             if peer is not None:  # not between two chunks of this rank
-                facts = {"operation": method, "of": name, "from": peer}
-                self.replaced.method(channel, method, functools.partial(_waits, recorder, facts))
+                span = functools.partial(
+                    recorder.span,
+                    WAIT,
+                    f"{method} {name}, rank {peer}",
+                    operation=method,
+                    of=name,
+                    **{"from": peer},
+                )
+                self.replaced.method(channel, method, functools.partial(_within, lambda _, span=span: span()))
 
     def _watch_buckets(self, recorder: TimelineRecorder) -> None:
         core, sharded = self.engine.core, self.engine.sharded
         if core is not None:
             for bucket in core.reducer.buckets:
                 name = unit_of([core.access.names[s.param] for s in bucket.layout.slots if s.param >= 0])
+                about = functools.partial(recorder.about, f"gradients of {name}")
                 for method in ("launch", "collect"):
                     self.replaced.method(
-                        bucket, method, functools.partial(_about, recorder, f"gradients of {name}")
+                        bucket, method, functools.partial(_within, lambda _, about=about: about())
                     )
                 if bucket.host is not None:
-                    self.replaced.method(
-                        bucket.host, "copy", functools.partial(_spanned, recorder, COPY, "to host")
-                    )
+                    self._record_copies(recorder, bucket.host, "copy", "to host")
         if sharded is not None:
             names = [
                 unit_of([self.engine.param_names.get(param, "") for param in bucket.params])
@@ -313,14 +312,22 @@ class Timeline:
         files = [getattr(tier, "swap", None), getattr(tier, "weights_swap", None)]
         files.append(sharded.storage.swap if sharded is not None else None)
         for file in {id(file): file for file in files if file is not None}.values():
-            for method, name in (
-                ("read", "start reading"),
-                ("write", "start writing"),
-                ("finish", "wait for file"),
-            ):
-                self.replaced.method(file, method, functools.partial(_spanned, recorder, COPY, name))
+            self._record_copies(recorder, file, "read", "start reading")
+            self._record_copies(recorder, file, "write", "start writing")
+            self._record_copies(recorder, file, "finish", "wait for file")
         if tier is not None:
-            self.replaced.method(tier, "update", functools.partial(_spanned, recorder, PHASE, "update"))
+            self._record_copies(recorder, tier, "update", "update", PHASE)
+
+    def _record_copies(
+        self, recorder: TimelineRecorder, owner: Any, method: str, name: str, track: str = COPY
+    ) -> None:
+        """Record every call of ``owner.method`` as a span, with the size of its largest tensor argument."""
+
+        def span(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+            nbytes = max((each.nbytes for each in args if isinstance(each, Tensor)), default=0)
+            return recorder.span(track, name, bytes=nbytes, of=recorder.subject())
+
+        self.replaced.method(owner, method, functools.partial(_within, span))
 
 
 def unit_of(names: Iterable[str]) -> str:
@@ -339,34 +346,17 @@ def unit_of(names: Iterable[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _about(recorder: TimelineRecorder, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with recorder.about(name):
-            return call(*args, **kwargs)
-
-    return named
-
-
-def _spanned(
-    recorder: TimelineRecorder, track: str, name: str, call: Callable[..., Any]
+def _within(
+    enter: Callable[[tuple[Any, ...]], AbstractContextManager[Any]], call: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Return ``call``, run within the context that ``enter`` makes of its positional arguments."""
+
     @functools.wraps(call)
-    def spanned(*args: Any, **kwargs: Any) -> Any:
-        nbytes = max((each.nbytes for each in args if isinstance(each, Tensor)), default=0)
-        with recorder.span(track, name, bytes=nbytes, of=recorder.subject()):
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with enter(args):
             return call(*args, **kwargs)
 
-    return spanned
-
-
-def _waits(recorder: TimelineRecorder, facts: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        with recorder.span(WAIT, f"{facts['operation']} {facts['of']}, rank {facts['from']}", **facts):
-            return call(*args, **kwargs)
-
-    return waited
+    return wrapped
 
 
 def _gathers(recorder: TimelineRecorder, names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:

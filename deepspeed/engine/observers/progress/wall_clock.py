@@ -28,11 +28,11 @@ EVERY = 10
 """Steps between exchanges of the ranks' times, if `steps_per_print` is unset."""
 MAX_RANKS = 16
 """Up to this number of ranks all times are shown; beyond it only the smallest and largest."""
-APART = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
+COMPARED_TIMERS = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
 """Timers that are compared between ranks."""
 
 
-class WallClock:
+class WallClockBreakdown:
     """Milliseconds of forward, backward and step, and of waits for other ranks and for data, summed over each step.
 
     ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the exposed time of their
@@ -55,9 +55,9 @@ class WallClock:
         self.elapsed_ms: dict[str, float] = {}
         self.step_waits_ms: float | None = None
         self._waited, self._before_step = 0.0, 0.0
-        self.names = [name for _, _, name in self.SPANS] + list(APART)
+        self.names = [name for _, _, name in self.SPANS] + list(COMPARED_TIMERS)
         self._interval = interval or EVERY
-        self._sums = dict.fromkeys(APART, 0.0)
+        self._sums = dict.fromkeys(COMPARED_TIMERS, 0.0)
         self._of_ranks: list[tuple[int, dict[str, float]]] = []
         self._waits = WaitTime(
             None if get_accelerator().use_host_timers() else engine.timers(EXPOSED_COMMUNICATION_TIMER)
@@ -121,7 +121,7 @@ class WallClock:
             self.step_waits_ms, self._waited = self._waited * 1e3, 0.0
         self.elapsed_ms |= {name: timers(name).elapsed(reset=False) for name in self.names}
         timers.log(self.names, reset=True, ranks=[0])
-        for name in APART:
+        for name in COMPARED_TIMERS:
             self._sums[name] += self.elapsed_ms[name]
         if self.steps % self._interval == 0:
             self._exchange_times()
@@ -130,17 +130,19 @@ class WallClock:
 
     def _exchange_times(self) -> None:
         """Gather every rank's means since the last exchange. Collective."""
-        sums, self._sums = self._sums, dict.fromkeys(APART, 0.0)
+        sums, self._sums = self._sums, dict.fromkeys(COMPARED_TIMERS, 0.0)
         ranks = self.engine.world_size
         if ranks == 1:
             return
-        own = torch.tensor([sums[name] / self._interval for name in APART], device=self.engine.device)
-        every = own.new_empty(ranks * len(APART))
+        own = torch.tensor(
+            [sums[name] / self._interval for name in COMPARED_TIMERS], device=self.engine.device
+        )
+        every = own.new_empty(ranks * len(COMPARED_TIMERS))
         dist.all_gather_into_tensor(every, own)
         if is_rank_zero():
-            rows = every.view(ranks, len(APART)).tolist()
-            self._of_ranks = _shown([dict(zip(APART, row, strict=True)) for row in rows])
-            for name in APART:
+            rows = every.view(ranks, len(COMPARED_TIMERS)).tolist()
+            self._of_ranks = _shown([dict(zip(COMPARED_TIMERS, row, strict=True)) for row in rows])
+            for name in COMPARED_TIMERS:
                 shown = [f"{rank}: {times[name]:.2f}" for rank, times in self._of_ranks if name in times]
                 print_dist(f"{name} (ms) by rank: {' | '.join(shown)}", ranks=[0])
 
@@ -155,7 +157,7 @@ def _shown(times: list[dict[str, float]]) -> list[tuple[int, dict[str, float]]]:
     if len(times) <= MAX_RANKS:
         return list(enumerate(times))
     found: dict[int, dict[str, float]] = {}
-    for name in APART:
+    for name in COMPARED_TIMERS:
         order = sorted(range(len(times)), key=lambda rank: times[rank][name])
         for rank in (order[0], order[-1]):
             found.setdefault(rank, {})[name] = times[rank][name]

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
-from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_gone
+from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_disconnected
 from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Update
@@ -119,7 +119,7 @@ class Embedder:
 async def answered(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """Return the result of ``work``, or an error response."""
     try:
-        return await unless_gone(request, work)
+        return await unless_disconnected(request, work)
     except NotFiniteError as problem:
         return refusal(500, str(problem), "server_error")
     except (ValueError, BusyError, ClosedError) as problem:

@@ -16,7 +16,7 @@ from deepspeed.zero.accumulation import AccumulationClock
 _WATCH = "_ds_step_watch"  # attribute of an optimizer: the hook of the newest engine
 
 
-class StepNotes:
+class StepWarnings:
     """Warns once when a script calls ``step`` of the optimizer, and once when an update has no gradient.
 
     The hook on ``optimizer`` holds only weak references. Optimizers without torch's hooks are not watched.

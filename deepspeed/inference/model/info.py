@@ -22,7 +22,7 @@ class LayoutError(ExplainedError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     """``arguments``: of the model's forward. ``sliding_layers``: number of layers with a window; None: the config does
     not list its layers. ``max_length``: positions of the model; None: unknown. ``stop_token_ids``: tokens that end a
     text."""
@@ -38,7 +38,7 @@ class ModelFacts:
     device: torch.device
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModelFacts:
+    def of(cls, module: nn.Module) -> ModelInfo:
         """Read the properties. LayoutError: not a causal language model of Transformers, or a layer is not
         attention."""
         name = type(module).__name__

@@ -1,4 +1,4 @@
-"""The directory of files: computed from the cuts, and listed fragment by fragment, with the same result."""
+"""The shard map of a checkpoint: computed from the cuts, and listed fragment by fragment, with the same result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.checkpoint import directory, names
-from deepspeed.checkpoint.directory import Contents
-from deepspeed.checkpoint.own_format import OPTIMIZER_DIRECTORY, PARTS_DIRECTORY
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.file_format import OPTIMIZER_MAP, PARTS_MAP
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.shard_map import (
+    FileShards,
+    ShardMapInput,
+    make_shard_map,
+    pack_listed,
+    read_shard_map,
+)
 from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from tests.checkpoint.models import config, make_engine, train
 from tests.pool import distributed
@@ -48,17 +54,17 @@ def some_cuts(dice: random.Random) -> tuple[dict[str, ShardCut], dict[str, int],
     return cuts, numels, files
 
 
-def test_computed_and_listed_directories_name_the_same_files():
+def test_computed_and_listed_maps_name_the_same_files():
     dice = random.Random(3)
     for _ in range(60):
         cuts, numels, files = some_cuts(dice)
         shapes = [(numels[name],) for name in cuts]
-        reports = [directory.held(held_by(f, cuts, numels), list(cuts)).packed() for f in range(files)]
-        packed = directory.pack(list(cuts), shapes, reports)
+        reports = [FileShards.of(held_by(f, cuts, numels), list(cuts)).packed() for f in range(files)]
+        packed = pack_listed(list(cuts), shapes, reports)
         assert packed is not None
-        listed = directory.read(packed, not_needed)
+        listed = read_shard_map(packed, not_needed)
         numbers = [(cut.offset, cut.length, cut.count) for cut in cuts.values()]
-        computed = directory.read(
+        computed = read_shard_map(
             {"names": list(cuts), "shapes": shapes, "kinds": [KINDS] * 8, "cuts": numbers}, not_needed
         )
         assert type(listed) is not type(computed) and listed.shapes == computed.shapes
@@ -70,25 +76,25 @@ def test_computed_and_listed_directories_name_the_same_files():
         assert computed.files(ShardIndex("unknown", (1,), (), 0, 1), 0) == set()
 
 
-def contents(file: int, *, of: int | None = None, kinds=lambda name: KINDS) -> Contents:
+def contents(file: int, *, of: int | None = None, kinds=lambda name: KINDS) -> ShardMapInput:
     """Return the contents of file ``file``, for two tensors cut over two ranks; ``of``: it holds that file's
     fragments."""
     cuts, numels = {"a": ShardCut(0, 8, 2), "b": ShardCut(10, 8, 2)}, {"a": 10, "b": 6}
-    held = directory.held(held_by(file if of is None else of, cuts, numels, kinds), list(cuts))
-    return Contents(list(cuts), [(10,), (6,)], list(cuts.values()), held, file)
+    held = FileShards.of(held_by(file if of is None else of, cuts, numels, kinds), list(cuts))
+    return ShardMapInput(list(cuts), [(10,), (6,)], list(cuts.values()), held, file)
 
 
 @distributed(world_size=2)
 def test_exceptions_are_listed():
     """A rank that holds anything but its shard makes all of them list what they hold."""
     ranks, rank = Ranks(), dist.get_rank()
-    made = directory.make(contents(rank), ranks)
+    made = make_shard_map(contents(rank), ranks)
     assert made is not None and "cuts" in made and "rows" not in made
     assert made["kinds"] == [KINDS, KINDS]
-    swapped = directory.make(contents(rank, of=1 - rank), ranks)
+    swapped = make_shard_map(contents(rank, of=1 - rank), ranks)
     assert (swapped is None) == bool(rank)
     if swapped is not None:
-        read = directory.read(swapped, not_needed)
+        read = read_shard_map(swapped, not_needed)
         assert read.files(ShardIndex("a", (10,), (), 0, 8), 0) == {1}
         assert read.files(ShardIndex("a", (10,), (), 7, 9), 0) == {0, 1}
 
@@ -97,9 +103,9 @@ def test_exceptions_are_listed():
 def test_kinds_of_state_that_not_every_rank_has():
     """Rank 1 holds no part of ``a`` that rank 0 knows to be without moments; ``b`` is only on rank 1."""
     ranks, rank = Ranks(), dist.get_rank()
-    some = directory.make(contents(rank, kinds=lambda name: KINDS if name == "b" else KINDS[:1]), ranks)
+    some = make_shard_map(contents(rank, kinds=lambda name: KINDS if name == "b" else KINDS[:1]), ranks)
     assert some is not None and some["kinds"] == [KINDS[:1], KINDS] and "cuts" in some
-    apart = directory.make(contents(rank, kinds=lambda name: (f"only{rank}",)), ranks)
+    apart = make_shard_map(contents(rank, kinds=lambda name: (f"only{rank}",)), ranks)
     if rank == 0:
         assert apart is not None and "cuts" not in apart
         assert apart["kinds"] == [("only0", "only1"), ("only1",)]
@@ -116,9 +122,9 @@ def test_engines_compute_it(tmp_path: Path, stage: int):
         return
     first = names.zero_model_file(0, 0) if stage == 3 else names.model_file(0)
     index = torch.load(tmp_path / "t" / first)[names.INDEX]
-    for key in (OPTIMIZER_DIRECTORY, PARTS_DIRECTORY)[: 1 + (stage == 3)]:
+    for key in (OPTIMIZER_MAP, PARTS_MAP)[: 1 + (stage == 3)]:
         assert "cuts" in index[key] and "rows" not in index[key]
-    read = directory.read(index[OPTIMIZER_DIRECTORY], not_needed)
+    read = read_shard_map(index[OPTIMIZER_MAP], not_needed)
     for number in range(3):
         section = torch.load(tmp_path / "t" / names.optim_file(number, 0, bf16=False))[names.OPTIMIZER_STATE]
         assert section["shards"]

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, Group, Source
-from deepspeed.checkpoint.directory import TABLES, Directory
-from deepspeed.checkpoint.directory import read as read_directory
+from deepspeed.checkpoint.catalog import Catalog, ParamGroup, SavedFragment
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
-from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
-from deepspeed.checkpoint.names import DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS, SAVE
-from deepspeed.checkpoint.own_format import (
-    DIRECTORIES,
-    OPTIMIZER_DIRECTORY,
-    PARTS_DIRECTORY,
+from deepspeed.checkpoint.file_format import (
+    OPTIMIZER_MAP,
+    PARTS_MAP,
+    SHARD_MAPS,
     unpack_groups,
     unpack_section,
 )
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
+from deepspeed.checkpoint.names import DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS, SAVE
 from deepspeed.checkpoint.renaming import WRAPPER, Rename, renamed, renaming
 from deepspeed.checkpoint.save_ids import FileOfSave
+from deepspeed.checkpoint.shard_map import TABLES, ShardMap, read_shard_map
 from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
 
-class OwnReader:
+class CatalogReader:
     """Reads our checkpoints: ``catalog`` starts with the first model file's content; ``fetch`` adds fragments of
     other files.
 
@@ -55,7 +54,7 @@ class OwnReader:
         weights_too = self.sharded_weights or self.index.get("weights_in_optimizer_files", False)
         self.reads_optimizer = self.index["optimizer"] is not None and (optimizer or weights_too)
         self.catalog = self._catalog()
-        self.directories = self._directories()
+        self.shard_maps = self._shard_maps()
         self._add_model_file(head.path.name)
 
     def _check_format(self) -> None:
@@ -105,42 +104,42 @@ class OwnReader:
         catalog.has_optimizer = self.index["optimizer"] is not None
         return catalog
 
-    def _directories(self) -> dict[str, Directory]:
-        """Return the directories by index key; add the parameter names that each covers to the catalog."""
-        packed = {key: self.index.get(key) for key in DIRECTORIES}
+    def _shard_maps(self) -> dict[str, ShardMap]:
+        """Return the shard maps by index key; add the parameter names that each covers to the catalog."""
+        packed = {key: self.index.get(key) for key in SHARD_MAPS}
         made = {
-            key: read_directory(value, self.head.verify) for key, value in packed.items() if value is not None
+            key: read_shard_map(value, self.head.verify) for key, value in packed.items() if value is not None
         }
         if self.reads_optimizer:
-            held = made[OPTIMIZER_DIRECTORY].kinds if OPTIMIZER_DIRECTORY in made else {}
-            for name in self._covered(OPTIMIZER_DIRECTORY, held):
+            held = made[OPTIMIZER_MAP].kinds if OPTIMIZER_MAP in made else {}
+            for name in self._covered(OPTIMIZER_MAP, held):
                 self.catalog.fragments.setdefault(name, {kind: [] for kind in held.get(name, ())})
-        shapes = made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else {}
-        for name in self._covered(PARTS_DIRECTORY, shapes):
+        shapes = made[PARTS_MAP].shapes if PARTS_MAP in made else {}
+        for name in self._covered(PARTS_MAP, shapes):
             self.catalog.module.setdefault(name, [])
         for name in self.index.get("frozen_elsewhere", ()):
             self.catalog.module.setdefault(name, [])
         return made
 
     def _covered(self, key: str, listed: Iterable[str]) -> Iterable[str]:
-        """Return the names of the parameters in a directory's files, even if there is no directory."""
+        """Return the names of the parameters in a shard map's files, even if there is no map."""
         return self.index.get("covered", {}).get(key, listed)
 
     # Other files --------------------------------------------------------------------------------------------
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Open the files that hold ``shards``; all files for None. Without a directory, files are opened in order of
+        """Open the files that hold ``shards``; all files for None. Without a shard map, files are opened in order of
         distance from file number ``prefer`` until every shard is found."""
         if len(self.model_files) > 1:
             wanted = shards if self.index.get("stages", 1) == 1 else None
             for name in self._search(self._near(self.model_files, prefer), wanted, self._held_as_weights):
                 self._add_model_file(name)
         if self.sharded_weights:
-            for name in self._needed(PARTS_DIRECTORY, self.part_files, shards, prefer):
+            for name in self._needed(PARTS_MAP, self.part_files, shards, prefer):
                 self._add_parts(self._archive(name))
         if not self.reads_optimizer or not self.optim_files:
             return
-        for name in self._needed(OPTIMIZER_DIRECTORY, self.optim_files, shards, prefer):
+        for name in self._needed(OPTIMIZER_MAP, self.optim_files, shards, prefer):
             self._add_optimizer_file(name)
         if not self.catalog.groups:  # a rank that owns no shards
             name = self.optim_files[prefer % len(self.optim_files)]
@@ -148,15 +147,15 @@ class OwnReader:
             self.catalog.scalars = dict(self._archive(name).content[OPTIMIZER_STATE]["scalars"])
 
     def _needed(
-        self, directory: str, files: list[str], shards: Sequence[ShardIndex] | None, prefer: int
+        self, key: str, files: list[str], shards: Sequence[ShardIndex] | None, prefer: int
     ) -> Iterable[str]:
-        if directory in self.directories and shards is not None:
-            numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
+        if key in self.shard_maps and shards is not None:
+            numbers = {n for shard in shards for n in self.shard_maps[key].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
-        covered = self.index.get("covered", {}).get(directory)
+        covered = self.index.get("covered", {}).get(key)
         if shards is None or covered is None or self.index.get("frozen_elsewhere"):
             return self.present(files)
-        held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
+        held = self._held_as_masters if key == OPTIMIZER_MAP else self._held_as_weights
         wanted = set(covered)
         return self._search(self._near(files, prefer), [s for s in shards if s.name in wanted], held)
 
@@ -164,7 +163,7 @@ class OwnReader:
         self,
         files: list[str],
         shards: Sequence[ShardIndex] | None,
-        held: Callable[[ShardIndex], list[Source]],
+        held: Callable[[ShardIndex], list[SavedFragment]],
     ) -> Iterator[str]:
         """Yield ``files`` in order until those added so far hold all ``shards``."""
         left = list(shards) if shards is not None else None
@@ -177,10 +176,10 @@ class OwnReader:
                     return
             yield name
 
-    def _held_as_weights(self, shard: ShardIndex) -> list[Source]:
+    def _held_as_weights(self, shard: ShardIndex) -> list[SavedFragment]:
         return self.catalog.module.get(shard.name, [])
 
-    def _held_as_masters(self, shard: ShardIndex) -> list[Source]:
+    def _held_as_masters(self, shard: ShardIndex) -> list[SavedFragment]:
         return self.catalog.fragments.get(shard.name, {}).get(MASTER, [])
 
     def _near(self, files: list[str], prefer: int) -> list[str]:
@@ -270,7 +269,7 @@ class OwnReader:
             return
         parts = (archive.content["frozen_param_fragments"] or {}).values()
         for entry, part in zip(archive.content[INDEX]["parts"], parts, strict=True):
-            self.catalog.add_module(Source(ShardIndex(*entry), flat(part), archive))
+            self.catalog.add_module(SavedFragment(ShardIndex(*entry), flat(part), archive))
 
     # Per-rank state ---------------------------------------------------------------------------
 
@@ -292,7 +291,7 @@ def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     )
 
 
-def _joined(groups: list[Group], more: list[Group]) -> list[Group]:
+def _joined(groups: list[ParamGroup], more: list[ParamGroup]) -> list[ParamGroup]:
     """Merge parameter groups of several pipeline stages into those of the whole model.
 
     Groups are matched by position if the options agree at each position. Otherwise a stage has no parameters of some
@@ -312,7 +311,7 @@ def _joined(groups: list[Group], more: list[Group]) -> list[Group]:
     return found
 
 
-def _place(group: Group, groups: list[Group]) -> int | None:
+def _place(group: ParamGroup, groups: list[ParamGroup]) -> int | None:
     return next((place for place, each in enumerate(groups) if _same(each.options, group.options)), None)
 
 
@@ -345,7 +344,7 @@ def _add_module(catalog: Catalog, archive: Archive) -> None:
         shape, boxes = index["module_boxes"].get(name, (tuple(value.shape), ()))
         if boxes or not catalog.module.get(name):
             catalog.add_module(
-                Source(ShardIndex(name, tuple(shape), boxes, 0, value.numel()), flat(value), archive)
+                SavedFragment(ShardIndex(name, tuple(shape), boxes, 0, value.numel()), flat(value), archive)
             )
 
 
@@ -355,9 +354,9 @@ def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
     found = [*(content.get("module") or {}).values(), *(content.get("frozen_param_fragments") or {}).values()]
     for section in (content.get("optimizer"), content.get(OPTIMIZER_STATE)):
         found += [run["data"] for run in section["tensors"]] if section else []
-    for key in DIRECTORIES:
-        directory = index.get(key) or {}
-        found += [directory[table] for table in TABLES if table in directory]
+    for key in SHARD_MAPS:
+        shard_map = index.get(key) or {}
+        found += [shard_map[table] for table in TABLES if table in shard_map]
     return [value for value in found if isinstance(value, Tensor)]
 
 

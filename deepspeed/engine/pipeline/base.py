@@ -17,7 +17,7 @@ from deepspeed.parallel.pipeline.schedules.orders import stage_of_position
 from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 
-class PipelineFacts(DeepSpeedEngine):
+class PipelineEngineBase(DeepSpeedEngine):
     """The base of ``PipelineEngine`` that its parts (``stage.py``) and instructions use."""
 
     change_batch: Callable[[Any], Any] | None = None

@@ -1,4 +1,4 @@
-"""The directory: which file of a checkpoint holds which interval of a parameter, so that a loader opens only the
+"""The shard map: which file of a checkpoint holds which interval of a parameter, so that a loader opens only the
 files it needs.
 
 One file of each checkpoint contains it, in one of two forms:
@@ -29,14 +29,25 @@ TABLES = ("first_rows", "rows")
 
 
 @dataclass(slots=True)
-class FileContents:
-    """The content of one rank's file: a row of three numbers and the kinds of state for each fragment."""
+class FileShards:
+    """The shards in one rank's file: a row (parameter number, start, stop) and the kinds of state for each."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     kinds: list[tuple[str, ...]] = field(default_factory=list)
     has_boxes: bool = False
 
-    def follows(self, cuts: Sequence[ShardCut], numels: Sequence[int], file: int) -> bool:
+    @classmethod
+    def of(cls, shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> FileShards:
+        """List a rank's shards with their kinds of state; ``names``: of all parameters, the same on every rank."""
+        number = {name: place for place, name in enumerate(names)}
+        found = cls()
+        for index, kinds in shards:
+            found.rows.append((number[index.name], index.start, index.stop))
+            found.kinds.append(tuple(kinds))
+            found.has_boxes |= bool(index.boxes)
+        return found
+
+    def match(self, cuts: Sequence[ShardCut], numels: Sequence[int], file: int) -> bool:
         """Return whether file number ``file`` holds exactly the intervals that the parameters' ``cuts`` imply."""
         if self.has_boxes:
             return False
@@ -66,22 +77,10 @@ class FileContents:
         )
 
 
-def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> FileContents:
-    """Describe a rank's fragments and their kinds (``shards``); ``names``: of all parameters, the same on every
-    rank."""
-    number = {name: place for place, name in enumerate(names)}
-    found = FileContents()
-    for index, kinds in shards:
-        found.rows.append((number[index.name], index.start, index.stop))
-        found.kinds.append(tuple(kinds))
-        found.has_boxes |= bool(index.boxes)
-    return found
-
-
-def pack(
+def pack_listed(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
-    """Return the listed directory of all ``ranks`` (``FileContents.packed`` of each, by file number). None if tensors
+    """Return the listed form of all ``ranks`` (``FileShards.packed`` of each, by file number). None if tensors
     are split into boxes: flat intervals do not show their overlaps."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
@@ -106,35 +105,32 @@ def pack(
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """Input of a directory: the parameters known to all ranks, and the content of this rank's file (``held``).
+class ShardMapInput:
+    """One rank's input to the shard map: the parameters known to all ranks, and the shards in this rank's file.
 
-    ``cuts``: None for a parameter that may not be sharded evenly.
+    ``cuts``: None for a parameter that may not be sharded evenly. ``file``: number of this rank's file.
     """
 
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     cuts: Sequence[ShardCut | None]
-    held: FileContents
+    shards: FileShards
     file: int
 
-    def known_cuts(self) -> list[ShardCut]:
-        return [cut for cut in self.cuts if cut is not None]
 
-
-def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the directory on ranks that write it; None elsewhere, or if none is possible. Collective."""
-    computed = _compute(contents, ranks)
+def make_shard_map(own: ShardMapInput, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the shard map on ranks that write it; None elsewhere, or if none is possible. Collective."""
+    computed = _compute(own, ranks)
     if computed is not None:
         return computed
-    alike = ranks.agree((list(contents.names), [tuple(shape) for shape in contents.shapes]))
-    described = None if alike else (list(contents.names), [tuple(shape) for shape in contents.shapes])
-    reports = ranks.gather_at_writers((contents.file, contents.held.packed(), described))
+    parameters = (list(own.names), [tuple(shape) for shape in own.shapes])
+    alike = ranks.agree(parameters)
+    reports = ranks.gather_at_writers((own.file, own.shards.packed(), None if alike else parameters))
     if reports is None:
         return None
     reports = sorted(reports, key=lambda report: report[0])
     if alike:
-        return pack(contents.names, contents.shapes, [report for _, report, _ in reports])
+        return pack_listed(*parameters, [report for _, report, _ in reports])
     return _pack_differing([(report, *described) for _, report, described in reports])
 
 
@@ -150,44 +146,43 @@ def _pack_differing(reports: Sequence[tuple[Any, list[str], list[tuple[int, ...]
         rows = rows.clone()
         rows[:, NAME] = table[rows[:, NAME]]
         renumbered.append((rows, distinct, places, has_boxes))
-    return pack(list(shapes), list(shapes.values()), renumbered)
+    return pack_listed(list(shapes), list(shapes.values()), renumbered)
 
 
-def _compute(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the computed form; None on all ranks if some rank's fragments do not match. Messages do not grow with
-    the world size."""
-    names, shapes = list(contents.names), [tuple(shape) for shape in contents.shapes]
-    cuts = contents.known_cuts()
-    numels = [prod(shape) for shape in shapes]
-    follows = len(cuts) == len(names) and contents.held.follows(cuts, numels, contents.file)
-    if not ranks.agree((follows, names, shapes, cuts)) or not follows:
+def _compute(own: ShardMapInput, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the computed form; None on all ranks if some rank's shards do not match. Messages do not grow with the
+    world size."""
+    names, shapes = list(own.names), [tuple(shape) for shape in own.shapes]
+    cuts = [cut for cut in own.cuts if cut is not None]
+    match = len(cuts) == len(names) and own.shards.match(cuts, list(map(prod, shapes)), own.file)
+    if not ranks.agree((match, names, shapes, cuts)) or not match:
         return None
-    kinds = _kinds_of_all(contents, ranks)
+    kinds = _kinds_of_all(own, ranks)
     if kinds is None:
         return None
     numbers = [(cut.offset, cut.length, cut.count) for cut in cuts]
     return {"names": names, "shapes": shapes, "kinds": kinds, "cuts": numbers}
 
 
-def _kinds_of_all(contents: Contents, ranks: Ranks) -> list[tuple[str, ...]] | None:
+def _kinds_of_all(own: ShardMapInput, ranks: Ranks) -> list[tuple[str, ...]] | None:
     """Return the kinds of state that each parameter has on any rank. None if no rank has every kind that occurs."""
-    own = list(dict.fromkeys(kind for kinds in contents.held.kinds for kind in kinds))
-    known = ranks.longest(own)
-    if known is None or ranks.any(not set(own) <= set(known)):
+    here = list(dict.fromkeys(kind for kinds in own.shards.kinds for kind in kinds))
+    known = ranks.longest(here)
+    if known is None or ranks.any(not set(here) <= set(known)):
         return None
     width = len(known)
-    flags = [False] * (len(contents.names) * width)
-    for (number, *_), kinds in zip(contents.held.rows, contents.held.kinds, strict=True):
+    flags = [False] * (len(own.names) * width)
+    for (number, *_), kinds in zip(own.shards.rows, own.shards.kinds, strict=True):
         for kind in kinds:
             flags[number * width + known.index(kind)] = True
     found = ranks.any_each(flags)
     return [
         tuple(kind for place, kind in enumerate(known) if found[number * width + place])
-        for number in range(len(contents.names))
+        for number in range(len(own.names))
     ]
 
 
-class Directory(Protocol):
+class ShardMap(Protocol):
     shapes: dict[str, tuple[int, ...]]
     kinds: dict[str, tuple[str, ...]]
 
@@ -197,12 +192,12 @@ class Directory(Protocol):
         ...
 
 
-def read(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> Directory:
-    """Read the result of ``make``. ``verify`` is called with each part of a table before it is used."""
-    return Computed(packed) if "cuts" in packed else Listed(packed, verify)
+def read_shard_map(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> ShardMap:
+    """Read the result of ``make_shard_map``. ``verify`` is called with each part of a table before it is used."""
+    return ComputedShardMap(packed) if "cuts" in packed else ListedShardMap(packed, verify)
 
 
-class Computed:
+class ComputedShardMap:
     """The computed form: file numbers by division."""
 
     def __init__(self, packed: Mapping[str, Any]) -> None:
@@ -220,7 +215,7 @@ class Computed:
         return set(cut.shards(shard.start, shard.stop))
 
 
-class Listed:
+class ListedShardMap:
     """The listed form: binary search in the rows of all fragments."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:

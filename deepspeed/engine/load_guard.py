@@ -18,7 +18,7 @@ from deepspeed.base.events import Events
 _GUARDED = ("before_forward", "before_backward", "before_step")
 
 
-class HalfLoaded:
+class LoadGuard:
     """Remembers a failed load; without one it costs nothing, as it is then not subscribed to any event."""
 
     def __init__(self, events: Events) -> None:

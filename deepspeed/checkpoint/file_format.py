@@ -42,10 +42,10 @@ names) and where they are written:
       pending           bool                       saved between two updates: a file of gradients per rank
       own_state         bool                       a file of unshared optimizer state per rank
       buffers_differ    bool                       a file of buffers per rank
-      optimizer_directory  dict or None            which optimizer file holds what (``directory.py``); read from the
+      optimizer_directory  dict or None            which optimizer file holds what (``shard_map.py``); read from the
                                                    first model file
       parts_directory   dict or None               the same for the shards in the model files of stage 3
-      covered           key -> names               of all ranks, by the key of a directory that is None
+      covered           key -> names               of all ranks, by the key of a shard map that is None
       frozen_elsewhere  names                      of frozen experts on any rank, if experts have separate names
     model file: positions and ranks
       rank_state        {"random", "data"}         at stage 3 without training state
@@ -71,15 +71,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.catalog import Catalog, ParamGroup, SavedFragment, param_groups
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, ParamEntry
 
-DIRECTORIES = OPTIMIZER_DIRECTORY, PARTS_DIRECTORY = ("optimizer_directory", "parts_directory")
-"""Index keys of the directories: of the optimizer's files, and of weights without optimizer state (stage 3)."""
+SHARD_MAPS = OPTIMIZER_MAP, PARTS_MAP = ("optimizer_directory", "parts_directory")
+"""Index keys of the shard maps: of the optimizer's files, and of weights without optimizer state (stage 3)."""
 
 
 def flat_kinds(index: ShardIndex, state: Mapping[str, Tensor]) -> list[str]:
@@ -149,7 +149,7 @@ def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalo
                 f"{archive.path} is damaged: {run['kind']} has {run['data'].numel()} elements"
             )
         for number, part in zip(run["shards"], run["data"].split(numels), strict=True):
-            catalog.add_fragment(run["kind"], Source(indices[number], part, archive))
+            catalog.add_fragment(run["kind"], SavedFragment(indices[number], part, archive))
     for number in section["masters_in_module"]:
         catalog.add_fragment(MASTER, _from_module(catalog, indices[number], archive.path))
     for packed in section["values"]:
@@ -160,11 +160,8 @@ def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalo
     return [run["data"] for run in section["tensors"]]
 
 
-def unpack_groups(section: Mapping[str, Any]) -> list[Group]:
-    return [
-        Group(dict(options), tuple(names))
-        for options, names in zip(section["param_groups"], section["group_params"], strict=True)
-    ]
+def unpack_groups(section: Mapping[str, Any]) -> list[ParamGroup]:
+    return param_groups(section["param_groups"], section["group_params"])
 
 
 def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]]) -> dict[str, Any]:
@@ -188,11 +185,11 @@ def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool
     )
 
 
-def _from_module(catalog: Catalog, index: ShardIndex, file: Path) -> Source:
+def _from_module(catalog: Catalog, index: ShardIndex, file: Path) -> SavedFragment:
     """Return the fragment as an interval of the model's weight."""
     for whole in catalog.module.get(index.name, ()):
         if whole.index.boxes == index.boxes:
-            return Source(index, whole.data[index.start : index.stop], whole.archive)
+            return SavedFragment(index, whole.data[index.start : index.stop], whole.archive)
     raise CheckpointError(
         f"{file} refers to the weights of {index.name} in the model file of {catalog.folder}, which does not hold them"
     )
