@@ -278,7 +278,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "parallel/pipeline/causal_lm.py:CutModel.shard_sequences": ("model",),
     "parallel/pipeline/schedules/choice.py:OrderChoice.__post_init__": ("model",),
     "parallel/pipeline/schedules/choice.py:OrderChoice._make": ("model",),
-    "engine/pipeline/facts.py:PipelineFacts._checked_module": ("model",),
+    "engine/pipeline/base.py:PipelineEngineBase._checked_module": ("model",),
     "parallel/pipeline/module.py:PipelineModule.share_layers": ("model", "model"),
     "parallel/pipeline/schedules/instructions.py:check_dual_pipe": ("model",),
     "comm/topology.py:PipelineParallelGrid.share_sequences": ("ranks",),

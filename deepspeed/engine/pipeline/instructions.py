@@ -19,13 +19,13 @@ from torch import Tensor
 
 from deepspeed.base.logging import log_dist
 from deepspeed.base.memory import see_memory_usage
-from deepspeed.engine.pipeline.facts import PipelineFacts
+from deepspeed.engine.pipeline.base import PipelineEngineBase
 from deepspeed.engine.pipeline.stage import BatchLosses, Stage
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
 from deepspeed.parallel.pipeline.schedules import instructions as schedule
 from deepspeed.parallel.pipeline.schedules.instructions import PipeInstruction, PipeSchedule
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind
 from deepspeed.parallel.pipeline.split_backward import WeightQueue
 
 BATCH_INPUT_TIMER = "batch_input"
@@ -46,7 +46,7 @@ TIMERS: dict[type[PipeInstruction], str] = {
 """Instructions that are timed with ``wall_clock_breakdown``."""
 
 
-class ByInstructions(PipelineFacts):
+class InstructionEngine(PipelineEngineBase):
     """The base of ``PipelineEngine`` that executes a schedule's instructions: a base and not a part, because trainers
     override its methods and call them with ``super()``."""
 
@@ -90,7 +90,7 @@ class ByInstructions(PipelineFacts):
         once which."""
         found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
         names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
-        kind, here, own = type(self), vars(self), vars(ByInstructions)
+        kind, here, own = type(self), vars(self), vars(InstructionEngine)
         found += [each for each in names if each in here or getattr(kind, each) is not own[each]]
         if schedule.replaced(name) and self.layout.chunks == 1:
             found.append(f"schedule.{name}")
@@ -125,7 +125,7 @@ class ByInstructions(PipelineFacts):
             for step in pipe_schedule:
                 for instruction in step:
                     self._exec_instruction(instruction)
-            self._links[0].flush()
+            self._channels[0].flush()
         except BaseException as error:
             self._pipe_buffers = {}
             if core is not None:
@@ -188,7 +188,7 @@ class ByInstructions(PipelineFacts):
             self.pipe_buffers["labels"][buffer_id] = labels
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        inlet = self._links[0].inputs
+        inlet = self._channels[0].inputs
         if inlet is not None:
             self.pipe_buffers["inputs"][buffer_id] = inlet.receive()
 
@@ -202,12 +202,12 @@ class ByInstructions(PipelineFacts):
             self.fwd_outputs.append(without_graph(self.loss))
 
     def _exec_send_activations(self, buffer_id: int) -> None:
-        outlet = self._links[0].outputs
+        outlet = self._channels[0].outputs
         if outlet is not None:
             outlet.send(self.pipe_buffers["outputs"][buffer_id])
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        inlet = self._links[0].output_gradients
+        inlet = self._channels[0].output_gradients
         if inlet is not None:
             found = inlet.receive()
             alone = isinstance(self.pipe_buffers["outputs"][buffer_id], Tensor) and len(found) == 1
@@ -217,12 +217,12 @@ class ByInstructions(PipelineFacts):
         outputs = self.pipe_buffers["outputs"]
         gradients = (self.grad_layer,) if isinstance(self.grad_layer, Tensor) else self.grad_layer or ()
         result = self.loss if self.has_loss else outputs[buffer_id]
-        self._stage.backward_stage(Action(Kind.BACKWARD, buffer_id), result, gradients)
+        self._stage.backward_stage(Action(ActionKind.BACKWARD, buffer_id), result, gradients)
         outputs[buffer_id] = self.grad_layer = None
         self._stage.count_micro_batch()
 
     def _exec_send_grads(self, buffer_id: int) -> None:
-        outlet, inputs = self._links[0].input_gradients, self.pipe_buffers["inputs"]
+        outlet, inputs = self._channels[0].input_gradients, self.pipe_buffers["inputs"]
         if outlet is not None:
             outlet.send(tuple(t.grad for t in tensors_in(inputs[buffer_id]) if t.requires_grad))
         inputs[buffer_id] = None
@@ -236,7 +236,7 @@ class ByInstructions(PipelineFacts):
         reducer.finish()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        ByInstructions._exec_reduce_grads(self)  # in case the schedule has no ReduceGrads
+        InstructionEngine._exec_reduce_grads(self)  # in case the schedule has no ReduceGrads
         self._mean_of_batch()
         while not self.clock.at_boundary:  # micro-batches whose backward did not pass through the engine
             super().step()
@@ -281,15 +281,15 @@ def _no_gradient(number: int, grad: Tensor) -> None:
 
 
 OURS: dict[type[PipeInstruction], Callable[..., Any]] = {
-    schedule.OptimizerStep: ByInstructions._exec_optimizer_step,
-    schedule.ReduceGrads: ByInstructions._exec_reduce_grads,
-    schedule.ReduceTiedGrads: ByInstructions._exec_reduce_tied_grads,
-    schedule.LoadMicroBatch: ByInstructions._exec_load_micro_batch,
-    schedule.ForwardPass: ByInstructions._exec_forward_pass,
-    schedule.BackwardPass: ByInstructions._exec_backward_pass,
-    schedule.SendActivation: ByInstructions._exec_send_activations,
-    schedule.RecvActivation: ByInstructions._exec_recv_activations,
-    schedule.SendGrad: ByInstructions._exec_send_grads,
-    schedule.RecvGrad: ByInstructions._exec_recv_grads,
+    schedule.OptimizerStep: InstructionEngine._exec_optimizer_step,
+    schedule.ReduceGrads: InstructionEngine._exec_reduce_grads,
+    schedule.ReduceTiedGrads: InstructionEngine._exec_reduce_tied_grads,
+    schedule.LoadMicroBatch: InstructionEngine._exec_load_micro_batch,
+    schedule.ForwardPass: InstructionEngine._exec_forward_pass,
+    schedule.BackwardPass: InstructionEngine._exec_backward_pass,
+    schedule.SendActivation: InstructionEngine._exec_send_activations,
+    schedule.RecvActivation: InstructionEngine._exec_recv_activations,
+    schedule.SendGrad: InstructionEngine._exec_send_grads,
+    schedule.RecvGrad: InstructionEngine._exec_recv_grads,
 }
-ByInstructions._INSTRUCTION_MAP = dict(OURS)
+InstructionEngine._INSTRUCTION_MAP = dict(OURS)
