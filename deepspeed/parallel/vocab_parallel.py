@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.tensor.cuts import Cut
-from deepspeed.parallel.tensor.ranks import communicator_of
 
 CHUNK_NUMEL = 1 << 22
 """Number of logits upcast to fp32 at a time: 16 MiB."""

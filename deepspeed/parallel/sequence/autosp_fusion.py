@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import shard_lengths
 from deepspeed.parallel.sequence.autosp_vit import whole_patches
-from deepspeed.parallel.sequence.exchange import communicator_of
 
 _DEFAULT_IMAGE_TOKEN_ID = -200
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths, join_shards
+from deepspeed.comm.collectives import Communicator, communicator_of
+from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 
 
 class UlyssesSPViTAttention(nn.Module):

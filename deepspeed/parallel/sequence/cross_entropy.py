@@ -15,9 +15,8 @@ from torch import Tensor
 
 from deepspeed.base.logging import warning_once
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
-from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.parallel.vocab_parallel import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 
 

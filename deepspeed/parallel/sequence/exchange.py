@@ -16,15 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator, process_network
+from deepspeed.comm.collectives import Communicator
 
 Heads = tuple[tuple[int, ...], ...]
 """Heads that each rank of a group computes; () for ranks that compute none for this shard."""
-
-
-def communicator_of(group: torch.distributed.ProcessGroup | None) -> Communicator:
-    """Return the communicator of a group, with the process's traffic counters; None: one rank."""
-    return Communicator(None) if group is None else process_network.communicator(group)
 
 
 @untraced

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.chunked import ChunkedCall, Rotary, chunked_self_attention, chunks_of
 from deepspeed.parallel.sequence.chunks import SequenceChunk as SequenceChunk
 from deepspeed.parallel.sequence.cross_entropy import losses_of_all_tokens
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+from deepspeed.parallel.sequence.exchange import gather_lengths
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb as apply_rotary_pos_emb
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb_backward as apply_rotary_pos_emb_backward
 from deepspeed.parallel.sequence.tiled.tiles import TiledCall, TiledFunction, run_tiles, tile_lengths

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from deepspeed.base.tracing import untraced
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
-from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
+from deepspeed.parallel.sequence.exchange import Exchange, gather_lengths
 
 
 class DistributedAttention(Module):

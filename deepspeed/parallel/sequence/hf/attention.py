@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.tracing import untraced
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment
-from deepspeed.parallel.sequence.exchange import Exchange, communicator_of
+from deepspeed.parallel.sequence.exchange import Exchange
 from deepspeed.parallel.sequence.hf import parallel_state_sp
 from deepspeed.parallel.sequence.hf.masks import MaskRequest, WholeSequence, gather_sequence
 from deepspeed.parallel.sequence.hf.registration import Target, attention_function, register

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.chunked import ChunkedCall, chunked_self_attention, chunks_of
-from deepspeed.parallel.sequence.exchange import communicator_of
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 _IN, _OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
