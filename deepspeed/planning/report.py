@@ -33,9 +33,9 @@ def size(nbytes: int) -> str:
 
 
 def headline(answer: PlanAnswer) -> str:
-    facts, request, config = answer.setting.facts, answer.request, answer.config
-    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
-    frozen = facts.numel - trained
+    model, request, config = answer.setting.model, answer.request, answer.config
+    trained = sum(spec.numel for spec in model.specs[: model.trained])
+    frozen = model.numel - trained
     nodes = f" on {request.nodes} nodes" if request.nodes > 1 else ""
     shared = request.split.tensor
     part = f", on each of {shared} ranks that share all layers" if shared > 1 else ""
@@ -145,7 +145,7 @@ def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
     return {
         "ranks": answer.request.all_ranks,
         "nodes": answer.request.nodes,
-        "parameters": answer.setting.facts.numel,
+        "parameters": answer.setting.model.numel,
         "bytes_per_rank": {
             place.value: {
                 _PHASES[phase][0]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}

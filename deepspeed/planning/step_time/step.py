@@ -14,11 +14,11 @@ from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, 
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
 from deepspeed.planning.step_time.program import (
-    Compute,
+    CollectiveStart,
+    CollectiveWait,
+    ComputeCall,
     Event,
-    JournalWait,
     OptimizerUpdate,
-    Start,
     StepProgram,
     program_of,
 )
@@ -129,11 +129,11 @@ class Builder:
         self._wire_size = GatherWireSize(setting.plan)
 
     def add(self, event: Event) -> None:
-        if isinstance(event, Compute):
+        if isinstance(event, ComputeCall):
             self._compute(event)
-        elif isinstance(event, Start):
+        elif isinstance(event, CollectiveStart):
             self._start(event)
-        elif isinstance(event, JournalWait):
+        elif isinstance(event, CollectiveWait):
             self._wait(event.number)
         else:
             self._update(event)
@@ -143,9 +143,9 @@ class Builder:
         return len(self.tasks) - 1
 
     def _on_thread(self, name: str, seconds: float) -> None:
-        self.last = (self._put(name, COMPUTE, seconds * self.work.busy, self.last),)
+        self.last = (self._put(name, COMPUTE, seconds * self.work.contention, self.last),)
 
-    def _compute(self, event: Compute) -> None:
+    def _compute(self, event: ComputeCall) -> None:
         forward = event.phase is MemoryPhase.FORWARD
         seconds = (self.work.forward if forward else self.work.backward)[event.call]
         self._on_thread(f"{'forward' if forward else 'backward'} {event.call}", seconds)
@@ -165,11 +165,11 @@ class Builder:
                 self._on_thread(f"sum of {name}", part.work)
 
     def _latency(self, part: Transmission) -> float:
-        return part.latency * self.work.busy
+        return part.latency * self.work.contention
 
     # Collectives of the engine ------------------------------------------------------------------------------
 
-    def _start(self, event: Start) -> None:
+    def _start(self, event: CollectiveStart) -> None:
         nbytes, group = self._wire_size.nbytes(event), self._group(event)
         parts = self.fabric.parts(event.operation, nbytes, group)
         after = self.last
@@ -187,7 +187,7 @@ class Builder:
         work = sum(part.work for part in now)
         self.open[event.number] = ([Transmission("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
-    def _group(self, event: Start) -> RankGroup:
+    def _group(self, event: CollectiveStart) -> RankGroup:
         """Return the group of a collective, with its ranks per node: data-parallel ranks are ``model_ranks`` apart."""
         there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.stride))
         return RankGroup(event.ranks, min(event.ranks, there))
@@ -237,6 +237,6 @@ class GatherWireSize:
         item = dtype.itemsize if dtype is not None else 4
         self.factor = bytes_per_element(codec) / item if codec is not None else 1.0
 
-    def nbytes(self, event: Start) -> float:
+    def nbytes(self, event: CollectiveStart) -> float:
         packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
         return event.nbytes * self.factor if packed else event.nbytes
