@@ -88,7 +88,7 @@ STATE = {
     "tools/launcher/elastic.py:logger": "the launcher's logger",
     "tools/launcher/failures.py:logger": "the launcher's logger",
     "tools/launcher/launch.py:logger": "the launcher's logger",
-    "tools/launcher/hosts/several.py:logger": "the launcher's logger",
+    "tools/launcher/hosts/multi_host.py:logger": "the launcher's logger",
     "tools/launcher/hosts/ssh.py:logger": "the launcher's logger",
     "tools/launcher/supervision.py:logger": "the launcher's logger",
     "base/logging.py:logger": "the documented logger",

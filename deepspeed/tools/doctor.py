@@ -31,7 +31,7 @@ from deepspeed.tools.launcher.addresses import ask, master_address, resolved
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
-from deepspeed.tools.launcher.hosts.pairs import SLOW, Pair, measure, slow
+from deepspeed.tools.launcher.hosts.bandwidth import SLOW, Pair, measure, slow
 from deepspeed.tools.launcher.ports import is_free
 from deepspeed.tools.ssh_all import ssh_command
 from deepspeed.version import __version__

@@ -34,8 +34,8 @@ def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tup
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """Exchange between sequence shards [.., all heads, .., own tokens, ..] and head shards [.., own heads, .., all
+class HeadExchange:
+    """HeadExchange between sequence shards [.., all heads, .., own tokens, ..] and head shards [.., own heads, .., all
     tokens, ..].
 
     ``lengths``: tokens of each rank's shard; 0 for ranks that send nothing to this one. ``heads_dim`` and
@@ -118,7 +118,7 @@ class Exchange:
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, heads: tuple[Heads, ...], *tensors: Tensor
+        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.heads = exchange, heads
         return exchange.spread(tensors, heads)
@@ -131,7 +131,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, heads: Heads, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: HeadExchange, heads: Heads, tensor: Tensor) -> Tensor:
         ctx.exchange, ctx.heads = exchange, heads
         return exchange.collect((tensor,), (heads,))[0]
 

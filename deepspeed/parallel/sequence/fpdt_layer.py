@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment
-from deepspeed.parallel.sequence.chunked import ChunkedCall, Rotary, chunked_self_attention, chunks_of
+from deepspeed.parallel.sequence.chunked import (
+    ChunkedAttentionCall,
+    Rotary,
+    chunked_self_attention,
+    chunks_of,
+)
 from deepspeed.parallel.sequence.chunks import SequenceChunk as SequenceChunk
 from deepspeed.parallel.sequence.cross_entropy import losses_of_all_tokens
 from deepspeed.parallel.sequence.exchange import gather_lengths
@@ -155,7 +160,7 @@ class FPDT_Attention(nn.Module):
                 f"attention_dropout={self.dropout}: chunked attention does not support attention dropout; "
                 "set config.attention_dropout to 0 (--attention-dropout 0)"
             )
-        call = ChunkedCall(
+        call = ChunkedAttentionCall(
             comm=communicator_of(self.spg),
             chunks=self._chunks(layernorm_output),
             heads=self.heads,

@@ -23,7 +23,7 @@ from deepspeed.tools.doctor import (
     report_this_machine,
     table,
 )
-from deepspeed.tools.launcher.hosts import pairs
+from deepspeed.tools.launcher.hosts import bandwidth
 from tests.pool import free_port
 from tests.tools.launcher import fake_machines
 
@@ -144,17 +144,17 @@ def test_machines_of_a_hostfile(hosts: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_pair_meets_once_and_no_machine_is_in_two_pairs_of_a_round() -> None:
-    for count in (2, 3, 4, 5, pairs.ALL_PAIRS_OF, pairs.ALL_PAIRS_OF + 1):
+    for count in (2, 3, 4, 5, bandwidth.ALL_PAIRS_OF, bandwidth.ALL_PAIRS_OF + 1):
         names = [str(number) for number in range(count)]
-        found = list(pairs.rounds(names))
+        found = list(bandwidth.rounds(names))
         assert all(len({name for pair in each for name in pair}) == 2 * len(each) for each in found)
         met = [frozenset(pair) for each in found for pair in each]
         neighbours = {frozenset((a, b)) for a, b in zip(names, [*names[1:], names[0]], strict=True)}
         wanted = {frozenset(pair) for pair in itertools.combinations(names, 2)}
         assert len(met) == len(set(met)) and set(met) == (
-            wanted if count <= pairs.ALL_PAIRS_OF else neighbours
+            wanted if count <= bandwidth.ALL_PAIRS_OF else neighbours
         )
-    assert [len(list(pairs.rounds([""] * count))) for count in (4, 5, 100)] == [3, 5, 2]
+    assert [len(list(bandwidth.rounds([""] * count))) for count in (4, 5, 100)] == [3, 5, 2]
 
 
 def test_a_slow_pair_and_one_that_does_not_connect() -> None:
@@ -167,15 +167,15 @@ def test_a_slow_pair_and_one_that_does_not_connect() -> None:
 
 
 def test_only_who_knows_the_secret_is_counted() -> None:
-    secret = "0" * pairs.SECRET_BYTES
+    secret = "0" * bandwidth.SECRET_BYTES
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=pairs._receive_all, args=(listener, secret), daemon=True).start()
+        threading.Thread(target=bandwidth._receive_all, args=(listener, secret), daemon=True).start()
         port = listener.getsockname()[1]
-        assert float(pairs.send("127.0.0.1", port, secret)) > 1e6
-        assert isinstance(pairs.send("127.0.0.1", port, "1" * pairs.SECRET_BYTES), str)
+        assert float(bandwidth.send("127.0.0.1", port, secret)) > 1e6
+        assert isinstance(bandwidth.send("127.0.0.1", port, "1" * bandwidth.SECRET_BYTES), str)
         listener.shutdown(socket.SHUT_RDWR)  # ends the thread
     free = free_port()
-    assert "refused" in str(pairs.send("127.0.0.1", free, secret))
+    assert "refused" in str(bandwidth.send("127.0.0.1", free, secret))
 
 
 def test_names_of_machines() -> None:

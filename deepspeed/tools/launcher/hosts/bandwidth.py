@@ -150,7 +150,7 @@ def slow(found: Mapping[Pair, float | str]) -> list[Pair]:
 
 def _command() -> str:
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH"))))
-    words = [sys.executable, "-m", "deepspeed.tools.launcher.hosts.pairs"]
+    words = [sys.executable, "-m", "deepspeed.tools.launcher.hosts.bandwidth"]
     return f"PYTHONPATH={shlex.quote(path)} exec {shlex.join(words)}"
 
 
