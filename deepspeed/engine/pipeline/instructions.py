@@ -5,7 +5,7 @@ instruction, the function in ``PipelineEngine._INSTRUCTION_MAP`` for its class. 
 documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages use the same channels as
 other batches, so shapes may change, and results equal those of the engine's own orders.
 
-``train_batch`` and ``eval_batch`` use this if something was replaced (``_replaced``), otherwise ``stage_run.py``.
+``train_batch`` and ``eval_batch`` use this if something was replaced (``_replaced``), otherwise ``order_executor.py``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from deepspeed.zero.precision import autocast_context
 
 
 class Stage:
-    """The work of one stage (``stage_run.StageCompute``), through the base engine's forward, backward and step."""
+    """The work of one stage (``order_executor.StageCompute``), through the base engine's forward, backward and step."""
 
     def __init__(self, engine: PipelineEngineBase, losses: BatchLosses, weights: WeightQueue) -> None:
         self._engine = engine
