@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.base.tables import counted
 from deepspeed.planning.advice import Advice, hidden_updates
 from deepspeed.planning.ledger import ESTIMATED, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.request import PlanAnswer
@@ -43,7 +44,7 @@ def headline(answer: PlanAnswer) -> str:
         f"{type(request.module).__name__}: {trained:,} trained parameters"
         + (f", {frozen:,} frozen" if frozen else "")
         + part,
-        f"{_count(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
+        f"{counted(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
         f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, "
         f"micro-batch {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps}",
     ]
@@ -88,7 +89,7 @@ def verdict(answer: PlanAnswer) -> Iterator[str]:
         if not need:
             continue
         sharing = answer.request.neighbours(place)
-        whose = f" ({_count(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
+        whose = f" ({counted(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
         have = answer.capacity.of(place)
         name = _place_name(answer, place)
         when = f"most while {_PHASES[phase][1]}"
@@ -160,7 +161,3 @@ def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
         "estimated": [kind.value for kind in ESTIMATED],
         "notes": ledger.notes,
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -141,9 +141,10 @@ class _ToTokens(torch.autograd.Function):
         return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
 
 
-def join_shards(own: Tensor, lengths: Sequence[int], comm: Communicator, *, dim: int) -> Tensor:
-    """Concatenate all ranks' shards, of ``lengths`` along ``dim``; backward sums each shard's gradient over ranks.
-    Collective, also in backward."""
+def join_shards(own: Tensor, comm: Communicator, *, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+    """Concatenate all ranks' shards along ``dim``; backward sums each shard's gradient over ranks. ``lengths``: of the
+    shards; None: they are exchanged. Collective, also in backward."""
+    lengths = gather_lengths(own.shape[dim], comm, own.device) if lengths is None else lengths
     result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
     return result
 
