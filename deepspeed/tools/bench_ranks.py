@@ -231,11 +231,11 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
     for row in rows:
         speeds = [f"{value * factor:.3f}" for value in (row.throughput, row.bus_bandwidth)]
         if options.raw:
-            facts = (str(row.size_bytes), row.transport, f"{row.seconds * 1e6:.2f}", *speeds)
+            cells = (str(row.size_bytes), row.transport, f"{row.seconds * 1e6:.2f}", *speeds)
         else:
             shown = (f"{speed} {unit}" for speed in speeds)
-            facts = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
-        texts.append((row.operation, *facts))
+            cells = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
+        texts.append((row.operation, *cells))
     return ["  ".join(cells).rstrip() for cells in padded(texts, left=(0, 2))]
 
 

@@ -73,7 +73,7 @@ class MetricHistory:
             self._thin_out()
 
     def set_facts(self, **state: Any) -> None:
-        """Set current facts; replaces earlier ones of the same name."""
+        """Set current values; replaces earlier ones of the same name."""
         with self._lock:
             self._state |= state
 

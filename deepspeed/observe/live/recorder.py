@@ -54,7 +54,7 @@ class LiveRecorder:
 
     Args:
         folder: of the record.
-        run: facts about this process, recorded at its start, as plain values.
+        run: description of this process, recorded at its start, as plain values.
         measure: called by the thread; returns the current state (memory, ranks, ...), which is shown unchanged.
         now: the clock, in seconds since the epoch.
     """

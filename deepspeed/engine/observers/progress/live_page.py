@@ -193,7 +193,7 @@ class LivePage:
         engine.monitor.also_to(RecordSink(self.recorder, OWN))
         if self.config.serve:
             self._serve(self.recorder, folder)
-            entry.facts["address"] = self.server.address if self.server is not None else None
+            entry.metadata["address"] = self.server.address if self.server is not None else None
 
     def _serve(self, recorder: LiveRecorder, folder: Path) -> None:
         try:
