@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deepspeed.tools.autotuning.space import COMMUNICATION, COMPUTE, Point, SpaceChoice
-from deepspeed.tools.autotuning.step_model import PlannedPoint, StepModel, StepParts, step_parts
+from deepspeed.tools.autotuning.step_model import PlannedPoint, StepBreakdown, StepModel, step_breakdown
 
 PLATEAU = 0.03
 """Minimum relative gain: below it, a larger micro-batch is not worth its memory, nor another point its run."""
@@ -50,9 +50,9 @@ class Search:
         model.fit([(point, *run) for point, run in self.runs.items() if run[0] < math.inf])
         return model
 
-    def breakdown(self, point: Point) -> StepParts:
+    def breakdown(self, point: Point) -> StepBreakdown:
         """Return the parts of a measured point's step."""
-        return step_parts(*self.runs[point])
+        return step_breakdown(*self.runs[point])
 
     def best(self) -> Point:
         """Return the measured point that is best by the metric."""

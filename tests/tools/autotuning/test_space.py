@@ -31,7 +31,7 @@ from deepspeed.tools.autotuning.space import (
     threads_to_try,
     without_ineffective_sizes,
 )
-from deepspeed.tools.autotuning.step_model import PlannedPoint, StepModel, StepParts, step_parts
+from deepspeed.tools.autotuning.step_model import PlannedPoint, StepBreakdown, StepModel, step_breakdown
 from tests.tools.autotuning.made_up import tuner
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
@@ -75,13 +75,13 @@ def test_the_space() -> None:
 
 
 def test_parts_of_a_step() -> None:
-    assert step_parts(1.0, None) == StepParts(1.0)
+    assert step_breakdown(1.0, None) == StepBreakdown(1.0)
     told = {"fwd": 200.0, "bwd_allreduce": 100.0, "step": 300.0, "exposed_comm": 150.0, "data": 50.0}
-    found = step_parts(1.0, told)
+    found = step_breakdown(1.0, told)
     assert found.exposed == 0.15 and found.update == 0.25 and found.data == 0.05
     assert found.total == pytest.approx(1.0) and found.compute == pytest.approx(0.55)
     # Where waits within the step are known, those in the middle of a backward are not taken for them.
-    found = step_parts(1.0, {**told, "bwd_allreduce": 0.0, "step": 100.0, "step_waits": 20.0})
+    found = step_breakdown(1.0, {**told, "bwd_allreduce": 0.0, "step": 100.0, "step_waits": 20.0})
     assert found.update == pytest.approx(0.08) and found.compute == pytest.approx(0.72)
 
 
