@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,15 @@ def test_only_who_knows_the_secret_is_counted() -> None:
         listener.shutdown(socket.SHUT_RDWR)  # ends the thread
     free = free_port()
     assert "refused" in str(bandwidth.send("127.0.0.1", free, secret))
+
+
+def test_a_late_answer_is_not_that_of_the_next_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "ANSWER_S", 0.1)
+    with bandwidth._Machine([sys.executable, "-c", "input(); print(1.0)"]) as machine:
+        assert machine.answer() == "no answer"
+        monkeypatch.undo()
+        machine.ask([])
+        assert machine.answer() == "no answer"
 
 
 def test_names_of_machines() -> None:

@@ -186,8 +186,9 @@ class _Machine:
 
     def answer(self) -> Any:
         output: Any = self._process.stdout
-        ready, _, _ = select.select([output], [], [], ANSWER_S)
-        line = output.readline() if ready else ""
+        if not select.select([output], [], [], ANSWER_S)[0]:
+            self._process.kill()  # a late answer would be taken for that of the next pair
+        line = output.readline()
         return json.loads(line) if line.strip() else "no answer"
 
 
