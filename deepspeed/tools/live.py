@@ -30,7 +30,7 @@ class Follower:
         entries, self._offset = read_more(self._path, self._offset)
         self.history.extend(entries)
         rows = self.history.newest(SPEED_ROWS)
-        self.history.set_facts(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
+        self.history.set_state(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
 
 
 @exit_quietly("ds live", OSError, ValueError, OverflowError)

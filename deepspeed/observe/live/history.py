@@ -72,7 +72,7 @@ class MetricHistory:
                     self._add_event(entry)
             self._thin_out()
 
-    def set_facts(self, **state: Any) -> None:
+    def set_state(self, **state: Any) -> None:
         """Set current values; replaces earlier ones of the same name."""
         with self._lock:
             self._state |= state

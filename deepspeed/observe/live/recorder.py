@@ -136,7 +136,7 @@ class LiveRecorder:
             self._add_sampled(now, state, last)
             standing = standing_of(self.history.newest(SPEED_ROWS), self._run)
             here = {"hang": self._hang, "now": now, "ended": last, "step": self._step}
-            self.history.set_facts(**{**standing, **state, **here})
+            self.history.set_state(**{**standing, **state, **here})
             if last and self._begun:
                 self._add({"event": "end", "t": round(now, 1), "step": self._step, "text": "exited"})
             self._write(now)

@@ -418,7 +418,7 @@ def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
 @pytest.fixture
 def history() -> MetricHistory:
     made = MetricHistory()
-    made.set_facts(step=3)
+    made.set_state(step=3)
     return made
 
 

@@ -189,7 +189,7 @@ class LivePage:
             return {"memory": memory, "skipped": skipped(), **ranks.table()}
 
         self.recorder = LiveRecorder(folder, facts, measure, entry=entry)
-        self.recorder.history.set_facts(run=facts)
+        self.recorder.history.set_state(run=facts)
         engine.monitor.also_to(RecordSink(self.recorder, OWN))
         if self.config.serve:
             self._serve(self.recorder, folder)
