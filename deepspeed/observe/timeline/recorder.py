@@ -108,7 +108,7 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-class Operations:
+class OperationProfile:
     """torch.profiler for the operations of this process and its device."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Operations:
             self._profiler.export_chrome_trace(str(path))
 
 
-class Replaced:
+class MethodPatches:
     """Instance methods that are replaced while a timeline is recorded, and restored afterwards. Classes are not
     changed, so that other engines are unaffected."""
 
