@@ -555,14 +555,14 @@ class GradientArrivals:
         for index in reversed(self.uses[call]):
             param = self.params[index]
             nbytes = param.shape[0] * param.dtype.itemsize
-            recompute = index in self.waiting
-            self.meter.arrive(2 * nbytes if recompute else nbytes)
+            again = index in self.waiting
+            self.meter.arrive(2 * nbytes if again else nbytes)
             if index in self.firsts[call]:
                 param.grad = self._grad(index)
                 self.reducer.ready(index, param)
-                self.meter.arrive(-3 * nbytes if recompute else -nbytes)
+                self.meter.arrive(-3 * nbytes if again else -nbytes)
                 self.waiting.discard(index)
-            elif recompute:
+            elif again:
                 self.meter.arrive(-2 * nbytes)
             else:
                 self.waiting.add(index)

@@ -137,8 +137,8 @@ def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, exper
         assert job.calibration is not None
         work = work_of(job.calibration, setting, flops, job.ranks_per_node)
         if request.checkpointing:
-            recompute = zip(work.backward, work.forward, strict=True)
-            work = replace(work, backward=[backward + forward for backward, forward in recompute])
+            both = zip(work.backward, work.forward, strict=True)
+            work = replace(work, backward=[backward + forward for backward, forward in both])
     return replace(work, extra=_exchanges(setting, job, tokens, tensor, sequence, experts))
 
 

@@ -130,9 +130,9 @@ def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = 
     forward."""
     rate = device.flops * device.share
     forward = [each / rate + device.launch for each in flops]
-    recompute = BACKWARD + (1.0 if recompute else 0.0)
+    factor = BACKWARD + (1.0 if recompute else 0.0)
     return StepWork(
         forward=forward,
-        backward=[each / rate * recompute + device.launch for each in flops],
+        backward=[each / rate * factor + device.launch for each in flops],
         per_element=BYTES_PER_UPDATE / device.memory_rate,
     )
