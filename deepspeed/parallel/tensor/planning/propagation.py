@@ -235,35 +235,26 @@ class _Propagation(Moves, Products):
         if not operands or shape_of(node) is None and not is_several(node):
             self._give_up([v for _, v in operands], f"{name} does not return a tensor")
             return plain_value(node, any(v.learned for _, v in operands))
-        rule = self._rule(node, name)
-        return rule(node, name, operands)
+        return self._rule(node, name)(self, node, name, operands)
 
-    def _rule(self, node: Node, name: str) -> Callable[[Node, str, Operands], Any]:
+    def _rule(self, node: Node, name: str) -> Callable[[_Propagation, Node, str, Operands], Any]:
         if node.name in self.trace.arguments:
-            return self._argument
-        if name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"):
-            return self._product
-        if name == "embedding":
-            return self._embedding
-        if name in IDENTITY:
-            return self._identity
-        if name in MOVES:
-            return self._move
-        if name in ("cat", "concat", "stack"):
-            return self._join_parts
-        if name == "slice_scatter":
-            return self._written
-        if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return self._norm
-        if name in ALONG:
-            return self._along
-        if name == "scaled_dot_product_attention":
-            return self._attention
-        if name == "constant_pad_nd":
-            return self._pad
-        if name == "index":
-            return self._indexed
-        tags = getattr(node.target, "tags", ())
-        if name in POINTWISE or torch.Tag.pointwise in tags:
-            return self._pointwise
-        return self._unknown
+            return _Propagation._argument
+        pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return RULES.get(name, _Propagation._pointwise if pointwise else _Propagation._unknown)
+
+
+RULES: dict[str, Callable[[_Propagation, Node, str, Operands], Any]] = {
+    **dict.fromkeys(ALONG, _Propagation._along),
+    **dict.fromkeys(MOVES, _Propagation._move),
+    **dict.fromkeys(IDENTITY, _Propagation._identity),
+    **dict.fromkeys(("cat", "concat", "stack"), _Propagation._join_parts),
+    **dict.fromkeys(("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"), _Propagation._product),
+    **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"), _Propagation._norm),
+    "embedding": _Propagation._embedding,
+    "slice_scatter": _Propagation._written,
+    "scaled_dot_product_attention": _Propagation._attention,
+    "constant_pad_nd": _Propagation._pad,
+    "index": _Propagation._indexed,
+}
+"""Rules by the name of the operation. Of others, pointwise ones have a common rule, and the rest is unknown."""
