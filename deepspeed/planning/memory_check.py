@@ -40,9 +40,8 @@ def check_fits(run: RunSpec) -> None:
     near = neighbours()
     have = total_capacity(run.plan, device_type)
     numel = sum(full_numel(param) for param in run.module.parameters())
-    if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(
-        n for n in (have.host, have.device, have.disk) if n is not None
-    ):
+    known = [nbytes for nbytes in (have.host, have.device, have.disk) if nbytes is not None]
+    if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(known):
         return
     # Import the planner only for runs that exceed this bound.
     from deepspeed.planning.run_plan import shortage
