@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -106,21 +107,12 @@ class PlanAnswer:
         return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
 
 
-class _Ranks:
-    """Stand-in for an ``mpu``: tells the config the data-parallel world size."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.count
-
-
 def config_of(request: PlanRequest) -> DeepSpeedConfig:
     """Return the parsed config. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
-        readers = _Ranks(request.ranks // request.ranks_per_sequence)
-        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
+        readers = request.ranks // request.ranks_per_sequence
+        mpu = SimpleNamespace(get_data_parallel_world_size=lambda: readers)
+        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=mpu)
 
 
 def answer(request: PlanRequest) -> PlanAnswer:

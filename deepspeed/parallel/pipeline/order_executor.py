@@ -69,12 +69,6 @@ class ChunkChannels:
 
 
 @dataclass(slots=True)
-class _HeldActivations:
-    inputs: Any
-    outputs: Any
-
-
-@dataclass(slots=True)
 class OrderExecutor:
     """Runs one batch on this stage. Results accumulate: create one per batch.
 
@@ -93,7 +87,8 @@ class OrderExecutor:
     """On the stage with the last chunk: results of its ``forward_stage``, by micro-batch."""
     peak_held: int = 0
     seconds: dict[ActionKind, list[float]] = field(default_factory=dict)
-    _held: dict[tuple[int, int], _HeldActivations] = field(default_factory=dict)
+    _held: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
+    """Inputs and outputs by micro-batch and chunk."""
     _labels: dict[int, Any] = field(default_factory=dict)
     _alive: int = 0
     _done: Counter[int] = field(default_factory=Counter)
@@ -126,8 +121,8 @@ class OrderExecutor:
             name: [None] * (micro_batches * len(self.channels)) for name in ("inputs", "outputs", "labels")
         }
         for (micro_batch, chunk), held in self._held.items():
-            found["inputs"][chunk * micro_batches + micro_batch] = held.inputs
-            found["outputs"][chunk * micro_batches + micro_batch] = held.outputs
+            index = chunk * micro_batches + micro_batch
+            found["inputs"][index], found["outputs"][index] = held
         for micro_batch, labels in self._labels.items():
             found["labels"][micro_batch] = labels
         return found
@@ -145,7 +140,7 @@ class OrderExecutor:
         else:
             self.results.append(without_graph(outputs))
         if self.training:
-            self._held[action.micro_batch, action.chunk] = _HeldActivations(inputs, outputs)
+            self._held[action.micro_batch, action.chunk] = inputs, outputs
             self._alive += 1
             self.peak_held = max(self.peak_held, self._alive)
 
@@ -163,12 +158,13 @@ class OrderExecutor:
         return inputs, labels
 
     def _backward(self, action: Action, remaining: int) -> None:
-        channels, held = self.channels[action.chunk], self._held.pop((action.micro_batch, action.chunk))
+        channels = self.channels[action.chunk]
+        inputs, outputs = self._held.pop((action.micro_batch, action.chunk))
         source = channels.output_gradients
         gradients = source.receive(remaining) if source is not None else ()
-        self._measured(action, lambda: self.work.backward_stage(action, held.outputs, gradients))
+        self._measured(action, lambda: self.work.backward_stage(action, outputs, gradients))
         if channels.input_gradients is not None:
-            channels.input_gradients.send(tuple(t.grad for t in tensors_in(held.inputs) if t.requires_grad))
+            channels.input_gradients.send(tuple(t.grad for t in tensors_in(inputs) if t.requires_grad))
         if not self.split:
             self._finish_backward(action)
 

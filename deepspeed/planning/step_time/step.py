@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.config.plan import Plan
-from deepspeed.ops.formats.codecs import Codec, codec_named
+from deepspeed.ops.formats.codecs import codec_named
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
 from deepspeed.planning.planner import PlanSetting
@@ -126,7 +126,7 @@ class Builder:
         """Tasks that must end before the training thread's next task."""
         self.open: dict[int, tuple[list[Transmission], int | None]] = {}
         self.leaving: list[int] = []  # gradients on their way to host memory
-        self._wire_size = GatherWireSize(setting.plan)
+        self._wire_share = _wire_share_of_gathers(setting.plan)
 
     def add(self, event: Event) -> None:
         if isinstance(event, ComputeCall):
@@ -170,7 +170,8 @@ class Builder:
     # Collectives of the engine ------------------------------------------------------------------------------
 
     def _start(self, event: CollectiveStart) -> None:
-        nbytes, group = self._wire_size.nbytes(event), self._group(event)
+        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
+        nbytes, group = event.nbytes * (self._wire_share if packed else 1.0), self._group(event)
         parts = self.fabric.parts(event.operation, nbytes, group)
         after = self.last
         offload = self.setting.plan.param_offload
@@ -227,16 +228,9 @@ class Builder:
         self.last = (*self.last, *ends)
 
 
-class GatherWireSize:
-    """Bytes of gathers on the wire: quantized payloads (qwZ). Sums are already recorded with their wire size."""
-
-    def __init__(self, plan: Plan) -> None:
-        bits = plan.packing.weights
-        codec: Codec | None = codec_named(f"int{bits}") if bits else None
-        dtype = plan.precision.param
-        item = dtype.itemsize if dtype is not None else 4
-        self.factor = bytes_per_element(codec) / item if codec is not None else 1.0
-
-    def nbytes(self, event: CollectiveStart) -> float:
-        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
-        return event.nbytes * self.factor if packed else event.nbytes
+def _wire_share_of_gathers(plan: Plan) -> float:
+    """Return the share of a gather's bytes that travels: less than 1 for quantized payloads (qwZ). Sums are already
+    recorded with their wire size."""
+    bits, dtype = plan.packing.weights, plan.precision.param
+    itemsize = dtype.itemsize if dtype is not None else 4
+    return bytes_per_element(codec_named(f"int{bits}")) / itemsize if bits else 1.0
