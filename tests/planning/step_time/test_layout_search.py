@@ -195,7 +195,7 @@ def test_long_accumulation_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> N
     found = answer(asked)
     at = job(asked)
     short = seconds_of([found], at).seconds
-    monkeypatch.setattr(parallel, "SIMULATED_MICRO_BATCHES", 100)
+    monkeypatch.setattr(parallel, "SIMULATED", 100)
     assert seconds_of([found], at).seconds == pytest.approx(short, rel=1e-3)
 
 
@@ -216,5 +216,5 @@ def test_names_of_networks() -> None:
 def test_what_a_rank_has_of_the_logits() -> None:
     shape = request("gpt:7b", 1, 1).shape
     assert shape is not None
-    assert ModelSplit(stages=2, stage=0).shape(shape).vocabulary == 0
-    assert ModelSplit(tensor=2, stages=2, stage=1).shape(shape).vocabulary == -(-shape.vocabulary // 2)
+    assert ModelSplit(stages=2, stage=0).local_shape(shape).vocabulary == 0
+    assert ModelSplit(tensor=2, stages=2, stage=1).local_shape(shape).vocabulary == -(-shape.vocabulary // 2)
