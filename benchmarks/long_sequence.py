@@ -173,8 +173,8 @@ class Counter:
     """Counts one way of training at any length, on meta."""
 
     def __init__(self, hidden: int, way: Way) -> None:
+        from deepspeed.comm.collectives import communicator_of
         from deepspeed.config.sections.model import TiledComputeConfig
-        from deepspeed.parallel.sequence.exchange import communicator_of
         from deepspeed.parallel.sequence.tiled.model_transform import TiledModel
         from deepspeed.transforms.recompute.checkpointing import keep_inputs_of_layers
         from deepspeed.transforms.recompute.kept_inputs import KeptInputs

@@ -23,7 +23,7 @@ import torch
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.ledger import STEADY, MemoryPlace
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.calibrated import predicted
+from deepspeed.planning.step_time.calibrated_costs import predict_step
 from deepspeed.planning.step_time.calibration import Calibration, load
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
@@ -94,11 +94,11 @@ class Predictor:
         config = at_stage(self.config, stage)
         planned = answer(PlanRequest(module=self.module, config=config, ranks=ranks, device_type="cpu"))
         shape = shape_of(self.module.config)
-        flops = flops_by_call(self.module, planned.setting.facts, self.tokens, self.sequence, shape)
+        flops = flops_by_call(self.module, planned.setting.model, self.tokens, self.sequence, shape)
         link = NetworkSpec(
             name=f"{mbits:g} Mbit/s", rate=mbits * 1e6 / 8, share=SHARE, burst=BURST, peak=1e12
         )
-        return predicted(
+        return predict_step(
             self.found, planned.setting, flops, link, ranks_per_node=1, ranks_beside=ranks
         ).seconds
 

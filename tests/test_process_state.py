@@ -88,7 +88,7 @@ STATE = {
     "tools/launcher/elastic.py:logger": "the launcher's logger",
     "tools/launcher/failures.py:logger": "the launcher's logger",
     "tools/launcher/launch.py:logger": "the launcher's logger",
-    "tools/launcher/hosts/several.py:logger": "the launcher's logger",
+    "tools/launcher/hosts/multi_host.py:logger": "the launcher's logger",
     "tools/launcher/hosts/ssh.py:logger": "the launcher's logger",
     "tools/launcher/supervision.py:logger": "the launcher's logger",
     "base/logging.py:logger": "the documented logger",
@@ -99,10 +99,10 @@ STATE = {
     "config/keys.py:paths_by_key()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",
     "checkpoint/foreign/upstream_format.py:_unhashed()": "of a class",
-    "planning/counted.py:choice_within()": "of a model of fake tensors and a budget: advice asks again for each change",
+    "planning/counted_activations.py:choose_recomputation()": "of fake tensors: advice asks again for each change",
     "planning/machine.py:_host_total()": "of the machine",
-    "planning/journal.py:SILENT": "holds nothing",
-    "planning/step_time/calibrated.py:UNLIMITED": "a frozen value",
+    "planning/event_log.py:NO_LOG": "holds nothing",
+    "planning/step_time/calibrated_costs.py:UNLIMITED": "a frozen value",
     "tools/plan_time.py:LOCAL": "a frozen value",
     "ops/gpu/__init__.py:_has_triton()": "of the installation",
     "ops/gpu/__init__.py:_RUNS": "of the machine",
@@ -124,7 +124,7 @@ STATE = {
 FROZEN = re.compile(
     r"frozenset|re\.compile|Path|TypeVar|ParamSpec|struct\.Struct|range|Struct|partial|timedelta|timed_op|Allowed"
     r"|dict\.fromkeys|os\.getenv|str\.maketrans|torch\.device|Launcher|LazyTensor|LaunchEntry|Remedy|tl\.constexpr|_getter"
-    r"|json\.JSONDecoder|ToolFormat|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerFacts|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
+    r"|json\.JSONDecoder|ToolFormat|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerProfile|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
     re.DOTALL,
 )
 

@@ -11,6 +11,11 @@ def first_of(items: Sequence[object], most: int = 4) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def padded(rows: Sequence[Sequence[str]], left: Container[int] | None = None) -> Iterator[list[str]]:
     """Yield the cells of each row, each as wide as the widest of its column. ``left``: the columns that are aligned to
     the left, the others to the right; default: all."""

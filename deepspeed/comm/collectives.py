@@ -406,6 +406,16 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     return process_network.communicator(group)
 
 
+def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
+    """Return the documented functions' communicator of `group`, with its transport chosen; None: a single rank. A
+    communicator is returned unchanged."""
+    if isinstance(group, Communicator):
+        return group
+    if group is None or group.size() == 1:
+        return Communicator(None)
+    return process_network.communicator(group).prepare()
+
+
 def histories() -> list[OperationHistory]:
     """Return the collective histories of every process group with a communicator."""
     return [transports.history for transports in list(_transports.values())]

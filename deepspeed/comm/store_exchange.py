@@ -59,20 +59,21 @@ class StoreExchange:
     def end(self) -> None:
         """End the exchange. Rank 0, whose process may hold the store, waits until the others have read the last
         answer."""
-        if self._store is None:
-            return
-        key, answer = f"{self._key}/end", self._answer
+        answer, self._answer = self._answer, None
+        if self._store is not None:
+            quietly(lambda: self._leave(f"{self._key}/end", answer))  # the store may be gone with its process
+
+    def _leave(self, key: str, answer: str | None) -> None:
         store = self._store
         if self.rank:
-            quietly(lambda: store.add(key, 1))
+            store.add(key, 1)
             return
         began = time.monotonic()
         while time.monotonic() < began + EXIT_WAIT_S and store.add(key, 0) < self.size - 1:
             time.sleep(_pause(time.monotonic() - began))
-        self._answer = None
-        quietly(lambda: store.delete_key(key))
+        store.delete_key(key)
         if answer is not None:
-            quietly(lambda: store.delete_key(answer))
+            store.delete_key(answer)
 
     def _collect(self, key: str, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
         keys = [f"{key}/{rank}" for rank in range(1, self.size)]

@@ -19,10 +19,10 @@ from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.mappings import (
     copy_to,
     gather_from,
+    gather_whole,
     reduce_from,
     shared_weight,
     split_to,
-    whole_of_part,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _SplitLayer(_Split):
     def _compressed_part(self, weight: Tensor) -> Tensor:
         if not self.changes_weight():
             return weight
-        return self.part(self.compressed(whole_of_part(weight, self.group, self.cut)))
+        return self.part(self.compressed(gather_whole(weight, self.group, self.cut)))
 
 
 class CompressedColumns(_SplitLayer, LinearLayer):
@@ -99,7 +99,7 @@ class CompressedRows(_SplitLayer, LinearAllreduce):
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         if self.activation_quantization_enabled and self.activation_quantizer is not None:
             cut = self.cut.along(-1)  # a token's range spans all its features, so they are gathered
-            whole = whole_of_part(inputs, self.group, cut)
+            whole = gather_whole(inputs, self.group, cut)
             inputs = cut.take(self._quantized_input(whole, tokens(whole)), self.group.rank)
         return super()._product(inputs, weight, bias)
 
@@ -111,7 +111,7 @@ class CompressedVocabulary(_SplitLayer, VocabParallelEmbedding):
 class Embedding_Compress(Compressible, nn.Embedding):
     """An embedding whose table may be quantized."""
 
-    split_forms = {"vocabulary": CompressedVocabulary}
+    tp_classes = {"vocabulary": CompressedVocabulary}
 
     def __init__(self, *kargs: Any, **kwargs: Any) -> None:
         nn.Embedding.__init__(self, *kargs, **kwargs)
@@ -135,7 +135,7 @@ class Embedding_Compress(Compressible, nn.Embedding):
 class LinearLayer_Compress(Compressible, nn.Linear):
     """A linear layer whose weight and input may be quantized, and its weights, rows or heads pruned."""
 
-    split_forms = {"column": CompressedColumns, "row": CompressedRows}
+    tp_classes = {"column": CompressedColumns, "row": CompressedRows}
 
     def __init__(self, *kargs: Any, bias: bool = True, **kwargs: Any) -> None:
         nn.Linear.__init__(self, *kargs, bias=bias, **kwargs)

@@ -106,7 +106,7 @@ class Position:
 
 
 @runtime_checkable
-class KnowsPosition(Protocol):
+class ResumableSampler(Protocol):
     """A batch sampler with its own order, which can return its state at earlier positions."""
 
     @property
@@ -224,7 +224,7 @@ class DeepSpeedDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass (each pass also advances it); a position to resume from within it
         is kept."""
-        if isinstance(self.data_sampler, KnowsPosition):  # such a sampler counts its own passes
+        if isinstance(self.data_sampler, ResumableSampler):  # such a sampler counts its own passes
             self.position.epoch = epoch
             return
         if self._resuming and epoch == self.position.epoch:
@@ -242,13 +242,13 @@ class DeepSpeedDataLoader:
 
     def __iter__(self) -> DeepSpeedDataLoader:
         if self._finished or (self.position.samples > 0 and not self._resuming):
-            if isinstance(self.data_sampler, KnowsPosition):
+            if isinstance(self.data_sampler, ResumableSampler):
                 self._continue(self.data_sampler)
             else:
                 self._start_epoch(self.position.epoch + 1)
         return self
 
-    def _continue(self, sampler: KnowsPosition) -> None:
+    def _continue(self, sampler: ResumableSampler) -> None:
         """Start another pass where the last one stopped."""
         self._sampler_start = sampler.state_at(self.position.samples)
         self._finished, self.data = False, None
@@ -273,9 +273,9 @@ class DeepSpeedDataLoader:
         return batch
 
     def sampler_position(self) -> dict[str, Any] | None:
-        """Return the state of a ``KnowsPosition`` sampler after the last batch taken; None for other samplers."""
+        """Return the state of a ``ResumableSampler`` sampler after the last batch taken; None for other samplers."""
         sampler = self.data_sampler
-        return sampler.state_at(self.position.samples) if isinstance(sampler, KnowsPosition) else None
+        return sampler.state_at(self.position.samples) if isinstance(sampler, ResumableSampler) else None
 
     def _open(self) -> Iterator[Any]:
         """Return an iterator over this epoch's batches, from the current position."""
@@ -290,7 +290,7 @@ class DeepSpeedDataLoader:
                 done = 0
             elif self._resume_workers():
                 done = 0
-        elif isinstance(self.data_sampler, KnowsPosition):
+        elif isinstance(self.data_sampler, ResumableSampler):
             if self._sampler_start is not None:
                 self.data_sampler.load_state_dict(self._sampler_start)
         elif self._sampler_start is None:
@@ -307,7 +307,7 @@ class DeepSpeedDataLoader:
         start = self._sampler_start
         if self._dataset_has_state:
             start = self.dataset.state_dict()
-        elif isinstance(self.data_sampler, KnowsPosition):
+        elif isinstance(self.data_sampler, ResumableSampler):
             start = self.sampler_position()
         return {
             "epoch": self.position.epoch,
@@ -376,7 +376,7 @@ class DeepSpeedDataLoader:
         """Adjust the position after a change between sampler types."""
         position, start = self.position, self._sampler_start
         theirs = isinstance(start, dict) and "consumed_samples" in start
-        if isinstance(self.data_sampler, KnowsPosition) and not theirs:
+        if isinstance(self.data_sampler, ResumableSampler) and not theirs:
             logger.warning(
                 "The data position is not resumed: it was saved without a curriculum, which starts now."
             )
@@ -448,10 +448,10 @@ class _Remainder(Sampler[Any]):
         self.sampler, self.position = sampler, position
 
     def __len__(self) -> int:
-        return self.sampler.num_batches if isinstance(self.sampler, KnowsPosition) else len(self.sampler)
+        return self.sampler.num_batches if isinstance(self.sampler, ResumableSampler) else len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.sampler, (EpochSampler, KnowsPosition)):
+        if isinstance(self.sampler, (EpochSampler, ResumableSampler)):
             return iter(cast("Sampler[Any]", self.sampler))
         skip = self.position.samples // self.position.world_size
         if _yields_batches(self.sampler):

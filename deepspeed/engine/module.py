@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
 from deepspeed.base.sharded import is_dtensor, is_zero_param, list_params
 from deepspeed.config.plan import Plan
-from deepspeed.parallel.expert.placement import mark_stacks, place_experts, watched_layers
+from deepspeed.parallel.expert.placement import mark_stacks, place_experts, routing_layers
 from deepspeed.zero.placements import find_placements
 from deepspeed.zero.precision import cast_module
 from deepspeed.zero.replica_groups import ReplicaGroups
@@ -103,7 +103,7 @@ def prepare_module(
     lay_out_contiguously(model)
     num_experts = place_experts(model, mesh)
     mark_stacks(model)
-    return num_experts, bool(num_experts) or any(True for _ in watched_layers(model))
+    return num_experts, bool(num_experts) or any(True for _ in routing_layers(model))
 
 
 def find_replica_groups(

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.tensor.cuts import Cut
-from deepspeed.parallel.tensor.ranks import communicator_of
 
 CHUNK_NUMEL = 1 << 22
 """Number of logits upcast to fp32 at a time: 16 MiB."""
@@ -94,7 +93,7 @@ def vocabulary_part(
         if start is None:
             raise ValueError("global_vocab_size needs vocab_start_index and vocab_end_index as well")
         return VocabularyPart(comm, start, own, size)
-    everyone = _facts(comm, (own, -1 if start is None else start, -1 if end is None else end), device)
+    everyone = _gather_tuples(comm, (own, -1 if start is None else start, -1 if end is None else end), device)
     first = 0
     for rank, (words, its_start, its_end) in enumerate(everyone):
         if not words:
@@ -108,7 +107,7 @@ def vocabulary_part(
     return VocabularyPart(comm, sum(words for words, _, _ in everyone[: comm.rank]), own, first)
 
 
-def _facts(comm: Communicator, mine: tuple[int, ...], device: torch.device) -> list[list[int]]:
+def _gather_tuples(comm: Communicator, mine: tuple[int, ...], device: torch.device) -> list[list[int]]:
     own = torch.tensor(mine, dtype=torch.int64, device=device)
     if comm.size == 1:
         return [list(mine)]
@@ -289,14 +288,14 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             losses -= smoothing / part.size * sums[2]
         ctx.save_for_backward(logits, column, inside, chosen, top + log_sum)
-        ctx.facts = part.size, smoothing, rows
+        ctx.settings = part.size, smoothing, rows
         return losses.masked_fill_(~chosen, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, inside, chosen, normalizer = ctx.saved_tensors
-        size, smoothing, rows = ctx.facts
+        size, smoothing, rows = ctx.settings
         grad = torch.where(chosen, grad, 0)
         result = torch.empty_like(logits)
         for run in row_runs(logits.shape[0], rows) if logits.shape[1] else ():

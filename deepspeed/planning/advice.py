@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.section import is_auto
 from deepspeed.planning.ledger import MemoryPhase, MemoryPlace
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 
@@ -145,8 +146,11 @@ def _changes(current: PlanAnswer) -> Iterator[Change]:
 
 
 def _section(request: PlanRequest) -> dict[str, Any]:
+    """Return the section without "auto" values, which the plan takes for the defaults."""
     section = request.config.get("zero_optimization", {})
-    return copy.deepcopy(section) if isinstance(section, dict) else {"stage": 1 if section else 0}
+    if not isinstance(section, dict):
+        return {"stage": 1 if section else 0}
+    return {key: copy.deepcopy(value) for key, value in section.items() if not is_auto(value)}
 
 
 def _with_section(request: PlanRequest, section: dict[str, Any]) -> PlanRequest:

@@ -76,7 +76,7 @@ def link_times(found: PlanAnswer, compute: float, bandwidth: float) -> LinkTimes
     """Compute step times over the links between the request's nodes. ``compute``: seconds per step; ``bandwidth``: of a
     node's link, in bytes per second."""
     nodes, setting = found.request.nodes, found.setting
-    specs = setting.facts.specs[: setting.facts.trained]
+    specs = setting.model.specs[: setting.model.trained]
     numel = sum(spec.numel for spec in specs)
     weights = sum(spec.numel * spec.dtype.itemsize for spec in specs) / max(numel, 1)
     reduced = found.plan.precision.reduce

@@ -19,7 +19,7 @@ from deepspeed.planning.ledger import (
     MemoryPhase,
     MemoryPlace,
 )
-from deepspeed.planning.states import OptimizerFacts, StateSize
+from deepspeed.planning.optimizer_states import OptimizerProfile, StateSize
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload import swap_file
 from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, make_tier
@@ -111,7 +111,7 @@ class Offload:
     ledger: Ledger
     memory: CountedMemory
     plan: Plan
-    optimizer: OptimizerFacts
+    optimizer: OptimizerProfile
     has_device_memory: bool
     tier: ResidentTier = field(default_factory=ResidentTier)
     storing: int = 0

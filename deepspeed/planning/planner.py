@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.ops.native import DEVICE_PIECE
-from deepspeed.planning.journal import SILENT, Journal, Notebook
+from deepspeed.planning.event_log import NO_LOG, EventLog, EventRecorder
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.model import PlannedModel
 from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
+from deepspeed.planning.optimizer_states import OptimizerProfile
+from deepspeed.planning.planned_model import PlannedModel
 from deepspeed.planning.rehearsal import Rehearsal, SumScratch
-from deepspeed.planning.states import OptimizerFacts
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.partitioning import cut_sharded, cut_whole
 from deepspeed.zero.replica_groups import BROADCAST_NUMEL, DENSE, expert_parallel_size
@@ -36,10 +36,10 @@ class PlanSetting:
     model is built under ``zero.Init`` (stage 3) and is never whole on a rank.
     """
 
-    facts: PlannedModel
+    model: PlannedModel
     plan: Plan
     zero: DeepSpeedZeroConfig
-    optimizer: OptimizerFacts
+    optimizer: OptimizerProfile
     ranks: int
     micro_batches: int = 1
     device_type: str = "cuda"
@@ -71,7 +71,7 @@ class PlanSetting:
     def _shards_by_group(self) -> dict[str, int]:
         size = int(self.zero.mics_shard_size)
         wanted = size if self.plan.zero.in_groups else self.ranks
-        names = {DENSE, *(spec.replica_group for spec in self.facts.specs)}
+        names = {DENSE, *(spec.replica_group for spec in self.model.specs)}
         return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
 
     @property
@@ -84,20 +84,20 @@ class PlanSetting:
         return cut_buckets(self)
 
     @cached_property
-    def rehearsed(self) -> Rehearsed:
+    def rehearsed(self) -> RehearsalResult:
         """The rehearsal's result, shared by the memory plan and the step time."""
-        notebook = Notebook()
-        peaks = rehearsal_of(self, notebook).run()
-        return Rehearsed(peaks=peaks, notebook=notebook)
+        recorder = EventRecorder()
+        peaks = rehearsal_of(self, recorder).run()
+        return RehearsalResult(peaks=peaks, recorder=recorder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """Result of a rehearsal. ``peaks``: temporary bytes by phase and kind. ``notebook``: the events of the last
+class RehearsalResult:
+    """Result of a rehearsal. ``peaks``: temporary bytes by phase and kind. ``recorder``: the events of the last
     step."""
 
     peaks: Mapping[MemoryPhase, Counter[MemoryKind]]
-    notebook: Notebook
+    recorder: EventRecorder
 
 
 def plan_memory(setting: PlanSetting) -> Ledger:
@@ -113,42 +113,42 @@ def plan_memory(setting: PlanSetting) -> Ledger:
         setting.optimizer,
         has_device_memory=setting.has_device_memory,
     )
-    offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
+    offload.place_states([bucket for bucket in buckets if bucket.trained], setting.model.group_of)
     _gradients(ledger, setting, buckets, offload)
     _moving(ledger, setting)
     _update(ledger, setting, buckets, offload)
     _masters_come_last(ledger, offload)
-    ledger.notes += setting.facts.notes
+    ledger.notes += setting.model.notes
     return ledger
 
 
 def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
-    facts, plan = setting.facts, setting.plan
+    model, plan = setting.model, setting.plan
     if not plan.zero.shard_params:
         layouts = cut_whole(
-            facts.specs[: facts.trained], plan, setting.shards_by_group(), setting.optimizer.grain
+            model.specs[: model.trained], plan, setting.shards_by_group(), setting.optimizer.grain
         )
         flat = plan.state_offload is not None
         return [
             BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
             for layout in layouts
         ]
-    storage = _Resting(plan.param_offload, setting)
+    storage = _ShardPlacement(plan.param_offload, setting)
     return [
         BucketUse(
             layout,
             setting.near if persistent else storage.place(layout),
             flat=True,
-            trained=any(slot.param < facts.trained for slot in layout.slots),
+            trained=any(slot.param < model.trained for slot in layout.slots),
             persistent=persistent,
         )
         for layout, persistent in cut_sharded(
-            facts.specs, setting.zero, setting.shards_by_group(), setting.optimizer.grain
+            model.specs, setting.zero, setting.shards_by_group(), setting.optimizer.grain
         )
     ]
 
 
-class _Resting:
+class _ShardPlacement:
     """Chooses the places of stage-3 shards, in the order of ``ParamStorage.store``."""
 
     def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
@@ -171,11 +171,11 @@ class _Resting:
 
 def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
     """Count the module as the script builds it, and the peak while ``initialize`` partitions it."""
-    facts, near = setting.facts, setting.near
-    sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
+    model, near = setting.model, setting.near
+    sizes = list(zip(model.specs, model.built_itemsizes, strict=True))
     whole = [spec.numel * size for spec, size in sizes]
-    ledger.add([MemoryPhase.BUILD], MemoryPlace.HOST, MemoryKind.BUFFERS, facts.buffer_bytes)
-    ledger.add([MemoryPhase.INITIALIZE], near, MemoryKind.BUFFERS, facts.buffer_bytes)
+    ledger.add([MemoryPhase.BUILD], MemoryPlace.HOST, MemoryKind.BUFFERS, model.buffer_bytes)
+    ledger.add([MemoryPhase.INITIALIZE], near, MemoryKind.BUFFERS, model.buffer_bytes)
     if setting.zero_init:
         parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
         place = _init_place(setting)
@@ -228,7 +228,7 @@ def _built_in_shards(
     building = setting.near if place is setting.near else MemoryPlace.HOST
     held = 0
     peaks: list[int] = []
-    for spec, before, part in zip(setting.facts.specs, whole, parts, strict=True):
+    for spec, before, part in zip(setting.model.specs, whole, parts, strict=True):
         after = spec.numel * spec.dtype.itemsize
         peaks.append(held + max(before + (after if after != before else 0), after + part))
         held += part if place is building else 0
@@ -248,7 +248,7 @@ def _broadcast(setting: PlanSetting) -> int:
     if setting.ranks == 1 or setting.zero_init:
         return 0
     largest = held = 0
-    for spec in setting.facts.specs:
+    for spec in setting.model.specs:
         nbytes = spec.numel * spec.dtype.itemsize
         held = nbytes if held and held + nbytes > BROADCAST_NUMEL * spec.dtype.itemsize else held + nbytes
         largest = max(largest, held)
@@ -272,10 +272,10 @@ def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
 
 
 def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
-    facts, near = setting.facts, setting.near
-    ledger.add(FROM_READY, near, MemoryKind.BUFFERS, facts.buffer_bytes)
+    model, near = setting.model, setting.near
+    ledger.add(FROM_READY, near, MemoryKind.BUFFERS, model.buffer_bytes)
     if not setting.plan.zero.shard_params:
-        frozen = facts.specs[facts.trained :]
+        frozen = model.specs[model.trained :]
         ledger.add(FROM_READY, near, MemoryKind.PARAMETERS, sum(s.numel * s.dtype.itemsize for s in frozen))
         for bucket in buckets:
             numel = bucket.layout.padded_numel if bucket.flat else bucket.layout.numel
@@ -327,14 +327,14 @@ def _moving(ledger: Ledger, setting: PlanSetting) -> None:
             ledger.add([phase], setting.near, kind, nbytes)
 
 
-def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
-    """Build a rehearsal of the setting's buckets, which records its events in ``journal``."""
+def rehearsal_of(setting: PlanSetting, log: EventLog = NO_LOG) -> Rehearsal:
+    """Build a rehearsal of the setting's buckets, which records its events in ``log``."""
     buckets = setting.buckets
     return Rehearsal(
         layouts=[bucket.layout for bucket in buckets],
         persistent=[bucket.persistent for bucket in buckets],
         trained=[bucket.trained for bucket in buckets],
-        calls=setting.facts.calls,
+        calls=setting.model.calls,
         plan=setting.plan,
         zero=setting.zero,
         shards=setting.shards_by_group(),
@@ -342,7 +342,7 @@ def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
         micro_batches=setting.micro_batches,
         has_device_memory=setting.has_device_memory,
         scratch=setting.sum_scratch,
-        journal=journal,
+        log=log,
     )
 
 

@@ -24,7 +24,7 @@ from deepspeed.comm.pending import DONE
 from deepspeed.comm.transports.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.transports.gloo import scratch_shape
 from deepspeed.config.plan import Packing, ParamOffload, Plan
-from deepspeed.planning.journal import SILENT, Journal
+from deepspeed.planning.event_log import NO_LOG, EventLog
 from deepspeed.planning.ledger import MemoryKind, MemoryPhase
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool
@@ -145,18 +145,18 @@ class SimulatedCommunicator(Communicator):
         meter: Meter,
         *,
         scratch: SumScratch = SumScratch.NONE,
-        journal: Journal = SILENT,
+        log: EventLog = NO_LOG,
         stride: int = 1,
     ) -> None:
         super().__init__(None)
         self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
-        self.journal = journal
+        self.log = log
         self.stride = stride
         self.scratch = scratch if size > 1 else SumScratch.NONE
 
     def _record(self, operation: str, nbytes: int) -> Pending:
-        return self.journal.collective(operation, nbytes, self.size, self.stride) if self.size > 1 else DONE
+        return self.log.collective(operation, nbytes, self.size, self.stride) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         return self._sum("reduce_scatter", input)
@@ -219,7 +219,7 @@ class SimulatedChannel(SimulatedCommunicator):
     """The communicator of a bucket's gather: takes the bytes from the layout, since the shard has no memory."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
-        super().__init__(near.size, near.meter, journal=near.journal, stride=near.stride)
+        super().__init__(near.size, near.meter, log=near.log, stride=near.stride)
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
@@ -237,11 +237,11 @@ class SimulatedReplicaGroups:
         meter: Meter,
         *,
         scratch: SumScratch,
-        journal: Journal = SILENT,
+        log: EventLog = NO_LOG,
         group: int = 1,
     ) -> None:
-        self.all_ranks = SimulatedCommunicator(all_ranks, meter, journal=journal)
-        self.journal = journal
+        self.all_ranks = SimulatedCommunicator(all_ranks, meter, log=log)
+        self.log = log
         self.group = group
         self.near: dict[str, SimulatedCommunicator] = {}
         """By replica group: the communicator in which gathers run."""
@@ -257,12 +257,12 @@ class SimulatedReplicaGroups:
     ) -> ReplicaGroup:
         stride = self.all_ranks.size // holders  # stride: experts are spread over neighbours
         whole, shard, replicas = (
-            SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, stride=stride * steps)
+            SimulatedCommunicator(ranks, meter, scratch=scratch, log=self.log, stride=stride * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
         self.near[name] = shard
         if in_groups(size, self.group):
-            self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, stride=stride)
+            self.near[name] = SimulatedCommunicator(self.group, meter, log=self.log, stride=stride)
         return ReplicaGroup(name, whole, shard, replicas, divisor=self.all_ranks.size)
 
     def __getitem__(self, name: str) -> ReplicaGroup:
@@ -320,7 +320,7 @@ class SimulatedServers(ShardServers):
         bucket = self.buckets[index]
         near = self.replica_groups.near[bucket.layout.replica_group]
         if near.size > 1:
-            near.journal.collective("fetch", bucket.nbytes, near.size, near.stride).wait()
+            near.log.collective("fetch", bucket.nbytes, near.size, near.stride).wait()
 
 
 class SimulatedConnections(GatherConnections):
@@ -377,7 +377,7 @@ class Rehearsal:
     has_device_memory: bool
     scratch: SumScratch = SumScratch.NONE
     meter: Meter = field(default_factory=Meter)
-    journal: Journal = SILENT
+    log: EventLog = NO_LOG
 
     def run(self) -> dict[MemoryPhase, Counter[MemoryKind]]:
         with torch.inference_mode(False), torch.enable_grad():
@@ -386,7 +386,7 @@ class Rehearsal:
                 self.all_ranks,
                 self.meter,
                 scratch=self.scratch,
-                journal=self.journal,
+                log=self.log,
                 group=self.plan.packing.group,
             )
             params = self._params()
@@ -405,7 +405,7 @@ class Rehearsal:
             pool = SimulatedPool(self.meter)
             reducer = self._reducer(buckets, params, replica_groups, coordinator, clock, pool)
             known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
-            arrive = Arrivals(reducer, params, self.calls, known, self.meter)
+            arrive = GradientArrivals(reducer, params, self.calls, known, self.meter)
             found: Any = None
             for step in range(STEPS):
                 self._step(step, buckets, coordinator, reducer, arrive, clock)
@@ -421,13 +421,13 @@ class Rehearsal:
         buckets: Sequence[SimulatedBucket],
         coordinator: ParamCoordinator | None,
         reducer: GradReducer,
-        arrive: Arrivals,
+        arrive: GradientArrivals,
         clock: AccumulationClock,
     ) -> None:
         """Run the step's micro-batches, and reshard gathered parameters as the update does."""
-        self.journal.begin_step()
+        self.log.begin_step()
         for _ in range(clock.steps):
-            self.journal.begin_micro_batch()
+            self.log.begin_micro_batch()
             self._enter(step, MemoryPhase.FORWARD)
             last = self._forward(coordinator, self._needs(buckets), arrive)
             self._enter(step, MemoryPhase.BACKWARD)
@@ -509,11 +509,11 @@ class Rehearsal:
             frame: Frame | None = None
             if coordinator is not None:
                 coordinator.enter(list(buckets))
-            self.journal.compute(MemoryPhase.FORWARD, call)
+            self.log.compute(MemoryPhase.FORWARD, call)
             link = link * 1.0
             if coordinator is not None:
                 frame = coordinator.leave()
-            link.register_hook(partial(_reached, coordinator, frame, arrive, self.journal, call))
+            link.register_hook(partial(_reached, coordinator, frame, arrive, self.log, call))
         return link
 
 
@@ -521,17 +521,17 @@ def _reached(
     coordinator: ParamCoordinator | None,
     frame: Frame | None,
     arrive: Any,
-    journal: Journal,
+    log: EventLog,
     call: int,
     _: Tensor,
 ) -> None:
     if coordinator is not None and frame is not None and frame.held:
         coordinator.backward(frame)
-    journal.compute(MemoryPhase.BACKWARD, call)
+    log.compute(MemoryPhase.BACKWARD, call)
     arrive(call)
 
 
-class Arrivals:
+class GradientArrivals:
     """Delivers gradients as backward traverses the calls. The gradient of a parameter with several uses accumulates
     inside autograd until backward reaches its first use; adding two briefly takes three buffers: both and their sum."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.base.tables import counted
 from deepspeed.planning.advice import Advice, hidden_updates
 from deepspeed.planning.ledger import ESTIMATED, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.request import PlanAnswer
@@ -33,9 +34,9 @@ def size(nbytes: int) -> str:
 
 
 def headline(answer: PlanAnswer) -> str:
-    facts, request, config = answer.setting.facts, answer.request, answer.config
-    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
-    frozen = facts.numel - trained
+    model, request, config = answer.setting.model, answer.request, answer.config
+    trained = sum(spec.numel for spec in model.specs[: model.trained])
+    frozen = model.numel - trained
     nodes = f" on {request.nodes} nodes" if request.nodes > 1 else ""
     shared = request.split.tensor
     part = f", on each of {shared} ranks that share all layers" if shared > 1 else ""
@@ -43,7 +44,7 @@ def headline(answer: PlanAnswer) -> str:
         f"{type(request.module).__name__}: {trained:,} trained parameters"
         + (f", {frozen:,} frozen" if frozen else "")
         + part,
-        f"{_count(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
+        f"{counted(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
         f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, "
         f"micro-batch {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps}",
     ]
@@ -88,7 +89,7 @@ def verdict(answer: PlanAnswer) -> Iterator[str]:
         if not need:
             continue
         sharing = answer.request.neighbours(place)
-        whose = f" ({_count(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
+        whose = f" ({counted(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
         have = answer.capacity.of(place)
         name = _place_name(answer, place)
         when = f"most while {_PHASES[phase][1]}"
@@ -145,7 +146,7 @@ def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
     return {
         "ranks": answer.request.all_ranks,
         "nodes": answer.request.nodes,
-        "parameters": answer.setting.facts.numel,
+        "parameters": answer.setting.model.numel,
         "bytes_per_rank": {
             place.value: {
                 _PHASES[phase][0]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}
@@ -160,7 +161,3 @@ def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
         "estimated": [kind.value for kind in ESTIMATED],
         "notes": ledger.notes,
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

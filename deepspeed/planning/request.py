@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from deepspeed.planning.activations import (
 )
 from deepspeed.planning.ledger import STEADY, Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.machine import Capacity, free_disk
-from deepspeed.planning.model import PlannedModel, facts_of
+from deepspeed.planning.model_split import ModelSplit
+from deepspeed.planning.optimizer_states import ADAM, OptimizerProfile, profile_optimizer
+from deepspeed.planning.planned_model import PlannedModel, planned_model_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
-from deepspeed.planning.split import Split
-from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
 from deepspeed.zero.replica_groups import expert_parallel_size
 
@@ -61,7 +62,7 @@ class PlanRequest:
     sequence: int | None = None
     checkpointing: bool = False
     capacity: Capacity = field(default_factory=Capacity)
-    split: Split = Split()
+    split: ModelSplit = ModelSplit()
     """A rank's part of the model (default: all); ``ranks`` share the states of that part."""
     follow_disk: bool = False
     """Whether ``capacity.disk`` is the free space of the config's swap folders."""
@@ -106,21 +107,12 @@ class PlanAnswer:
         return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
 
 
-class _Ranks:
-    """Stand-in for an ``mpu``: tells the config the data-parallel world size."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.count
-
-
 def config_of(request: PlanRequest) -> DeepSpeedConfig:
     """Return the parsed config. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
-        readers = _Ranks(request.ranks // request.ranks_per_sequence)
-        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
+        readers = request.ranks // request.ranks_per_sequence
+        mpu = SimpleNamespace(get_data_parallel_world_size=lambda: readers)
+        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=mpu)
 
 
 def answer(request: PlanRequest) -> PlanAnswer:
@@ -128,9 +120,9 @@ def answer(request: PlanRequest) -> PlanAnswer:
     config = config_of(request)
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
-    facts = request.split.facts(facts_of(request.module, plan, groups), request.module)
+    model = request.split.local_model(planned_model_of(request.module, plan, groups), request.module)
     setting = PlanSetting(
-        facts=facts,
+        model=model,
         plan=plan,
         zero=config.zero_config,
         optimizer=optimizer,
@@ -141,7 +133,7 @@ def answer(request: PlanRequest) -> PlanAnswer:
         shared_memory=config.schema.comm.shared_memory and not request.nodes == request.all_ranks > 1,
     )
     ledger = plan_memory(setting)
-    ledger.notes += note + _experts(facts, request.ranks)
+    ledger.notes += note + _experts(model, request.ranks)
     auto = [key for key in _auto_keys(request.config) if not key.startswith((*BATCH, *_NO_MEMORY))]
     if auto:
         ledger.notes.append(
@@ -164,8 +156,8 @@ def _states_between_updates(ledger: Ledger) -> None:
             ledger.entries[phase, MemoryPlace.DEVICE, kind] = 0
 
 
-def _experts(facts: PlannedModel, ranks: int) -> list[str]:
-    sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in facts.specs} - {1}
+def _experts(model: PlannedModel, ranks: int) -> list[str]:
+    sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in model.specs} - {1}
     over = ", ".join(str(size) for size in sorted(sizes))
     return [f"counting the experts of one rank, of {over} that share them"] if sizes else []
 
@@ -196,7 +188,7 @@ def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, 
 
 def _optimizer(
     request: PlanRequest, config: DeepSpeedConfig, plan: Plan
-) -> tuple[OptimizerFacts, list[dict[str, Any]] | None, list[str]]:
+) -> tuple[OptimizerProfile, list[dict[str, Any]] | None, list[str]]:
     made = request.optimizer
     given = list(request.module.parameters()) if request.trained is None else request.trained
     groups = [dict(entry) if isinstance(entry, dict) else entry for entry in given]
@@ -213,7 +205,7 @@ def _optimizer(
     notes = []
     if traits_of(made).whole_matrices:
         notes.append("matrices that Muon gathers during the update are not counted")
-    return optimizer_facts(made, plan.precision.master), made.param_groups, notes
+    return profile_optimizer(made, plan.precision.master), made.param_groups, notes
 
 
 def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, config: DeepSpeedConfig) -> None:
@@ -230,7 +222,7 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
     if limit is not None and _counted(ledger, request.module, setting, limit, batch, tokens):
         return
     dtype = setting.plan.precision.products or torch.float32
-    shape = request.split.shape(request.shape)
+    shape = request.split.local_shape(request.shape)
     checkpointing = request.checkpointing and limit is None
     mlp_tiles, loss_tiles = tiles_of(shape, tokens, config.schema.tiled_compute)
     nbytes = activation_bytes(
@@ -252,7 +244,7 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
         ledger.notes.append(
             f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of "
-            "activations (estimated); the first forward chooses and logs what to recompute"
+            "activations (estimated); the first forward chooses and logs what to again"
         )
     ledger.add(STEADY[:2], setting.near, MemoryKind.ACTIVATIONS, nbytes)
 
@@ -262,12 +254,12 @@ def _counted(
 ) -> bool:
     """Count the activations that blocks keep within the budget, for ``tokens`` tokens per sequence, by a forward on
     fake tensors; return False if it cannot run there."""
-    from deepspeed.planning.counted import CannotCount, choice_within
+    from deepspeed.planning.counted_activations import CannotCount, choose_recomputation
     from deepspeed.transforms.recompute.budget import report
 
     try:
         with _quiet():
-            choice = choice_within(module, limit, batch, tokens, setting.plan.precision)
+            choice = choose_recomputation(module, limit, batch, tokens, setting.plan.precision)
     except CannotCount as problem:
         ledger.notes.append(
             f"the memory budget is not counted, as the forward does not run on fake tensors: {problem}"

@@ -59,7 +59,7 @@ def planned_variant(request: PlanRequest, changes: Mapping[str, Any]) -> dict[st
         return {"error": str(error).splitlines()[0]}
     near, left = found.setting.near, _left(request.module, changes)
     sharded = found.plan.zero.shard_state
-    trained = sum(spec.numel for spec in found.setting.facts.specs[: found.setting.facts.trained])
+    trained = sum(spec.numel for spec in found.setting.model.specs[: found.setting.model.trained])
     return {
         "need": int(found.ledger.peak(near)[0] * left),
         "fits": not found.lacking(),

@@ -28,6 +28,7 @@ from deepspeed.base.tables import padded
 from deepspeed.comm.collectives import Communicator, Network
 from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.init import init_distributed
+from deepspeed.comm.pending import DONE
 
 STEP = 4
 """Step of the exponent between measured sizes (powers of two)."""
@@ -175,12 +176,6 @@ def _call(
     return calls[operation]
 
 
-class _Done:
-    """Handle of a call that has already completed."""
-
-    def wait(self) -> None: ...
-
-
 def _pair(tensor: Tensor, rank: int) -> Callable[[], Any]:
     """Return a call in which rank 0 sends to rank 1, which sends one element back to confirm that all has arrived."""
     answer = tensor[:1].clone()
@@ -192,7 +187,7 @@ def _pair(tensor: Tensor, rank: int) -> Callable[[], Any]:
         elif rank == 1:
             dist.recv(tensor, 0)
             dist.send(answer, 0)
-        return _Done()
+        return DONE
 
     return call
 
@@ -231,11 +226,11 @@ def table(rows: Sequence[Row], options: Namespace) -> list[str]:
     for row in rows:
         speeds = [f"{value * factor:.3f}" for value in (row.throughput, row.bus_bandwidth)]
         if options.raw:
-            facts = (str(row.size_bytes), row.transport, f"{row.seconds * 1e6:.2f}", *speeds)
+            cells = (str(row.size_bytes), row.transport, f"{row.seconds * 1e6:.2f}", *speeds)
         else:
             shown = (f"{speed} {unit}" for speed in speeds)
-            facts = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
-        texts.append((row.operation, *facts))
+            cells = (_size_text(row.size_bytes), row.transport, _time_text(row.seconds), *shown)
+        texts.append((row.operation, *cells))
     return ["  ".join(cells).rstrip() for cells in padded(texts, left=(0, 2))]
 
 

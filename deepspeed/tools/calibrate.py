@@ -115,15 +115,15 @@ def _model_facts(request: CalibrationRequest) -> tuple[int, float]:
         module = build_shape(request.model) if is_shape(request.model) else call_of(request.model)()
     config = {"train_micro_batch_size_per_gpu": request.micro, **request.config}
     planned = answer(PlanRequest(module=module, config=config, ranks=1, device_type="cpu"))
-    facts = planned.setting.facts
+    model = planned.setting.model
     flops = flops_by_call(
         module,
-        facts,
+        model,
         request.micro * request.sequence,
         request.sequence,
         shape_of(getattr(module, "config", None)),
     )
-    return sum(spec.numel for spec in facts.specs[: facts.trained]), sum(flops)
+    return sum(spec.numel for spec in model.specs[: model.trained]), sum(flops)
 
 
 # The ranks ---------------------------------------------------------------------------------------------------

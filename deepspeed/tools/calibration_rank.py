@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator, use_shared_memory
-from deepspeed.planning.model import hooked_modules
+from deepspeed.planning.planned_model import hooked_modules
 from deepspeed.planning.step_time.shapes import build_shape, is_shape, random_batch
 from deepspeed.planning.step_time.user_model import call_of, loss_of
 

@@ -59,7 +59,11 @@ def _tolerance(text: str) -> float:
 def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
     """Yield the result in a few lines."""
     for name, run in (("A", a), ("B", b)):
-        ranks, stage, precision = run.facts["ranks"], run.facts["stage"], run.facts["numerics"]["precision"]
+        ranks, stage, precision = (
+            run.metadata["ranks"],
+            run.metadata["stage"],
+            run.metadata["numerics"]["precision"],
+        )
         yield f"{name}: {run.folder}: {ranks} ranks, ZeRO stage {stage}, {precision}"
     steps = [step for step in found.steps if step]
     what = f"{len(steps)} steps ({steps[0]} to {steps[-1]})"

@@ -1,7 +1,8 @@
 """`ds doctor`: check that this machine, and the machines of a hostfile, are ready for a job. One table, with remedies.
 
-Each machine collects *facts* about itself (`collect`; over ssh for the others). Pure functions turn them into
-*findings*: about a single machine, and from comparing machines. Nothing here imports torch, which may itself be broken.
+Each machine makes a *report* about itself (`report_this_machine`; over ssh for the others). Pure functions turn them
+into *findings*: about a single machine, and from comparing machines. Nothing here imports torch, which may itself be
+broken.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from deepspeed.tools.launcher.addresses import ask, master_address, resolved
 from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
-from deepspeed.tools.launcher.hosts.pairs import SLOW, Pair, measure, slow
+from deepspeed.tools.launcher.hosts.bandwidth import SLOW, Pair, measure, slow
 from deepspeed.tools.launcher.ports import is_free
 from deepspeed.tools.ssh_all import ssh_command
 from deepspeed.version import __version__
 
-Facts = dict[str, Any]
+MachineReport = dict[str, Any]
 
 OK, WARNING, BAD = "ok", "warning", "bad"
 PACKAGES = ("torch", "numpy", "pydantic")  # must match on all ranks, like Python and this package
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 GIB = 2**30
 SHARED_MEMORY_BYTES = GIB // 2
 OPEN_FILES = 4096
@@ -60,13 +61,13 @@ class DoctorFinding(NamedTuple):
     remedy: str = ""
 
 
-# ---- facts
+# ---- reports
 
 
-def collect(
+def report_this_machine(
     port: int, folder: str, token: str = "", back_to: Sequence[Any] = (), names: Sequence[str] = ()
-) -> Facts:
-    """Collect the facts of this machine. ``token``: name of a file in the folder, visible to machines that share it;
+) -> MachineReport:
+    """Report on this machine. ``token``: name of a file in the folder, visible to machines that share it;
     ``back_to``: address and port at which the first machine listens; ``names``: host names of all machines."""
     open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
     return {
@@ -80,7 +81,7 @@ def collect(
         "locked": locked,
         "interfaces": [name for _, name in socket.if_nameindex()],
         "chosen": {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
-        "left_over": [name for name in OF_A_RANK if name in os.environ],
+        "left_over": [name for name in RANK_VARIABLES if name in os.environ],
         "folder": folder,
         "writable": os.access(folder, os.W_OK),
         "free_disk": _free(folder),
@@ -131,117 +132,91 @@ def _reaches(address: str, port: int) -> str:
 # ---- findings
 
 
-def findings_of(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
+def check_machine(report: MachineReport, machine: str) -> Iterator[DoctorFinding]:
     """Yield the findings about a single machine."""
-    yield _installed(facts, machine)
-    yield _rendezvous_port(facts, machine)
-    yield _shared_memory(facts, machine)
-    yield _limit_line(facts["open_files"], OPEN_FILES, machine, "open files", "ulimit -n 65536")
-    yield _limit_line(
-        facts["locked"],
-        LOCKED_BYTES,
-        machine,
-        "locked memory",
-        "for offload to storage and RDMA: ulimit -l unlimited",
-    )
-    yield _network_interface(facts, machine)
-    yield _environment(facts, machine)
-    yield _folder(facts, machine)
+    yield _installed(report, machine)
+    yield _rendezvous_port(report, machine)
+    yield _shared_memory(report, machine)
+    yield _limit_finding(report["open_files"], OPEN_FILES, machine, "open files", "ulimit -n 65536")
+    remedy = "for offload to storage and RDMA: ulimit -l unlimited"
+    yield _limit_finding(report["locked"], LOCKED_BYTES, machine, "locked memory", remedy)
+    yield _network_interface(report, machine)
+    yield _environment(report, machine)
+    yield _folder(report, machine)
 
 
-def _installed(facts: Facts, machine: str) -> DoctorFinding:
-    versions = facts["versions"]
+def _installed(report: MachineReport, machine: str) -> DoctorFinding:
+    versions = report["versions"]
     missing = [name for name, version in versions.items() if not version]
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
-    return _line(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
+    return _finding(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
 
 
-def _rendezvous_port(facts: Facts, machine: str) -> DoctorFinding:
-    return _line(
-        facts["port_free"],
-        WARNING,
-        machine,
-        "rendezvous port",
-        f"{facts['port']} is {'free' if facts['port_free'] else 'in use'}",
-        "`deepspeed` picks another one automatically; with other launchers set MASTER_PORT, or stop the older job",
+def _rendezvous_port(report: MachineReport, machine: str) -> DoctorFinding:
+    free = report["port_free"]
+    found = f"{report['port']} is {'free' if free else 'in use'}"
+    remedy = "`deepspeed` picks another one automatically; with other launchers set MASTER_PORT, or stop the older job"
+    return _finding(free, WARNING, machine, "rendezvous port", found, remedy)
+
+
+def _shared_memory(report: MachineReport, machine: str) -> DoctorFinding:
+    shared = report["shared_memory"]
+    enough = shared is None or shared >= SHARED_MEMORY_BYTES
+    found = "none" if shared is None else f"{shared / GIB:.2f} GiB free"
+    remedy = (
+        "data loader workers and NCCL need it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm"
     )
+    return _finding(enough, WARNING, machine, "/dev/shm", found, remedy)
 
 
-def _shared_memory(facts: Facts, machine: str) -> DoctorFinding:
-    shared = facts["shared_memory"]
-    return _line(
-        shared is None or shared >= SHARED_MEMORY_BYTES,
-        WARNING,
-        machine,
-        "/dev/shm",
-        "none" if shared is None else f"{shared / GIB:.2f} GiB free",
-        "data loader workers and NCCL need it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
-    )
-
-
-def _network_interface(facts: Facts, machine: str) -> DoctorFinding:
+def _network_interface(report: MachineReport, machine: str) -> DoctorFinding:
     """Check that the network interfaces chosen in the environment exist."""
-    interfaces, chosen = facts["interfaces"], facts["chosen"]
+    interfaces, chosen = report["interfaces"], report["chosen"]
     wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
     written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
-    return _line(
-        not wrong,
-        BAD,
-        machine,
-        "network interface",
+    found, remedy = (
         f"{written}; there are {', '.join(interfaces)}",
         f"unset {' '.join(wrong)}, or set an existing one",
     )
+    return _finding(not wrong, BAD, machine, "network interface", found, remedy)
 
 
-def _environment(facts: Facts, machine: str) -> DoctorFinding:
-    left = facts["left_over"]
-    return _line(
-        not left,
-        WARNING,
-        machine,
-        "environment",
-        f"{', '.join(left)} set" if left else "no rank variables of an earlier job",
-        f"a plain `python train.py` would take itself for a rank: unset {' '.join(left)}",
+def _environment(report: MachineReport, machine: str) -> DoctorFinding:
+    left = report["left_over"]
+    found = f"{', '.join(left)} set" if left else "no rank variables of an earlier job"
+    remedy = f"a plain `python train.py` would take itself for a rank: unset {' '.join(left)}"
+    return _finding(not left, WARNING, machine, "environment", found, remedy)
+
+
+def _folder(report: MachineReport, machine: str) -> DoctorFinding:
+    disk, writable = report["free_disk"], report["writable"]
+    enough = writable and disk is not None and disk >= FREE_DISK_BYTES
+    found = (
+        f"{report['folder']}: {'writable' if writable else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free"
     )
+    remedy = "checkpoints need space: pass another folder to save_checkpoint"
+    return _finding(enough, WARNING, machine, "folder", found, remedy)
 
 
-def _folder(facts: Facts, machine: str) -> DoctorFinding:
-    disk, writable = facts["free_disk"], facts["writable"]
-    return _line(
-        writable and disk is not None and disk >= FREE_DISK_BYTES,
-        WARNING,
-        machine,
-        "folder",
-        f"{facts['folder']}: {'writable' if writable else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free",
-        "checkpoints need space: pass another folder to save_checkpoint",
-    )
-
-
-def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
+def check_names(report: MachineReport, machine: str) -> Iterator[DoctorFinding]:
     """Check how a machine resolves the names of all machines, and its own."""
-    unknown = ", ".join(facts["unknown"])
-    yield _line(
-        not unknown,
-        WARNING,
-        machine,
-        "names",
-        f"{unknown} unknown there" if unknown else "all known",
-        "mpirun and other tools look up machines by name: add them to DNS or to /etc/hosts",
+    unknown = ", ".join(report["unknown"])
+    found = f"{unknown} unknown there" if unknown else "all known"
+    remedy = "mpirun and other tools look up machines by name: add them to DNS or to /etc/hosts"
+    yield _finding(not unknown, WARNING, machine, "names", found, remedy)
+    own = report["own_address"]
+    reachable = own is not None and not ipaddress.ip_address(own).is_loopback
+    chosen = "GLOO_SOCKET_IFNAME" in report["chosen"]
+    found = f"{report['host']} is {own or 'unknown'}"
+    remedy = (
+        "gloo sends this address to other ranks: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts"
     )
-    own = facts["own_address"]
-    chosen = "GLOO_SOCKET_IFNAME" in facts["chosen"]
-    yield _line(
-        chosen or (own is not None and not ipaddress.ip_address(own).is_loopback),
-        WARNING,
-        machine,
-        "own name",
-        f"{facts['host']} is {own or 'unknown'}",
-        "gloo sends this address to other ranks: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts",
-    )
+    yield _finding(chosen or reachable, WARNING, machine, "own name", found, remedy)
 
 
-def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[DoctorFinding]:
+def compare_machines(
+    first: MachineReport, other: MachineReport, machine: str, offset_s: float
+) -> Iterator[DoctorFinding]:
     """Yield the findings from comparing a machine with the first one. ``offset_s``: seconds by which the other clock is
     ahead."""
     differing = [
@@ -249,72 +224,45 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
         for name, version in first["versions"].items()
         if other["versions"].get(name) != version
     ]
-    yield _line(
-        not differing,
-        BAD,
-        machine,
-        "same versions",
-        ", ".join(differing) or "yes",
-        "install the same on every machine",
-    )
-    yield _line(
-        abs(offset_s) <= CLOCK_S,
-        WARNING,
-        machine,
-        "clock",
-        f"{offset_s:+.1f} s",
-        "the order of rank failures would be reported wrongly: run chrony or ntpd",
-    )
-    yield _line(
-        other["sees_token"],
-        WARNING,
-        machine,
-        "shared folder",
-        "yes" if other["sees_token"] else f"{other['folder']} is a different folder there",
-        "all ranks save checkpoints into one folder: use a file system mounted on every machine",
-    )
-    if other["reaches"] is not None:
-        yield _line(
-            not other["reaches"],
-            BAD,
-            machine,
-            "reaches rank 0",
-            other["reaches"] or "yes",
-            "open the ports between the machines in the firewall, or set --master_addr to a reachable address",
+    found, remedy = ", ".join(differing) or "yes", "install the same on every machine"
+    yield _finding(not differing, BAD, machine, "same versions", found, remedy)
+    remedy = "the order of rank failures would be reported wrongly: run chrony or ntpd"
+    yield _finding(abs(offset_s) <= CLOCK_S, WARNING, machine, "clock", f"{offset_s:+.1f} s", remedy)
+    found = "yes" if other["sees_token"] else f"{other['folder']} is a different folder there"
+    remedy = "all ranks save checkpoints into one folder: use a file system mounted on every machine"
+    yield _finding(other["sees_token"], WARNING, machine, "shared folder", found, remedy)
+    problem = other["reaches"]
+    if problem is not None:
+        remedy = (
+            "open the ports between the machines in the firewall, or set --master_addr to a reachable address"
         )
+        yield _finding(not problem, BAD, machine, "reaches rank 0", problem or "yes", remedy)
 
 
-def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[DoctorFinding]:
+def check_bandwidths(found: Mapping[Pair, float | str]) -> Iterator[DoctorFinding]:
     """Check the bandwidth of each pair in both directions; slow means relative to the other pairs."""
     slow_ones = set(slow(found))
     for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
         both = [(one, other, found.get((one, other), "")), (other, one, found.get((other, one), ""))]
         failed = [rate for *_, rate in both if isinstance(rate, str) and rate]
-        is_slow = not slow_ones.isdisjoint([(one, other), (other, one)])
-        text = ", ".join(
+        fine = not failed and slow_ones.isdisjoint([(one, other), (other, one)])
+        rates = ", ".join(
             f"to {to} {rate / 1e6:.0f} MB/s" for _, to, rate in both if not isinstance(rate, str)
         )
-        yield _line(
-            not failed and not is_slow,
-            BAD if failed else WARNING,
-            f"{one} - {other}",
-            "bandwidth",
-            "; ".join([*failed, *filter(None, [text])]),
-            "open the ports between the machines in the firewall"
-            if failed
-            else (
-                f"less than 1/{SLOW} of the others' median: check the cable, the switch port and the route"
-            ),
-        )
+        remedy = f"less than 1/{SLOW} of the others' median: check the cable, the switch port and the route"
+        if failed:
+            remedy = "open the ports between the machines in the firewall"
+        text = "; ".join([*failed, *filter(None, [rates])])
+        yield _finding(fine, BAD if failed else WARNING, f"{one} - {other}", "bandwidth", text, remedy)
 
 
-def _line(fine: bool, otherwise: str, machine: str, check: str, found: str, remedy: str) -> DoctorFinding:
+def _finding(fine: bool, otherwise: str, machine: str, check: str, found: str, remedy: str) -> DoctorFinding:
     return DoctorFinding(OK if fine else otherwise, machine, check, found, "" if fine else remedy)
 
 
-def _limit_line(value: int | None, least: int, machine: str, check: str, remedy: str) -> DoctorFinding:
+def _limit_finding(value: int | None, least: int, machine: str, check: str, remedy: str) -> DoctorFinding:
     found = "no limit" if value is None else str(value)
-    return _line(value is None or value >= least, WARNING, machine, check, found, remedy)
+    return _finding(value is None or value >= least, WARNING, machine, check, found, remedy)
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:
@@ -341,7 +289,7 @@ def parser() -> ArgumentParser:
         "-e --exclude SPEC": takes("all hosts but these", ""),
         "--ssh_port PORT": takes("port of the ssh servers on the hosts", type=int),
         "--launcher_args TEXT": takes("options for ssh, as one argument", ""),
-        "--facts JSON": takes("used on remote machines: the arguments of `collect`"),
+        "--report JSON": takes("used on remote machines: the arguments of `report_this_machine`"),
     }
     add_options(made, options)
     return made
@@ -351,15 +299,15 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if any finding is bad, else 0."""
     options = parser().parse_args(argv)
-    if options.facts:
-        print(json.dumps(collect(**json.loads(options.facts))))
+    if options.report:
+        print(json.dumps(report_this_machine(**json.loads(options.report))))
         return 0
-    findings = list(examine(options))
+    findings = list(run_checks(options))
     print("\n".join(table(findings)))
     return int(any(finding.state == BAD for finding in findings))
 
 
-def examine(options: Any) -> Iterator[DoctorFinding]:
+def run_checks(options: Any) -> Iterator[DoctorFinding]:
     folder = os.getcwd()
     names: list[str] = []
     if options.hostfile is not None:
@@ -368,20 +316,20 @@ def examine(options: Any) -> Iterator[DoctorFinding]:
             raise LaunchError(f"--hostfile={options.hostfile}: no such file")
         chosen = parse_inclusion_exclusion(hosts, options.include, options.exclude)
         names = [checked_host(host) for host in chosen]
-    own = collect(options.port, folder, names=[_name(host) for host in names])
-    yield from findings_of(own, own["host"])
+    own = report_this_machine(options.port, folder, names=[_name(host) for host in names])
+    yield from check_machine(own, own["host"])
     others = [host for host in names if not is_this_machine(_name(host))]
     if others:
-        yield from findings_of_names(own, own["host"])
-        yield from _examine_others(own, others, names, options, folder)
+        yield from check_names(own, own["host"])
+        yield from _check_others(own, others, names, options, folder)
 
 
 def _name(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def _examine_others(
-    own: Facts, others: Sequence[str], names: Sequence[str], options: Any, folder: str
+def _check_others(
+    own: MachineReport, others: Sequence[str], names: Sequence[str], options: Any, folder: str
 ) -> Iterator[DoctorFinding]:
     ssh = ssh_command(options)
     reached = [host for host in names if host not in others]
@@ -392,20 +340,20 @@ def _examine_others(
         if address:
             asked["back_to"] = [address, listener.getsockname()[1]]
 
-        def question(host: str) -> tuple[Facts | str, float]:
-            return _facts_of(host, ssh, asked, folder)
+        def question(host: str) -> tuple[MachineReport | str, float]:
+            return _report_of(host, ssh, asked, folder)
 
         with ThreadPoolExecutor(min(32, len(others))) as pool:
-            for host, (facts, offset_s) in zip(others, pool.map(question, others), strict=True):
-                if isinstance(facts, str):
+            for host, (report, offset_s) in zip(others, pool.map(question, others), strict=True):
+                if isinstance(report, str):
                     remedy = f"`ssh {host} true` must work without a password, with the same Python and folder there"
-                    yield DoctorFinding(BAD, host, "ssh", facts, remedy)
+                    yield DoctorFinding(BAD, host, "ssh", report, remedy)
                     continue
                 reached.append(host)
-                yield from findings_of(facts, host)
-                yield from findings_of_names(facts, host)
-                yield from findings_between(own, facts, host, offset_s)
-    yield from findings_of_pairs(_bandwidths([host for host in names if host in reached], others, ssh))
+                yield from check_machine(report, host)
+                yield from check_names(report, host)
+                yield from compare_machines(own, report, host, offset_s)
+    yield from check_bandwidths(_bandwidths([host for host in names if host in reached], others, ssh))
 
 
 def _bandwidths(hosts: Sequence[str], others: Sequence[str], ssh: Sequence[str]) -> dict[Pair, float | str]:
@@ -428,25 +376,25 @@ def _token(folder: str) -> Any:
         return tempfile.NamedTemporaryFile(prefix=f".ds_doctor_{secrets.token_hex(4)}")
 
 
-def _facts_of(
+def _report_of(
     host: str, ssh: Sequence[str], asked: Mapping[str, Any], folder: str
-) -> tuple[Facts | str, float]:
-    """Return a machine's facts, or the reason why they cannot be had, and the seconds by which its clock is ahead of
+) -> tuple[MachineReport | str, float]:
+    """Return a machine's report, or the reason why it cannot be had, and the seconds by which its clock is ahead of
     ours."""
-    words = [sys.executable, "-m", "deepspeed.tools.doctor", "--facts", json.dumps(asked)]
+    words = [sys.executable, "-m", "deepspeed.tools.doctor", "--report", json.dumps(asked)]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
     begin = time.time()
     try:
         answer = ask(host, ssh, command)
-        facts: Facts = json.loads(answer.strip().splitlines()[-1])
+        report: MachineReport = json.loads(answer.strip().splitlines()[-1])
     except LaunchError as error:
         return str(error), 0.0
     except (ValueError, IndexError):
         return "ssh works, but deepspeed does not run there", 0.0
     end = time.time()
-    early, late = facts["time"] - end, facts["time"] - begin  # bounds: it read its clock in between
-    return facts, max(early, 0.0) if early > 0 else min(late, 0.0)
+    early, late = report["time"] - end, report["time"] - begin  # bounds: it read its clock in between
+    return report, max(early, 0.0) if early > 0 else min(late, 0.0)
 
 
 def table(findings: Sequence[DoctorFinding]) -> list[str]:

@@ -20,116 +20,73 @@ _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Tool(NamedTuple):
-    """A command of this package. Its module is imported only when it runs: most need torch, the launcher does not."""
+    """A command of this package: ``function`` of a module in `deepspeed.tools`, which is imported only when it runs:
+    most need torch, the launcher does not."""
 
     module: str
-    function: str
     arguments: str
     purpose: str
     parser: Callable[[], argparse.ArgumentParser] | None = None
     """Set if the tool's module imports torch: help and usage errors then exit before that import."""
     is_short: bool = False
     """Whether it only reads a config: start-up is most of its run time."""
+    function: str = "main"
+
+    def run(self, arguments: Sequence[str] | None) -> int | None:
+        """Import the module and run the tool; return its exit code."""
+        return getattr(importlib.import_module(f"deepspeed.tools.{self.module}"), self.function)(arguments)
 
 
 TOOLS = {
     "init": Tool(
-        "deepspeed.tools.starter.command",
-        "main",
+        "starter.command",
         "[FOLDER] --model MODEL --goal GOAL",
         "write a config, a training script and a launch command for your machines",
         starter.parser,
     ),
     "plan": Tool(
-        "deepspeed.tools.plan",
-        "main",
+        "plan",
         "CONFIG --model MODEL --gpus N",
         "predict the memory per rank before allocating anything, and the step time",
         parsers.plan,
     ),
-    "check": Tool(
-        "deepspeed.tools.config.command",
-        "main",
-        "CONFIG",
-        "report all errors in a config at once",
-        parsers.check,
-        is_short=True,
-    ),
-    "diff": Tool(
-        "deepspeed.tools.diff",
-        "main",
-        "RUN_A RUN_B",
-        "find where two runs recorded with `audit` first differ",
-    ),
+    "check": Tool("config.command", "CONFIG", "report all errors in a config at once", parsers.check, True),
+    "diff": Tool("diff", "RUN_A RUN_B", "find where two runs recorded with `audit` first differ"),
     "trace": Tool(
-        "deepspeed.tools.trace",
-        "main",
-        "FOLDER [-o FILE]",
-        "summarize a `trace`: where the time went and who waited for whom",
+        "trace", "FOLDER [-o FILE]", "summarize a `trace`: where the time went and who waited for whom"
     ),
-    "live": Tool(
-        "deepspeed.tools.live",
-        "main",
-        "FOLDER",
-        "serve the live page of a run from its record (`monitor.live`)",
-    ),
-    "top": Tool("deepspeed.tools.top", "main", "[--once]", "watch your runs on this machine in the terminal"),
+    "live": Tool("live", "FOLDER", "serve the live page of a run from its record (`monitor.live`)"),
+    "top": Tool("top", "[--once]", "watch your runs on this machine in the terminal"),
     "report": Tool(
-        "deepspeed.tools.env_report",
-        "cli_main",
+        "env_report",
         "[--bench]",
         "report versions, devices and the path each op takes",
         parsers.report,
+        function="cli_main",
     ),
     "serve": Tool(
-        "deepspeed.tools.serve",
-        "main",
-        "MODEL",
-        "serve a model over HTTP with an OpenAI-compatible API",
-        serve_options.parser,
+        "serve", "MODEL", "serve a model over HTTP with an OpenAI-compatible API", serve_options.parser
     ),
     "stacks": Tool(
-        "deepspeed.tools.stacks",
-        "main",
-        "[PID]",
-        "show what every rank of a running job is doing: Python stacks, last collectives",
+        "stacks", "[PID]", "show what every rank of a running job is doing: Python stacks, last collectives"
     ),
     "doctor": Tool(
-        "deepspeed.tools.doctor",
-        "main",
+        "doctor",
         "[--hostfile FILE]",
         "check that this machine or the machines of a hostfile are ready for a job",
     ),
-    "bench": Tool(
-        "deepspeed.tools.bench", "main", "--num_gpus N", "benchmark collectives by size and transport"
-    ),
+    "bench": Tool("bench", "--num_gpus N", "benchmark collectives by size and transport"),
     "elastic": Tool(
-        "deepspeed.tools.elastic.command",
-        "main",
+        "elastic.command",
         "-c CONFIG [-w N]",
         "compute the batch size and numbers of ranks of an `elasticity` section",
         parsers.elastic,
-        is_short=True,
+        True,
     ),
-    "ssh": Tool(
-        "deepspeed.tools.ssh_all",
-        "main",
-        "-f HOSTFILE COMMAND",
-        "run a command on every machine of a hostfile",
-    ),
-    "io": Tool(
-        "deepspeed.tools.nvme.ds_io",
-        "main",
-        "--folder DIR --io_size 1G",
-        "benchmark reads or writes of files",
-        parsers.io,
-    ),
+    "ssh": Tool("ssh_all", "-f HOSTFILE COMMAND", "run a command on every machine of a hostfile"),
+    "io": Tool("nvme.ds_io", "--folder DIR --io_size 1G", "benchmark reads or writes of files", parsers.io),
     "nvme_tune": Tool(
-        "deepspeed.tools.nvme.tune",
-        "main",
-        "--nvme_dir DIR",
-        "find the best `aio` section for a storage device",
-        parsers.nvme_tune,
+        "nvme.tune", "--nvme_dir DIR", "find the best `aio` section for a storage device", parsers.nvme_tune
     ),
 }
 
@@ -177,9 +134,7 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
         if tool.parser is not None:
             tool.parser().parse_args(arguments)
         with _short_start() if tool.is_short else nullcontext():
-            work = getattr(importlib.import_module(tool.module), tool.function)
-            result: int | None = work(arguments)
-        return result
+            return tool.run(arguments)
 
     return run()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, add_options, exit_quietly, takes
-from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
+from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, summarize_rows
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
 
@@ -30,7 +30,7 @@ class Follower:
         entries, self._offset = read_more(self._path, self._offset)
         self.history.extend(entries)
         rows = self.history.newest(SPEED_ROWS)
-        self.history.set_facts(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
+        self.history.set_state(**summarize_rows(rows, self.history.state.get("run", {})), recorded=True)
 
 
 @exit_quietly("ds live", OSError, ValueError, OverflowError)

@@ -32,8 +32,8 @@ from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
 from deepspeed.planning.link_time import LinkTimes, link_times
 from deepspeed.planning.machine import Capacity, free_now
+from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer, config_of
-from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import options as time_options
 from deepspeed.planning.step_time.shapes import build_shape, is_shape
 from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
@@ -132,7 +132,7 @@ def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None)
         module=module,
         config=config,
         ranks=args.gpus * args.nodes // tensor,
-        split=Split(tensor=tensor),
+        split=ModelSplit(tensor=tensor),
         ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
         nodes=args.nodes,
         device_type=device_type,

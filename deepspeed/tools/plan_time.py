@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer
-from deepspeed.planning.split import Split
 from deepspeed.planning.step_time.calibration import Calibration, load
-from deepspeed.planning.step_time.choices import Choices, StepSearch, samples_of
 from deepspeed.planning.step_time.hardware import Device, NetworkSpec, device, network
+from deepspeed.planning.step_time.layout_search import LayoutRanking, LayoutSearch, samples_of
 from deepspeed.planning.step_time.options import TimeError
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import is_shape
@@ -54,7 +54,7 @@ class PlanTimes:
     where: str
     step: StepTime
     samples: int
-    choices: Choices | None = None
+    choices: LayoutRanking | None = None
 
     def lines(self) -> list[str]:
         step = self.step
@@ -97,8 +97,8 @@ def times_of(
     samples = samples_of(found)
     choices = None
     if args.choices:
-        whole = replace(request, ranks=request.all_ranks, split=Split())
-        choices = StepSearch(request=whole, job=job, samples=samples, modules=modules()).run()
+        whole = replace(request, ranks=request.all_ranks, split=ModelSplit())
+        choices = LayoutSearch(request=whole, job=job, samples=samples, modules=modules()).run()
     ranks = args.gpus * args.nodes
     name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
     link = f" over {joined.name}" if args.nodes > 1 else ""

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ANCHORS = re.findall(r'<a id="(\w+)"></a>`(\w+)`', (ROOT / "docs" / "troubleshooting.md").read_text())
 
 CAUGHT = set(
-    "AioFailure BatchError BudgetTooSmall CannotCount InUse NoSuchFunction NotFiniteError NotChunkable NotPerToken "
-    "PackedWeightsError TraceError".split()
+    "AioFailure BatchError BudgetTooSmall CannotCount RecordInUse NoSuchFunction NotFiniteError NotChunkable "
+    "NotPerToken PackedWeightsError TraceError".split()
 )
 """Classes between two of our own functions: the caller makes an answer or another error of each."""
 

@@ -23,7 +23,7 @@ import torch
 
 import deepspeed
 from deepspeed.comm.collectives import Network, communicator, histories
-from deepspeed.comm.hangs import thread_states as standing_of
+from deepspeed.comm.hangs import thread_states as summarize_rows
 from deepspeed.comm.hangs import watch as hang_watch
 from deepspeed.comm.hangs.history import LENGTH, OperationHistory
 from deepspeed.comm.hangs.report import call_text, explain
@@ -371,11 +371,11 @@ def test_the_report_names_what_happened(name: str, jobs: dict[str, Job]) -> None
 @pytest.mark.parametrize(
     ("file", "function", "expected"),
     [
-        ("checkpoint/save.py", "save", standing_of.SAVING),
-        ("engine/loading.py", "load_checkpoint", standing_of.RESTORING),
-        ("engine/initialize.py", "initialize", standing_of.STARTING),
-        ("data/loader.py", "__next__", standing_of.LOADING),
-        ("engine/engine.py", "step", standing_of.ELSEWHERE),
+        ("checkpoint/save.py", "save", summarize_rows.SAVING),
+        ("engine/loading.py", "load_checkpoint", summarize_rows.RESTORING),
+        ("engine/initialize.py", "initialize", summarize_rows.STARTING),
+        ("data/loader.py", "__next__", summarize_rows.LOADING),
+        ("engine/engine.py", "step", summarize_rows.ELSEWHERE),
     ],
 )
 def test_what_a_rank_does_is_told_by_the_file_that_runs(file: str, function: str, expected: str) -> None:
@@ -388,7 +388,8 @@ def test_what_a_rank_does_is_told_by_the_file_that_runs(file: str, function: str
 
     importing = frame("_find_and_load", "<frozen importlib._bootstrap>")
     assert (
-        standing_of._doing([importing, frame(function, str(path)), frame("<module>", "train.py")]) == expected
+        summarize_rows._doing([importing, frame(function, str(path)), frame("<module>", "train.py")])
+        == expected
     )
 
 
@@ -521,7 +522,7 @@ def test_garbage_is_not_collected_while_frames_are_read() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        assert standing_of.main_frames() and not gc.isenabled()
+        assert summarize_rows.main_frames() and not gc.isenabled()
     finally:
         gc.enable()
 

@@ -95,3 +95,15 @@ def test_a_rank_that_does_not_come_is_named_and_all_give_up():
         exchange.begin()
         assert exchange.combine(str(rank).encode(), b" ".join) == b"0 1"
         exchange.end()
+
+
+def test_it_ends_without_the_store() -> None:
+    """As where the launcher, which held it, is gone: the error of the save is the one to raise."""
+
+    class Gone:
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("connection reset")
+
+    exchange = StoreExchange("a test")
+    exchange.size, exchange._store = 2, Gone()
+    exchange.end()

@@ -183,7 +183,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "config/axes.py:_identity": ("ranks",),
     "config/reader.py:load_source": ("machine",),
-    "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
+    "data/requested_samplers.py:varies_batches": (
+        ("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),
+    ),
     "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (
         ("curriculum_learning", curriculum(min_difficulty=None)),
         ("curriculum_learning.schedule_type", curriculum(schedule_type="unknown")),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.data.data_routing.basic_layer import Batch, Form, KeptTokens, RandomLayerTokenDrop
+from deepspeed.data.data_routing.basic_layer import Batch, KeptTokens, RandomLayerTokenDrop, TokenLayout
 from deepspeed.data.data_routing.helper import (
     convert_to_random_ltd,
     remove_random_ltd_state_dict,
@@ -233,26 +233,26 @@ def test_a_learning_rate_by_layer_tokens(kind: str) -> None:
 
 def test_forms_of_arguments() -> None:
     batch = Batch(2, 8, True)
-    for name, shape, form in (
-        ("attention_mask", (2, 1, 8, 8), Form(0, (-2, -1), True)),
-        ("attention_mask", (1, 1, 1, 8), Form(0, (-2, -1), True)),
-        ("attention_mask", (2, 8), Form(0, (1,))),
-        ("src_mask", (8, 8), Form(None, (0, 1))),
-        ("position_bias", (1, 4, 8, 8), Form(0, (-2, -1), True)),
-        ("alibi", (8, 1, 8), Form(0, (-2, -1), True)),
-        ("position_ids", (1, 8), Form(0, (1,))),
-        ("position_ids", (3, 2, 8), Form(1, (2,))),
-        ("position_embeddings", (1, 8, 6), Form(0, (1,))),
-        ("position_embeddings", (2, 1, 8, 6), Form(0, (2,))),
-        ("position_embeddings", (3, 2, 8, 6), Form(1, (2,))),
-        ("rotation", (8, 3), Form(None, (0,))),
+    for name, shape, layout in (
+        ("attention_mask", (2, 1, 8, 8), TokenLayout(0, (-2, -1), True)),
+        ("attention_mask", (1, 1, 1, 8), TokenLayout(0, (-2, -1), True)),
+        ("attention_mask", (2, 8), TokenLayout(0, (1,))),
+        ("src_mask", (8, 8), TokenLayout(None, (0, 1))),
+        ("position_bias", (1, 4, 8, 8), TokenLayout(0, (-2, -1), True)),
+        ("alibi", (8, 1, 8), TokenLayout(0, (-2, -1), True)),
+        ("position_ids", (1, 8), TokenLayout(0, (1,))),
+        ("position_ids", (3, 2, 8), TokenLayout(1, (2,))),
+        ("position_embeddings", (1, 8, 6), TokenLayout(0, (1,))),
+        ("position_embeddings", (2, 1, 8, 6), TokenLayout(0, (2,))),
+        ("position_embeddings", (3, 2, 8, 6), TokenLayout(1, (2,))),
+        ("rotation", (8, 3), TokenLayout(None, (0,))),
         ("encoder_attention_mask", (2, 1, 8, 8), None),
         ("head_mask", (2, 4), None),
     ):
-        assert batch.form(name, torch.zeros(shape)) == form, (name, shape)
+        assert batch.layout(name, torch.zeros(shape)) == layout, (name, shape)
     other = Batch(2, 8, False)
-    assert other.form("hidden", torch.zeros(8, 2, 6)) == Form(1, (0,))
-    assert other.form("rotary_pos_emb", torch.zeros(8, 1, 1, 6)) == Form(1, (0,))
+    assert other.layout("hidden", torch.zeros(8, 2, 6)) == TokenLayout(1, (0,))
+    assert other.layout("rotary_pos_emb", torch.zeros(8, 1, 1, 6)) == TokenLayout(1, (0,))
 
 
 def test_arguments_at_the_kept_tokens() -> None:

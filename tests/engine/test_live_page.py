@@ -64,7 +64,7 @@ def as_steps(engine: Any) -> None:
         page.recorder._window.__class__ = _Narrow
 
 
-class _Narrow(recorder.Window):
+class _Narrow(recorder.StepWindow):
     @property
     def width_s(self) -> float:
         return 0.0

@@ -270,7 +270,7 @@ class Checker:
         self.known(name, tuple(ds.TOOLS))
         self.paths(words)
         tool = ds.TOOLS[name]
-        function = getattr(importlib.import_module(tool.module), tool.function)
+        function = getattr(importlib.import_module(f"deepspeed.tools.{tool.module}"), tool.function)
         left = self.parse(lambda: function(None), words)
         if name == "bench" and not self.command.mention:
             runner.parse_args([*left, "script.py"])  # the rest is the launcher's

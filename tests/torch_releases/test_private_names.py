@@ -52,7 +52,7 @@ NAMES: dict[str, str | None] = {
     "torch._inductor.list_mode_options": "mode",
     "torch._int_mm": None,
     "torch._scaled_mm": None,  # products of 8-bit floats: ops/float8.py
-    "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: planning/counted.py
+    "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: planning/counted_activations.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",

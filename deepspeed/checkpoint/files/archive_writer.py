@@ -184,11 +184,11 @@ class _StandInPickle:
 
             def reducer_override(self, obj: Any) -> Any:
                 if isinstance(obj, LazyTensor):
-                    return plan.clone_optimizer(obj).__reduce_ex__(2)
+                    return plan.stand_in(obj).__reduce_ex__(2)
                 if type(obj) is torch.nn.Parameter and plan.is_plain(obj):
                     return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
                 if plan.is_plain(obj):
-                    return _with_grad(plan.clone_optimizer(obj).__reduce_ex__(2), obj.requires_grad)
+                    return _with_grad(plan.stand_in(obj).__reduce_ex__(2), obj.requires_grad)
                 return reduced(obj)
 
         self.Pickler = Pickler
@@ -205,7 +205,7 @@ class _StandInPickle:
             and id(value) not in self._made
         )
 
-    def clone_optimizer(self, value: Tensor | LazyTensor) -> Tensor:
+    def stand_in(self, value: Tensor | LazyTensor) -> Tensor:
         """Return a stand-in with a storage of exactly the right size: address space, but no memory."""
         key = _memory(value)
         if key not in self._stand_ins:

@@ -207,9 +207,7 @@ class Watch:
         failures = 0
         with self._server:
             self._server.serve(min(START_DELAY_S, self.pause_s / 2))
-            while not self._end.is_set():
-                if self._end.is_set() or not self.networks or self.group is not dist.group.WORLD:
-                    break
+            while self.networks and not self._end.is_set() and self.group is dist.group.WORLD:
                 try:
                     self._check()
                     failures = 0

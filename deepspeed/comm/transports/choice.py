@@ -44,7 +44,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class User(Protocol):
+class TransportUser(Protocol):
     """User of a transport that `GroupTransports.transport` returned."""
 
     def forget_transports(self) -> None: ...
@@ -64,7 +64,7 @@ class GroupTransports:
         self._shared: shared_memory.SharedMemoryChannel | None = None
         self._sent_before = BytesSent()  # bytes sent through closed channels
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+        self.users: weakref.WeakSet[TransportUser] = weakref.WeakSet()
 
     def transport(self, device_type: str, *, may_share_memory: bool) -> Transport:
         """Return the transport, chosen at the first call, which is collective for CPU tensors over gloo."""

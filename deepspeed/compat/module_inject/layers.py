@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.config.sections.parallel import AUTOTP_MODE
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.layers import TensorParallelLayer as TensorParallel_Layer
 from deepspeed.parallel.tensor.metadata import universal_checkpoint_info
-from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.zero import params as zero_params
 
 __all__ = [

@@ -217,7 +217,7 @@ _OF_OTHERS = ("encoder_", "cross_")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TokenLayout:
     """Layout of tokens in a tensor. ``batch``: the batch dim; None: none. ``tokens``: the token dims. ``pairs``: the
     last two dims are (queries, keys)."""
 
@@ -234,47 +234,47 @@ class Batch:
     length: int
     batch_first: bool
 
-    def form(self, name: str, tensor: Tensor) -> Form | None:
+    def layout(self, name: str, tensor: Tensor) -> TokenLayout | None:
         """Return the layout of an argument; None: it is not per token."""
         shape = tuple(tensor.shape)
         if self.length not in shape or name.startswith(_OF_OTHERS):
             return None
         paired = any(word in name for word in _PAIRS) or tensor.dtype == torch.bool
         if len(shape) == 1:
-            return Form(None, (0,))
+            return TokenLayout(None, (0,))
         if len(shape) == 2:
             return self._flat(name, shape, paired)
         return self._paired(shape) if paired else self._entries(name, shape)
 
-    def _flat(self, name: str, shape: tuple[int, ...], paired: bool) -> Form | None:
+    def _flat(self, name: str, shape: tuple[int, ...], paired: bool) -> TokenLayout | None:
         lines = shape[0] in (1, self.sequences) and shape[1] == self.length
         either = self.sequences == self.length and any(word in name for word in _LINES)
         if shape == (self.length, self.length) and paired and not either:
-            return Form(None, (0, 1))
+            return TokenLayout(None, (0, 1))
         if not self.batch_first and shape[0] == self.length and shape[1] in (1, self.sequences):
-            return Form(1, (0,))
+            return TokenLayout(1, (0,))
         if lines:
-            return Form(0, (1,))
-        return Form(None, (0,)) if shape[0] == self.length else None
+            return TokenLayout(0, (1,))
+        return TokenLayout(None, (0,)) if shape[0] == self.length else None
 
-    def _paired(self, shape: tuple[int, ...]) -> Form | None:
+    def _paired(self, shape: tuple[int, ...]) -> TokenLayout | None:
         if shape[-1] != self.length or shape[-2] not in (1, self.length):
             return None
         heads = len(shape) == 3 and shape[0] % self.sequences == 0
-        return Form(0, (-2, -1), pairs=True) if heads or shape[0] in (1, self.sequences) else None
+        return TokenLayout(0, (-2, -1), pairs=True) if heads or shape[0] in (1, self.sequences) else None
 
-    def _entries(self, name: str, shape: tuple[int, ...]) -> Form | None:
+    def _entries(self, name: str, shape: tuple[int, ...]) -> TokenLayout | None:
         batches = (1, self.sequences)
         if not self.batch_first and shape[0] == self.length and shape[1] in batches:
-            return Form(1, (0,))
+            return TokenLayout(1, (0,))
         axes = "position" in name and shape[0] == 3 and shape[1] in batches and shape[2] == self.length
         if not axes and shape[0] in batches:
             for dim in (1, 2):
                 if shape[dim] == self.length:
-                    return Form(0, (dim,))
+                    return TokenLayout(0, (dim,))
         if shape[1] in batches and shape[2] == self.length:
-            return Form(1, (2,))
-        return Form(None, (0,)) if shape[0] == self.length else None
+            return TokenLayout(1, (2,))
+        return TokenLayout(None, (0,)) if shape[0] == self.length else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,25 +306,25 @@ class KeptTokens:
         return _mapped(name, value, self._tensor)
 
     def _tensor(self, name: str, tensor: Tensor) -> Tensor:
-        form = self.batch.form(name, tensor)
-        if form is None:
+        layout = self.batch.layout(name, tensor)
+        if layout is None:
             return tensor
         if self.shared:
-            for dim in form.tokens:
+            for dim in layout.tokens:
                 if tensor.shape[dim] > 1:
                     tensor = tensor.index_select(dim, self.indices[0])
             return tensor
-        if form.batch is None:  # the positions of a cache: those of each row
+        if layout.batch is None:  # the positions of a cache: those of each row
             return tensor[self.indices]
-        if form.pairs:
+        if layout.pairs:
             return self._pairs(tensor)
-        (dim,) = form.tokens
+        (dim,) = layout.tokens
         sizes = list(tensor.shape)
-        sizes[form.batch] = self.batch.sequences
+        sizes[layout.batch] = self.batch.sequences
         shape = [1] * tensor.dim()
         shape[dim] = -1
-        shape[form.batch] = self.batch.sequences
-        indices = self.indices if form.batch < dim else self.indices.t()
+        shape[layout.batch] = self.batch.sequences
+        indices = self.indices if layout.batch < dim else self.indices.t()
         return tensor.expand(sizes).take_along_dim(indices.reshape(shape), dim)
 
     def _pairs(self, tensor: Tensor) -> Tensor:
@@ -337,7 +337,9 @@ class KeptTokens:
 def has_common_tokens(batch: Batch, arguments: Mapping[str, Any]) -> bool:
     """Return whether an argument has tokens but no batch dimension, so that all sequences must keep the same tokens."""
     return any(
-        name != "cache_position" and (form := batch.form(name, tensor)) is not None and form.batch is None
+        name != "cache_position"
+        and (layout := batch.layout(name, tensor)) is not None
+        and layout.batch is None
         for key, value in arguments.items()
         for name, tensor in _tensors(key, value)
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from deepspeed.data.data_sampling.token_batches import WEIGHTINGS, TokenBatches
@@ -18,14 +17,8 @@ PadSample = Callable[[Any, int], Any]
 class Packs(Dataset[list[Any]]):
     """Data set whose item p is the samples of pack p, padded to the longest in its batch if ``pad`` is given."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        packs: Sequence[tuple[int, list[int]]],
-        longest: Sequence[int],
-        pad: PadSample | None,
-    ) -> None:
-        self.dataset, self.packs, self.longest, self.pad = dataset, packs, longest, pad
+    def __init__(self, dataset: Any, packs: TokenBatches, pad: PadSample | None) -> None:
+        self.dataset, self.packs, self.longest, self.pad = dataset, packs, packs.longest, pad
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -58,32 +51,32 @@ class VariableBatchLoader(DeepSpeedDataLoader):
     packs per batch.
 
     Args:
-        dataset, packs, pad, longest: as in `Packs`.
+        dataset, packs, pad: as in `Packs`.
         packs_per_step: packs per rank and micro-batch.
         world_size, rank: data-parallel ranks.
-        units: weight of each pack in the loss of its batch; None: all micro-batches of a batch count equally.
-        per_batch: packs of a batch.
+        weighting: of the packs in the loss of their batch, one of ``WEIGHTINGS``; "none": all micro-batches of a batch
+            count equally.
     """
 
     def __init__(
         self,
         dataset: Any,
-        packs: Sequence[tuple[int, list[int]]],
+        packs: TokenBatches,
         *,
-        packs_per_step: int = 1,
-        world_size: int = 1,
-        rank: int = 0,
-        longest: Sequence[int] = (),
-        pad: PadSample | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        pin_memory: bool = False,
+        packs_per_step: int,
+        world_size: int,
+        rank: int,
+        weighting: str,
+        pad: PadSample | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        pin_memory: bool,
         tput_timer: Any = None,
-        units: np.ndarray | None = None,
-        per_batch: int | None = None,
     ) -> None:
+        if weighting not in WEIGHTINGS:
+            raise ValueError(f"loss_weighting={weighting!r} is not one of {', '.join(WEIGHTINGS)}")
         super().__init__(
-            dataset=Packs(dataset, packs, longest, pad),
+            dataset=Packs(dataset, packs, pad),
             batch_size=packs_per_step,
             pin_memory=pin_memory,
             local_rank=0,
@@ -94,9 +87,8 @@ class VariableBatchLoader(DeepSpeedDataLoader):
             data_parallel_world_size=world_size,
             data_parallel_rank=rank,
         )
-        self.per_batch = per_batch if per_batch is not None else packs_per_step * world_size
-        self.units = units
-        self.batch_sizes: list[int] = packs.batch_sizes if isinstance(packs, TokenBatches) else []
+        self.per_batch, self.batch_sizes = packs.per_batch, packs.batch_sizes
+        self.units = None if weighting == "none" else packs.units(weighting)
         self.loss_weight = 1.0
         """Loss weight of the last yielded micro-batch."""
         self.to_train: deque[float] | None = None
@@ -136,17 +128,10 @@ class VariableBatchLoader(DeepSpeedDataLoader):
     def _weight(self, first: int) -> float:
         """Return the factor of the mean loss of this rank's micro-batch at pack ``first`` that makes the mean over
         the batch's micro-batches equal the mean over all units."""
-        if self.units is None or not len(self.units):
+        if self.units is None:
             return 1.0
         start = first - first % self.per_batch
         ranks, rank = self.position.world_size, self.position.rank
         own = self.units[first + rank : first + ranks * self.batch_size : ranks].sum()
         total = self.units[start : start + self.per_batch].sum()
         return float(own * self.micro_batches / total) if total else 1.0
-
-
-def units_of(packs: TokenBatches, weighting: str) -> np.ndarray | None:
-    """Return the ``units`` of `VariableBatchLoader`. ValueError: the weighting is unknown."""
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"loss_weighting={weighting!r} is not one of {', '.join(WEIGHTINGS)}")
-    return None if weighting == "none" else packs.units(weighting)

@@ -19,7 +19,7 @@ from deepspeed.base.stateful import LoadsStateDict, state_of
 from deepspeed.data.data_sampling.sequence_lengths import sequence_lengths
 from deepspeed.data.data_sampling.token_batches import TokenBatches, pack
 from deepspeed.data.data_sampling.token_batches import scale_lr as scale_lr
-from deepspeed.data.data_sampling.variable_batch_loader import PadSample, VariableBatchLoader, units_of
+from deepspeed.data.data_sampling.variable_batch_loader import PadSample, VariableBatchLoader
 from deepspeed.optim.lr_schedules import get_torch_optimizer, update_lr
 
 Collate = Callable[[list[Any]], Any]
@@ -303,13 +303,11 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
         packs_per_step=dataloader_batch_size,
         world_size=dataloader_num_replicas,
         rank=dataloader_rank,
-        longest=packs.longest,
         pad=_pad(required_microbatches_of_same_seqlen, sample_padding_fn),
         collate_fn=dataloader_collate_fn,
         num_workers=dataloader_num_workers,
         pin_memory=dataloader_pin_memory,
-        units=units_of(packs, "samples"),
-        per_batch=effective_batch_size,
+        weighting="samples",
     )
     scheduler = None
     if (given := lr_scheduler_or_optimizer) is not None:
@@ -409,14 +407,12 @@ def engine_loader(
         packs_per_step=engine.train_micro_batch_size_per_gpu(),
         world_size=engine.mesh.size("dp"),
         rank=engine.mesh.rank("dp"),
-        longest=packs.longest,
         pad=pad if pipelined else None,
         collate_fn=collate_fn,
         num_workers=sampling["num_workers"],
         pin_memory=sampling["pin_memory"],
         tput_timer=getattr(engine, "tput_timer", None),
-        units=units_of(packs, section["loss_weighting"]),
-        per_batch=engine.train_batch_size(),
+        weighting=section["loss_weighting"],
     )
 
 

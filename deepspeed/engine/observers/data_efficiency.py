@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from deepspeed.data.requests import varies_batches
+from deepspeed.data.requested_samplers import varies_batches
 
 if TYPE_CHECKING:
     from deepspeed.data.curriculum_scheduler import CurriculumScheduler

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from deepspeed.base.logging import is_rank_zero, log_dist
 from deepspeed.observe.monitor.monitor import MonitorMaster
-from deepspeed.parallel.expert.metrics import RouteWatch
-from deepspeed.parallel.expert.placement import numbers_in_model, watched_layers
+from deepspeed.parallel.expert.metrics import RoutingStats
+from deepspeed.parallel.expert.placement import numbers_in_model, routing_layers
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -21,7 +21,7 @@ PREFIX = "Train/Experts/"
 
 def watch_experts(engine: Engine, monitor: MonitorMaster | None) -> None:
     """Attach ``ExpertLoads`` if the module, or another pipeline stage, has mixture-of-experts layers."""
-    layers = dict(watched_layers(engine.module))
+    layers = dict(routing_layers(engine.module))
     numbers = numbers_in_model(list(layers), engine.mesh)
     if any(_of_all_stages(engine, bool(layers))):
         numbered = dict(zip(numbers, layers.values(), strict=True))
@@ -44,7 +44,7 @@ class ExpertLoads:
         self, engine: Engine, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
     ) -> None:
         self.engine, self.monitor, self.timed = engine, monitor, timed
-        self.watches = {number: RouteWatch() for number in layers}
+        self.watches = {number: RoutingStats() for number in layers}
         for number, layer in layers.items():
             layer.watch = self.watches[number]
         self.step = engine.global_steps

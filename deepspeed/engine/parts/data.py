@@ -62,7 +62,7 @@ class EngineData:
     ) -> DeepSpeedDataLoader:
         """Return a loader that gives each data-parallel rank its part of ``dataset``. TypeError: not a data set."""
         from deepspeed.data.loader import DeepSpeedDataLoader  # many scripts bring their own loader
-        from deepspeed.data.requests import has_curriculum, varies_batches
+        from deepspeed.data.requested_samplers import has_curriculum, varies_batches
 
         if isinstance(dataset, (DataLoader, DeepSpeedDataLoader, Generator)):
             raise TypeError(

@@ -10,11 +10,11 @@ from torch import Tensor
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.connections import Connections
+from deepspeed.parallel.pipeline.messages.stage_channels import StageChannels
 from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.parallel.pipeline.order_executor import ChunkChannels
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import stage_of_position
-from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 
 class PipelineEngineBase(DeepSpeedEngine):
@@ -39,7 +39,7 @@ class PipelineEngineBase(DeepSpeedEngine):
         """The stage of the last layer."""
         self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
         self.data_iterator: Iterator[Any] | None = None
-        self._connections = Connections(
+        self._stage_channels = StageChannels(
             self.layout,
             self.stage_id,
             self.grid.pp_group,
@@ -125,8 +125,8 @@ class PipelineEngineBase(DeepSpeedEngine):
         return self.stage_id == self.num_stages - 1
 
     @property
-    def _links(self) -> list[ChunkLinks]:
-        return self._connections.links
+    def _channels(self) -> list[ChunkChannels]:
+        return self._stage_channels.channels
 
     @property
     def stage_module(self) -> PipelineModule:

@@ -18,15 +18,15 @@ from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLo
 from deepspeed.engine.pipeline.instructions import InstructionExecutor
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages import p2p
-from deepspeed.parallel.pipeline.messages.channel import ReceiveLink, SendLink
+from deepspeed.parallel.pipeline.messages.channels import ReceiveChannel, SendChannel
 from deepspeed.parallel.pipeline.messages.values import mean_of
 from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.parallel.pipeline.order_executor import OrderExecutor
 from deepspeed.parallel.pipeline.schedules import orders
 from deepspeed.parallel.pipeline.schedules.choice import OrderChoice
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind, Order
+from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind, Order
 from deepspeed.parallel.pipeline.split_backward import WeightQueue, join_layers, split_layers
-from deepspeed.parallel.pipeline.stage_run import StageRun
-from deepspeed.parallel.pipeline.whole_model import WholeModel
+from deepspeed.parallel.pipeline.stage_weights import AllStageWeights
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.replica_groups import SHARED_BY
 
@@ -44,7 +44,7 @@ class PipelineEngine(InstructionExecutor):
         super().__init__(*super_args, **super_kwargs)
         module, section = self.stage_module, self._config.pipeline
         self.has_attention_mask = False
-        self._run: StageRun | None = None
+        self._run: OrderExecutor | None = None
         self._configure_module(module, section)
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
@@ -91,9 +91,9 @@ class PipelineEngine(InstructionExecutor):
             model.rebind_layers()
         return found
 
-    def pipe_channels(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
+    def pipe_channels(self) -> Iterator[tuple[str, ReceiveChannel | SendChannel]]:
         """Yield the channels to and from adjacent stages: the name of the content, and the channel."""
-        return self._connections.named()
+        return self._stage_channels.named()
 
     # A batch --------------------------------------------------------------------------------------------------
 
@@ -122,9 +122,9 @@ class PipelineEngine(InstructionExecutor):
         self._stage.summed_in = self._overlapped(order)
         try:
             self._stage.weights.active = order.split
-            run = StageRun(
+            run = OrderExecutor(
                 self._stage,
-                self._links,
+                self._channels,
                 self.stage_id,
                 training=True,
                 split=order.split,
@@ -138,7 +138,7 @@ class PipelineEngine(InstructionExecutor):
             core.reducer.finish()  # overlaps with the last backwards of earlier stages
         except BaseException as error:
             self.abandon_update(error)
-            self._connections.clear()
+            self._stage_channels.clear()
             raise
         finally:
             self._run = None
@@ -162,7 +162,9 @@ class PipelineEngine(InstructionExecutor):
         bucket: the last action, unless another stage waits for its result or takes part in the sums (tied
         weights)."""
         last, core = order.actions[self.stage_id][-1], self._require_core("train_batch")
-        awaited = self._links[last.chunk].input_gradients is not None or last.kind is not Kind.BACKWARD
+        awaited = (
+            self._channels[last.chunk].input_gradients is not None or last.kind is not ActionKind.BACKWARD
+        )
         if awaited or core.reducer.turns is not None:
             return None
         return None if any(hasattr(param, SHARED_BY) for param in core.reducer.params) else last
@@ -211,7 +213,7 @@ class PipelineEngine(InstructionExecutor):
         """Return the results of ``count`` micro-batches, on the last stage."""
         layout = self.layout
         order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
-        run = StageRun(self._stage, self._links, self.stage_id, training=False)
+        run = OrderExecutor(self._stage, self._channels, self.stage_id, training=False)
         return run.run(order.actions[self.stage_id])
 
     def _reduced(
@@ -240,10 +242,10 @@ class PipelineEngine(InstructionExecutor):
         if self._run is None and self._pipe_buffers:
             return self._pipe_buffers
         count = self.micro_batches
-        run = self._run or StageRun(self._stage, self._links, self.stage_id, training=True)
+        run = self._run or OrderExecutor(self._stage, self._channels, self.stage_id, training=True)
         held = run.buffers(count)
         others = ("output_tensors", "grads", "losses")
-        return held | {name: [None] * (count * len(self._links)) for name in others}
+        return held | {name: [None] * (count * len(self._channels)) for name in others}
 
     # Data -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class PipelineEngine(InstructionExecutor):
     def of_all_stages(self, weights: Any) -> Any:
         if self.num_stages == 1:
             return weights
-        return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
+        return AllStageWeights(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None]:
         """Return the function that writes the files of this stage's layers ("layer_03-model_00-model_states.pt") and
@@ -305,7 +307,7 @@ class PipelineEngine(InstructionExecutor):
 
     def _release(self) -> None:
         join_layers(self._split)
-        self._connections.close()
+        self._stage_channels.close()
         super()._release()
 
     def get_additional_losses(self) -> dict[str, float] | None:

@@ -5,7 +5,7 @@ instruction, the function in ``PipelineEngine._INSTRUCTION_MAP`` for its class. 
 documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages use the same channels as
 other batches, so shapes may change, and results equal those of the engine's own orders.
 
-``train_batch`` and ``eval_batch`` use this if something was replaced (``_replaced``), otherwise ``stage_run.py``.
+``train_batch`` and ``eval_batch`` use this if something was replaced (``_replaced``), otherwise ``order_executor.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
 from deepspeed.parallel.pipeline.schedules import instructions as schedule
 from deepspeed.parallel.pipeline.schedules.instructions import PipeInstruction, PipeSchedule
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind
 from deepspeed.parallel.pipeline.split_backward import WeightQueue
 
 BATCH_INPUT_TIMER = "batch_input"
@@ -126,7 +126,7 @@ class InstructionExecutor(PipelineEngineBase):
             for step in pipe_schedule:
                 for instruction in step:
                     self._exec_instruction(instruction)
-            self._links[0].flush()
+            self._channels[0].flush()
         except BaseException as error:
             self._pipe_buffers = {}
             if core is not None:
@@ -189,7 +189,7 @@ class InstructionExecutor(PipelineEngineBase):
             self.pipe_buffers["labels"][buffer_id] = labels
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        inlet = self._links[0].inputs
+        inlet = self._channels[0].inputs
         if inlet is not None:
             self.pipe_buffers["inputs"][buffer_id] = inlet.receive()
 
@@ -203,12 +203,12 @@ class InstructionExecutor(PipelineEngineBase):
             self.fwd_outputs.append(without_graph(self.loss))
 
     def _exec_send_activations(self, buffer_id: int) -> None:
-        outlet = self._links[0].outputs
+        outlet = self._channels[0].outputs
         if outlet is not None:
             outlet.send(self.pipe_buffers["outputs"][buffer_id])
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        inlet = self._links[0].output_gradients
+        inlet = self._channels[0].output_gradients
         if inlet is not None:
             found = inlet.receive()
             alone = isinstance(self.pipe_buffers["outputs"][buffer_id], Tensor) and len(found) == 1
@@ -218,12 +218,12 @@ class InstructionExecutor(PipelineEngineBase):
         outputs = self.pipe_buffers["outputs"]
         gradients = (self.grad_layer,) if isinstance(self.grad_layer, Tensor) else self.grad_layer or ()
         result = self.loss if self.has_loss else outputs[buffer_id]
-        self._stage.backward_stage(Action(Kind.BACKWARD, buffer_id), result, gradients)
+        self._stage.backward_stage(Action(ActionKind.BACKWARD, buffer_id), result, gradients)
         outputs[buffer_id] = self.grad_layer = None
         self._stage.count_micro_batch()
 
     def _exec_send_grads(self, buffer_id: int) -> None:
-        outlet, inputs = self._links[0].input_gradients, self.pipe_buffers["inputs"]
+        outlet, inputs = self._channels[0].input_gradients, self.pipe_buffers["inputs"]
         if outlet is not None:
             outlet.send(tuple(t.grad for t in tensors_in(inputs[buffer_id]) if t.requires_grad))
         inputs[buffer_id] = None

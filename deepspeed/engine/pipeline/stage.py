@@ -14,14 +14,14 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline.base import PipelineEngineBase
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import to_device
+from deepspeed.parallel.pipeline.order_executor import backward_from
 from deepspeed.parallel.pipeline.schedules.orders import Action
 from deepspeed.parallel.pipeline.split_backward import WeightQueue
-from deepspeed.parallel.pipeline.stage_run import backward_from
 from deepspeed.zero.precision import autocast_context
 
 
 class Stage:
-    """The work of one stage (``stage_run.StageWork``), through the base engine's forward, backward and step."""
+    """The work of one stage (``order_executor.StageCompute``), through the base engine's forward, backward and step."""
 
     def __init__(self, engine: PipelineEngineBase, losses: BatchLosses, weights: WeightQueue) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class Stage:
     def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
         """Return the outputs of a chunk, or for the last one the loss."""
         outputs = self.layers_forward(inputs, action.chunk)
-        is_last = self._engine._links[action.chunk].outputs is None
+        is_last = self._engine._channels[action.chunk].outputs is None
         return self.loss_of(outputs, labels) if is_last else outputs
 
     def layers_forward(self, inputs: Any, chunk: int = 0) -> Any:
@@ -94,7 +94,7 @@ class Stage:
         self.weights.part = (action.micro_batch, action.chunk)
         if action == self.summed_in:
             core.reducer.resume_sums()
-        if engine._links[action.chunk].outputs is None:
+        if engine._channels[action.chunk].outputs is None:
             DeepSpeedEngine.backward(engine, outputs)
             return
         engine.events.emit("before_backward", loss=None)

@@ -101,7 +101,7 @@ def compare(a: Run, b: Run, tolerance: float | None = None) -> Comparison:
 
 def other_numerics(a: Run, b: Run) -> list[str]:
     """Return the numeric settings that differ, so that equal bits cannot be expected."""
-    left, right = a.facts["numerics"], b.facts["numerics"]
+    left, right = a.metadata["numerics"], b.metadata["numerics"]
     return [
         f"{key} {_short(left.get(key))} and {_short(right.get(key))}"
         for key in left | right
@@ -110,7 +110,7 @@ def other_numerics(a: Run, b: Run) -> list[str]:
 
 
 def chosen_tolerance(a: Run, b: Run) -> float:
-    every = [run.facts["numerics"] for run in (a, b)]
+    every = [run.metadata["numerics"] for run in (a, b)]
     if any(any(each["bits of packed gradients and weights"]) for each in every):
         return OF_QUANTIZED_PAYLOADS
     narrow = any(
@@ -250,7 +250,7 @@ def _relative(x: FullTensor, y: FullTensor) -> float:
 
 def _module(run: Run, name: str) -> str:
     path = name.partition(" ")[0].rpartition(".")[0]
-    kind = run.facts["parameters"].get(name, {}).get("module", "")
+    kind = run.metadata["parameters"].get(name, {}).get("module", "")
     return f"{kind} {path}".strip()
 
 
@@ -298,7 +298,7 @@ def _remarks(name: str, run: Run, steps: list[int]) -> Iterator[str]:
 
 
 def _other_parameters(a: Run, b: Run, step: int) -> Iterator[Difference]:
-    known: list[dict[str, Any]] = [run.facts["parameters"] for run in (a, b)]
+    known: list[dict[str, Any]] = [run.metadata["parameters"] for run in (a, b)]
     for name in known[0] | known[1]:
         missing = [run for run, names in zip("AB", known, strict=True) if name not in names]
         if missing:

@@ -29,10 +29,10 @@ def file_of(folder: Path, rank: int) -> Path:
 class AuditFile:
     """One rank's file. ``write`` closes it after each line, so that a crashed process leaves its finished steps."""
 
-    def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, metadata: Mapping[str, Any]) -> None:
         self.path = file_of(folder, rank)
         self._mode = "w"
-        self.write({"facts": dict(facts)})
+        self.write({"facts": dict(metadata)})
 
     def write(self, line: Mapping[str, Any]) -> None:
         with self.path.open(self._mode, encoding="utf-8") as file:
@@ -104,8 +104,8 @@ class AuditedStep:
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    facts: dict[str, Any]
-    """Rank 0's facts about the run, with the parameters of all ranks."""
+    metadata: dict[str, Any]
+    """Rank 0's description of the run, with the parameters of all ranks."""
     steps: dict[int, AuditedStep]
 
 
@@ -116,16 +116,16 @@ def read_run(folder: Path) -> Run:
         raise UnreadableRecord(
             f"{folder} has no {first.name}: pass the audit.record folder of a run with at least one step"
         )
-    facts = _lines(first)[0]["facts"]
-    missing = [file_of(folder, r).name for r in range(facts["ranks"]) if not file_of(folder, r).is_file()]
+    metadata = _lines(first)[0]["facts"]
+    missing = [file_of(folder, r).name for r in range(metadata["ranks"]) if not file_of(folder, r).is_file()]
     if missing:
         raise UnreadableRecord(
-            f"{folder} is the record of {facts['ranks']} ranks, but {', '.join(missing[:4])} is missing: "
+            f"{folder} is the record of {metadata['ranks']} ranks, but {', '.join(missing[:4])} is missing: "
             "copy the files of all hosts into one folder"
         )
-    files = [_lines(file_of(folder, rank)) for rank in range(facts["ranks"])]
+    files = [_lines(file_of(folder, rank)) for rank in range(metadata["ranks"])]
     for lines in files:
-        facts["parameters"] = facts["parameters"] | lines[0]["facts"]["parameters"]
+        metadata["parameters"] = metadata["parameters"] | lines[0]["facts"]["parameters"]
     of_data = [rank for rank, lines in enumerate(files) if lines[0]["facts"]["data"]]
     by_step = [{line["step"]: line for line in lines[1:]} for lines in files]
     common = set(by_step[0]).intersection(*by_step[1:])
@@ -133,7 +133,7 @@ def read_run(folder: Path) -> Run:
         number: AuditedStep(number, [lines[number] for lines in by_step], of_data)
         for number in sorted(common)
     }
-    return Run(folder, facts, steps)
+    return Run(folder, metadata, steps)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

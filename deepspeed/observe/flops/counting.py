@@ -31,7 +31,7 @@ NONE_RUNS = -1
 
 
 @dataclass
-class Amount:
+class WorkCount:
     """Accumulated MACs and flops."""
 
     macs: int = 0
@@ -46,9 +46,9 @@ class Amount:
 class CountRecord:
     """Counts of one module. MACs and flops exclude its submodules; time and bytes include them."""
 
-    forward: Amount = field(default_factory=Amount)
-    backward: Amount = field(default_factory=Amount)
-    recomputed: Amount = field(default_factory=Amount)
+    forward: WorkCount = field(default_factory=WorkCount)
+    backward: WorkCount = field(default_factory=WorkCount)
+    recomputed: WorkCount = field(default_factory=WorkCount)
     seconds: float = 0.0
     calls: int = 0
     held: int = 0
@@ -57,11 +57,11 @@ class CountRecord:
     peak: int = 0
     """Peak bytes that its forward allocated; the maximum over its calls."""
 
-    def amounts(self) -> tuple[Amount, Amount, Amount]:
+    def amounts(self) -> tuple[WorkCount, WorkCount, WorkCount]:
         return self.forward, self.backward, self.recomputed
 
     def reset(self) -> None:
-        self.forward, self.backward, self.recomputed = Amount(), Amount(), Amount()
+        self.forward, self.backward, self.recomputed = WorkCount(), WorkCount(), WorkCount()
         self.seconds, self.calls, self.held, self.peak = 0.0, 0, 0, 0
 
 
@@ -78,7 +78,7 @@ def forget(model: nn.Module) -> None:
         vars(module).pop(_RECORD, None)
 
 
-class Makers:
+class NodeOwners:
     """Maps the autograd nodes that one thread created to modules, by the nodes' sequence numbers."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Makers:
         return self._records[place] if place >= 0 else None
 
 
-class Counter(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts the operations of the modules of ``model`` between ``begin`` and ``end``. The records stay on the modules.
 
     Args:
@@ -118,7 +118,7 @@ class Counter(TorchDispatchMode):
         self._running: list[tuple[CountRecord, float]] = []
         """Records of the running modules, outermost first, each with its start time in seconds."""
         self._thread = threading.get_ident()
-        self._makers: dict[int, Makers] = {}
+        self._node_owners: dict[int, NodeOwners] = {}
         """By thread: a device's backward, and the forwards that it recomputes, run in an autograd thread."""
         self._formulas: dict[Any, Formula | None] = {}
         self._composite: set[Any] = set()
@@ -153,7 +153,7 @@ class Counter(TorchDispatchMode):
     def clear(self) -> None:
         self._running.clear()
         self._thread = threading.get_ident()
-        self._makers = {self._thread: Makers()}
+        self._node_owners = {self._thread: NodeOwners()}
 
     def end(self) -> None:
         """Stop counting."""
@@ -182,7 +182,7 @@ class Counter(TorchDispatchMode):
             if self._live is not None:
                 self._live.enter()
             self._running.append((record, time.perf_counter() - self._own_seconds))
-            self._note_maker(record)
+            self._record_owner(record)
 
         return enter
 
@@ -201,24 +201,24 @@ class Counter(TorchDispatchMode):
                 record.seconds += time.perf_counter() - self._own_seconds - began
                 record.calls += 1
                 record.held, record.peak = max(record.held, held), max(record.peak, peak)
-            self._note_maker(self._running[-1][0] if self._running else None)
+            self._record_owner(self._running[-1][0] if self._running else None)
 
         return leave
 
-    def _note_maker(self, record: CountRecord | None) -> None:
+    def _record_owner(self, record: CountRecord | None) -> None:
         if torch.is_grad_enabled():
-            self._makers.setdefault(threading.get_ident(), Makers()).note(record)
+            self._node_owners.setdefault(threading.get_ident(), NodeOwners()).note(record)
 
-    def _maker(self) -> CountRecord | None:
+    def _node_owner(self) -> CountRecord | None:
         """Return the record of the module whose autograd node is being evaluated; None if it is not profiled."""
         node = torch._C._current_autograd_node()
         if node is None:
             return None
-        makers = self._makers.get(threading.get_ident())
-        if makers is None or makers.task == torch._C._current_graph_task_id():
+        node_owners = self._node_owners.get(threading.get_ident())
+        if node_owners is None or node_owners.task == torch._C._current_graph_task_id():
             # The node does not belong to a forward that was recomputed in this thread.
-            makers = self._makers[self._thread]
-        return makers.of(node)
+            node_owners = self._node_owners[self._thread]
+        return node_owners.of(node)
 
     # Operations -----------------------------------------------------------------------------------------------
 
@@ -260,10 +260,10 @@ class Counter(TorchDispatchMode):
                 self._running[-1][0].forward.add(work)
             return
         if torch.is_grad_enabled() or self._running:
-            record = self._running[-1][0] if self._running else self._maker()
+            record = self._running[-1][0] if self._running else self._node_owner()
             if record is not None:
                 record.recomputed.add(work)
-        elif (record := self._maker()) is not None:
+        elif (record := self._node_owner()) is not None:
             record.backward.add(work)
 
     def counted_as(self, work: OpWork, function: Callable[[], Any]) -> Any:
@@ -289,10 +289,10 @@ def load_dispatch() -> None:
         torch.empty(0)
 
 
-def running_counter() -> Counter | None:
+def running_counter() -> OpCounter | None:
     """Return the innermost counter that is active in this thread, or None."""
     modes = _python_dispatch._get_current_dispatch_mode_stack()
-    return next((mode for mode in reversed(modes) if isinstance(mode, Counter)), None)
+    return next((mode for mode in reversed(modes) if isinstance(mode, OpCounter)), None)
 
 
 # Live bytes during a profile: every storage that an operation allocates, until it is freed.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.observe.flops import report, tree
-from deepspeed.observe.flops.counting import Counter, forget, running_counter
+from deepspeed.observe.flops.counting import OpCounter, forget, running_counter
 from deepspeed.observe.flops.formulas import OpWork
 from deepspeed.observe.flops.report import DEFAULT_PRECISION as DEFAULT_PRECISION
 from deepspeed.observe.flops.report import (
@@ -60,7 +60,7 @@ class FlopsProfiler:
         self.started = False
         self.times: ModuleTimes | None = None
         self.ranks: RankCounts | None = None
-        self._counter: Counter | None = None
+        self._counter: OpCounter | None = None
         self._totals: FlopsTotals | None = None
 
     # Start and stop -------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class FlopsProfiler:
         if self.started:
             self.stop_profile()
         self.started, self._totals = True, None
-        self._counter = Counter(self.model, tuple(ignore_list or ()))
+        self._counter = OpCounter(self.model, tuple(ignore_list or ()))
         self._counter.begin()
 
     def stop_profile(self, passes: int = 1) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from torch import nn
 
 from deepspeed.base.tables import padded
-from deepspeed.observe.flops.counting import Amount
+from deepspeed.observe.flops.counting import WorkCount
 from deepspeed.observe.flops.tree import (
     by_class_and_depth,
     get_module_duration,
@@ -136,9 +136,9 @@ class FlopsTotals:
     """Totals of one rank for one micro-batch."""
 
     params: int
-    forward: Amount
-    backward: Amount
-    recomputed: Amount
+    forward: WorkCount
+    backward: WorkCount
+    recomputed: WorkCount
     seconds: float
     """Time of the forward, measured at the module."""
     weights: int = 0

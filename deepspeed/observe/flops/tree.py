@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from deepspeed.base.sharded import full_numel
-from deepspeed.observe.flops.counting import Amount, CountRecord, record_of
+from deepspeed.observe.flops.counting import CountRecord, WorkCount, record_of
 
 
 def records_in(module: nn.Module) -> Iterator[CountRecord]:
@@ -19,20 +19,20 @@ def records_in(module: nn.Module) -> Iterator[CountRecord]:
             yield record
 
 
-def forward_of(module: nn.Module) -> Amount:
+def forward_of(module: nn.Module) -> WorkCount:
     return _total([record.forward for record in records_in(module)])
 
 
-def backward_of(module: nn.Module) -> Amount:
+def backward_of(module: nn.Module) -> WorkCount:
     return _total([record.backward for record in records_in(module)])
 
 
-def recomputed_of(module: nn.Module) -> Amount:
+def recomputed_of(module: nn.Module) -> WorkCount:
     return _total([record.recomputed for record in records_in(module)])
 
 
-def _total(amounts: list[Amount]) -> Amount:
-    return Amount(sum(amount.macs for amount in amounts), sum(amount.flops for amount in amounts))
+def _total(amounts: list[WorkCount]) -> WorkCount:
+    return WorkCount(sum(amount.macs for amount in amounts), sum(amount.flops for amount in amounts))
 
 
 def get_module_flops(module: nn.Module) -> int:

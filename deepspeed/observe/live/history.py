@@ -72,8 +72,8 @@ class MetricHistory:
                     self._add_event(entry)
             self._thin_out()
 
-    def set_facts(self, **state: Any) -> None:
-        """Set current facts; replaces earlier ones of the same name."""
+    def set_state(self, **state: Any) -> None:
+        """Set current values; replaces earlier ones of the same name."""
         with self._lock:
             self._state |= state
 
@@ -172,7 +172,7 @@ def _until(row: Row, step: int) -> Row:
     return row if row[LAST] <= step else [*row[:LAST], step, *row[LAST + 1 :]]
 
 
-def standing_of(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
+def summarize_rows(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
     """Summarize the newest rows. Speeds are over the last ``SPEED_S`` seconds, or over the last row if it took longer;
     ``mfu`` is model FLOPS utilization."""
     recent: list[Row] = []

@@ -41,12 +41,12 @@ def make_private(folder: Path) -> None:
 
 
 class JobEntry:
-    """The registry file of one run. ``facts``: constant for the run."""
+    """The registry file of one run. ``metadata``: constant for the run."""
 
-    def __init__(self, facts: dict[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, metadata: dict[str, Any], folder: Path | None = None) -> None:
         self.folder = folder or runtime_folder()
-        self.facts = {
-            **facts,
+        self.metadata = {
+            **metadata,
             "pid": os.getpid(),
             "started": psutil.Process().create_time(),
             "cwd": os.getcwd(),
@@ -57,7 +57,7 @@ class JobEntry:
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the file atomically. Errors are ignored: only `ds top` misses the run."""
-        text = json.dumps({**self.facts, **state})
+        text = json.dumps({**self.metadata, **state})
         try:
             if not self._is_private:
                 make_private(self.folder)

@@ -5,7 +5,7 @@ the start of a process, a resume, an event, additional curves, the state of the 
 resume from an older checkpoint follow later in the file, after a line with the step from which they count; readers
 drop the earlier ones (``MetricHistory``).
 
-Size: a row is about 130 bytes, and there is at most one per ``Window.width_s``: one second in the first hours, then
+Size: a row is about 130 bytes, and there is at most one per ``StepWindow.width_s``: one second in the first hours, then
 ``GROWTH`` of the run's duration. So 24 hours need about 50,000 rows however short the steps are, and ten days three
 times as many.
 """
@@ -73,7 +73,7 @@ class Mean:
         return self.total / self.count if self.count else None
 
 
-class Window:
+class StepWindow:
     """Aggregates consecutive steps into one row."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ def _entries(lines: Iterable[bytes], path: Path, *, at_start: bool) -> Iterator[
             yield entry
 
 
-class InUse(OSError):
+class RecordInUse(OSError):
     """Another run holds this record open."""
 
 
@@ -207,12 +207,12 @@ class RecordFile:
         self._torn = False
 
     def open(self) -> list[Row | Item]:
-        """Open the file and return its existing entries. InUse: another run has it open."""
+        """Open the file and return its existing entries. RecordInUse: another run has it open."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - as long as the run
         if not _lock(file):
             file.close()
-            raise InUse(f"{self.path} is in use by another run")
+            raise RecordInUse(f"{self.path} is in use by another run")
         self._file = file
         if file.tell() == 0:
             return []

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.pending import explanation
-from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
+from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, summarize_rows
 from deepspeed.observe.live.jobs import JobEntry
 from deepspeed.observe.live.record import (
     LOSS,
-    InUse,
     Item,
     LiveStep,
     RecordFile,
+    RecordInUse,
     Row,
-    Window,
+    StepWindow,
     is_known,
     short,
 )
@@ -54,7 +54,7 @@ class LiveRecorder:
 
     Args:
         folder: of the record.
-        run: facts about this process, recorded at its start, as plain values.
+        run: description of this process, recorded at its start, as plain values.
         measure: called by the thread; returns the current state (memory, ranks, ...), which is shown unchanged.
         now: the clock, in seconds since the epoch.
     """
@@ -72,7 +72,7 @@ class LiveRecorder:
         self._queue: deque[tuple[str, Any]] = deque(maxlen=MAX_QUEUE)
         self._run, self._measure, self._entry, self._now = run, measure, entry, now
         self._file = RecordFile(folder)
-        self._window = Window()
+        self._window = StepWindow()
         self._new: list[Row | Item] = []
         self._memory: int | None = None
         self._begun = False
@@ -134,9 +134,9 @@ class LiveRecorder:
                 self._take_window()
             self._look_for_hangs(now)
             self._add_sampled(now, state, last)
-            standing = standing_of(self.history.newest(SPEED_ROWS), self._run)
+            standing = summarize_rows(self.history.newest(SPEED_ROWS), self._run)
             here = {"hang": self._hang, "now": now, "ended": last, "step": self._step}
-            self.history.set_facts(**{**standing, **state, **here})
+            self.history.set_state(**{**standing, **state, **here})
             if last and self._begun:
                 self._add({"event": "end", "t": round(now, 1), "step": self._step, "text": "exited"})
             self._write(now)
@@ -156,7 +156,7 @@ class LiveRecorder:
         self._opened_s = now if self._opened_s is None else self._opened_s
         try:
             self.history.extend(self._file.open())
-        except InUse as error:
+        except RecordInUse as error:
             if now - self._opened_s < PATIENCE_S:
                 return False
             self._in_memory_only = True

@@ -111,12 +111,12 @@ def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
     for trace in traces:
         shift = (trace.base_ns - base) / 1e3
         for event in trace.own("waits"):
-            facts = event["args"]
-            if "from" in facts:  # a point-to-point message
-                sums[trace.rank, facts["from"], facts["of"]].append(event["dur"] / 1e3)
+            args = event["args"]
+            if "from" in args:  # a point-to-point message
+                sums[trace.rank, args["from"], args["of"]].append(event["dur"] / 1e3)
                 continue
-            key = (facts["group"], facts["operation"], facts["number"])
-            subjects[key] = facts["of"]
+            key = (args["group"], args["operation"], args["number"])
+            subjects[key] = args["of"]
             begin, end = _interval(event)
             waited[key][trace.rank].append((begin + shift, end + shift))
             first = asked[key].get(trace.rank)

@@ -20,7 +20,7 @@ class UnreadableTrace(ExplainedError, ValueError):
 @dataclass(frozen=True)
 class RankTrace:
     rank: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     base_ns: int
     """Origin of the events' times, in nanoseconds since the epoch; the times themselves are in microseconds."""
     events: list[dict[str, Any]]
@@ -44,7 +44,7 @@ def read_traces(path: Path) -> list[RankTrace]:
     if not files:
         raise UnreadableTrace(f"{path} holds no rank*.trace.json: pass the trace.path folder of a run")
     found = [trace for file in files for trace in _of_file(file)]
-    ranks = found[0].facts["ranks"]
+    ranks = found[0].metadata["ranks"]
     if path.is_dir() and len(found) < ranks:
         missing = sorted(set(range(ranks)) - {trace.rank for trace in found})
         raise UnreadableTrace(f"{path} lacks the timeline of rank {', '.join(map(str, missing))} of {ranks}")
@@ -54,13 +54,13 @@ def read_traces(path: Path) -> list[RankTrace]:
 def _of_file(path: Path) -> Iterator[RankTrace]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        facts, events, base = content[CATEGORY], content["traceEvents"], content["baseTimeNanoseconds"]
-        joined: list[dict[str, Any]] | None = facts.get("joined")
-        alone = None if joined is not None else (facts["rank"], facts["ranks"])
+        metadata, events, base = content[CATEGORY], content["traceEvents"], content["baseTimeNanoseconds"]
+        joined: list[dict[str, Any]] | None = metadata.get("joined")
+        alone = None if joined is not None else (metadata["rank"], metadata["ranks"])
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise UnreadableTrace(f"{path} is not a timeline written by the config key trace") from None
     if alone is not None:
-        yield RankTrace(alone[0], facts, base, events)
+        yield RankTrace(alone[0], metadata, base, events)
     for rank, own in enumerate(joined or ()):
         places = range(rank * PLACES, (rank + 1) * PLACES)
         yield RankTrace(rank, own, base, [event for event in events if event.get("pid") in places])
@@ -78,7 +78,7 @@ def join(traces: Sequence[RankTrace]) -> dict[str, Any]:
         "traceEvents": events,
         "baseTimeNanoseconds": base,
         "displayTimeUnit": "ms",
-        CATEGORY: {"joined": [trace.facts for trace in traces]},
+        CATEGORY: {"joined": [trace.metadata for trace in traces]},
     }
 
 

@@ -37,7 +37,7 @@ class TimelineRecorder:
         """Return the wall-clock time in nanoseconds since the epoch, monotonic."""
         return time.perf_counter_ns() + self._to_wall_clock
 
-    def add(self, track: str, name: str, begin: int, end: int, **facts: Any) -> None:
+    def add(self, track: str, name: str, begin: int, end: int, **metadata: Any) -> None:
         self.events.append(
             {
                 "ph": "X",
@@ -46,17 +46,17 @@ class TimelineRecorder:
                 "tid": TRACKS.index(track),
                 "ts": begin,
                 "dur": max(0, end - begin),
-                "args": {"track": track, **facts},
+                "args": {"track": track, **metadata},
             }
         )
 
     @contextmanager
-    def span(self, track: str, name: str, **facts: Any) -> Iterator[None]:
+    def span(self, track: str, name: str, **metadata: Any) -> Iterator[None]:
         begin = self.now()
         try:
             yield
         finally:
-            self.add(track, name, begin, self.now(), **facts)
+            self.add(track, name, begin, self.now(), **metadata)
 
     @contextmanager
     def about(self, name: str) -> Iterator[None]:
@@ -78,7 +78,7 @@ class TimelineRecorder:
             found = self._thread.names = []
         return found
 
-    def write(self, path: Path, facts: Mapping[str, Any], operations: Path | None = None) -> None:
+    def write(self, path: Path, metadata: Mapping[str, Any], operations: Path | None = None) -> None:
         """Write the timeline to a file. ``operations``: torch.profiler's export, whose time base is adopted."""
         others: list[dict[str, Any]] = []
         base = min((event["ts"] for event in self.events), default=self.now())
@@ -88,7 +88,7 @@ class TimelineRecorder:
             others = [
                 event for event in exported["traceEvents"] if event.get("ph") in ("X", "M", "i", "s", "f")
             ]
-        rank = facts["rank"]
+        rank = metadata["rank"]
         own = [
             {**event, "pid": rank, "ts": (event["ts"] - base) / 1e3, "dur": event["dur"] / 1e3}
             for event in self.events
@@ -99,7 +99,7 @@ class TimelineRecorder:
             "traceEvents": names + own + others,
             "baseTimeNanoseconds": base,
             "displayTimeUnit": "ms",
-            CATEGORY: dict(facts),
+            CATEGORY: dict(metadata),
         }
         path.write_text(json.dumps(trace), encoding="utf-8")
 
@@ -108,7 +108,7 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-class Operations:
+class OperationProfile:
     """torch.profiler for the operations of this process and its device."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Operations:
             self._profiler.export_chrome_trace(str(path))
 
 
-class Replaced:
+class MethodPatches:
     """Instance methods that are replaced while a timeline is recorded, and restored afterwards. Classes are not
     changed, so that other engines are unaffected."""
 

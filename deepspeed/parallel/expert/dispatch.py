@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.parallel.expert.metrics import RouteWatch
+from deepspeed.parallel.expert.metrics import RoutingStats
 from deepspeed.parallel.expert.routes import Routes
 
 _CACHED = 2**17
@@ -161,11 +161,11 @@ class TokenExchange:
     group: Communicator
     sent: tuple[int, ...]
     received: tuple[tuple[int, ...], ...]
-    watch: RouteWatch | None = None
+    watch: RoutingStats | None = None
 
     @classmethod
     def agree(
-        cls, counts: Sequence[Tensor], group: Communicator, watch: RouteWatch | None = None
+        cls, counts: Sequence[Tensor], group: Communicator, watch: RoutingStats | None = None
     ) -> list[TokenExchange]:
         """Exchange the number of rows for each expert. ``counts``: an int64 [E] for each of several exchanges.
         Collective, and the only point at which the host waits for the device."""
@@ -307,5 +307,5 @@ def run_experts(
     return [arrival() for arrival in returning]
 
 
-def _timed(watch: RouteWatch | None) -> AbstractContextManager[None]:
+def _timed(watch: RoutingStats | None) -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.exchanging()

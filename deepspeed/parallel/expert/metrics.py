@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
-class RouteWatch:
+class RoutingStats:
     """Totals over the forwards of a layer since ``reset``, on this rank, without synchronizing with the device.
 
     ``chosen`` [E]: tokens that chose each expert, before drops. ``kept``: number of choices kept, a scalar.

@@ -60,18 +60,18 @@ def is_spread(module: nn.Module) -> bool:
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
     """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns the number of
     experts of each. Custom layers that define ``set_deepspeed_parallelism`` get it called. Collective."""
-    layers = {path: layer for path, layer in module.named_modules() if is_ours(layer)}
+    layers = {path: layer for path, layer in module.named_modules() if is_plain_moe(layer)}
     for number, layer in zip(numbers_in_model(list(layers), mesh), layers.values(), strict=True):
         layer.number = number
         layer.spread_over(mesh)
     for each in module.modules():
         # Looked up on the class: some wrappers forward missing attributes to a module that this loop visits as well.
-        if hasattr(type(each), "set_deepspeed_parallelism") and not is_ours(each):
+        if hasattr(type(each), "set_deepspeed_parallelism") and not is_plain_moe(each):
             each.set_deepspeed_parallelism(mesh.data_before_experts)  # type: ignore[operator]
     return [layer.num_experts for layer in module.modules() if _is_moe(layer)]
 
 
-def is_ours(layer: nn.Module) -> TypeGuard[MoE]:
+def is_plain_moe(layer: nn.Module) -> TypeGuard[MoE]:
     """Return whether ``layer`` is an ``MoE`` with our experts, not a subclass with its own experts and dispatch."""
     return _is_moe(layer) and "deepspeed_moe" in layer._modules
 
@@ -88,7 +88,7 @@ def _is_gated(layer: nn.Module) -> TypeGuard[MOELayer]:
     return known is not None and isinstance(layer, known.MOELayer)
 
 
-def watched_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def routing_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that report routing to their ``watch``, with their paths, in order."""
     for path, each in module.named_modules():
         if _is_gated(each) or is_spread(each):
@@ -130,7 +130,7 @@ def write_experts(
 
     failed: Exception | None = None
     for path, layer in module.named_modules():
-        if not is_ours(layer):
+        if not is_plain_moe(layer):
             continue
         first = mesh.sharing_experts(layer.ep_size, same=True)[0] == mesh.global_rank
         experts: Any = layer.deepspeed_moe.experts

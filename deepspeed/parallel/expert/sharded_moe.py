@@ -20,7 +20,7 @@ from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, halve, permute, run_experts
-from deepspeed.parallel.expert.metrics import RouteWatch
+from deepspeed.parallel.expert.metrics import RoutingStats
 from deepspeed.parallel.expert.routes import (
     Routes,
     capacity_of,
@@ -328,7 +328,7 @@ class MOELayer(nn.Module):
         self.num_local_experts = num_local_experts
         self._ranks: Communicator | None = Communicator(None) if ep_size == 1 else None
         self._numbers = RegionRNG(Communicator(None))
-        self.watch: RouteWatch | None = None
+        self.watch: RoutingStats | None = None
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
         """Set the ranks over which the layer's experts are spread."""

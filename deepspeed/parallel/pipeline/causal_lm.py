@@ -19,7 +19,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import ProcessTopology
 from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.parallel.pipeline.anatomy import Anatomy, examine, hidden_of
+from deepspeed.parallel.pipeline.block_structure import BlockStructure, hidden_of, trace_blocks
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.zero.meta import meta_copy
@@ -56,7 +56,7 @@ def cut_causal_lm(
                 f"{name} has no values here: load the model outside zero.Init and torch.device('meta')"
             )
     return CutModel(
-        examine(model),
+        trace_blocks(model),
         meta_copy(model),
         loss_fn or _OwnLoss(model),
         num_stages=num_stages,
@@ -169,7 +169,7 @@ class CutModel(PipelineModule):
     """This stage's pieces of a causal language model; parameters have their names in the whole model."""
 
     config: Any
-    _anatomy: Anatomy
+    _structure: BlockStructure
     _whole: nn.Module
     _boundary: _BoundaryStates
     _stand_ins: dict[str, nn.Module]
@@ -178,29 +178,29 @@ class CutModel(PipelineModule):
     _views: list[nn.ModuleList]
 
     def __init__(
-        self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
+        self, structure: BlockStructure, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
     ) -> None:
         """Keep this stage's weights. ``whole``: the whole model, on the meta device."""
         vars(self).update(
-            _anatomy=anatomy, _whole=whole, _boundary=_BoundaryStates(), config=anatomy.model.config
+            _structure=structure, _whole=whole, _boundary=_BoundaryStates(), config=structure.model.config
         )
-        layers: list[nn.Module] = list(anatomy.block_list())
-        for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
-            others = [anatomy.model.get_submodule(name) for name in names]
+        layers: list[nn.Module] = list(structure.block_list())
+        for names, place in ((structure.before, 0), (structure.after, -1)):
+            others = [structure.model.get_submodule(name) for name in names]
             layers[place] = nn.ModuleList([layers[place], *others])
         super().__init__(layers, loss_fn=loss_fn, **arguments)
         # Error messages need only the types; keeping the blocks would keep their weights.
-        self._layer_specs = [type(block) for block in anatomy.block_list()]
+        self._layer_specs = [type(block) for block in structure.block_list()]
         self.batch_fn = pair_of
 
     @cached_property
     def _blocks(self) -> list[nn.Module]:
-        return list(self._anatomy.block_list())
+        return list(self._structure.block_list())
 
     # What this stage keeps --------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        model, blocks = self._anatomy.model, self._blocks
+        model, blocks = self._structure.model, self._blocks
         members = {id(p): (name, self._stages_with(p)) for name, p in model.named_parameters()}
         self._shared = {
             name: sorted(stages)
@@ -209,12 +209,12 @@ class CutModel(PipelineModule):
         }
         kept = set(self._outside_of(self.stage_id))
         self._stand_ins = self._make_stand_ins()
-        for name in {*self._anatomy.before, *self._anatomy.after} - kept:
+        for name in {*self._structure.before, *self._structure.after} - kept:
             _replace(model, name, self._stand_ins[name])
-        own = self._anatomy.block_list()
+        own = self._structure.block_list()
         for number in range(len(blocks)):
             if number not in self._layer_indices:
-                own[number] = _IdentityBlock(blocks[number], self._anatomy.in_tuples)
+                own[number] = _IdentityBlock(blocks[number], self._structure.in_tuples)
         self._views = [self._view(chunk) for chunk in range(self.chunks)]
         del self._blocks
         del self._modules["tied_modules"]
@@ -224,17 +224,17 @@ class CutModel(PipelineModule):
     def _outside_of(self, stage: int) -> list[str]:
         """Return the modules outside the blocks that a stage keeps: those that it calls, and those that share a weight
         with them, so that a weight has one name on all stages."""
-        anatomy, pieces = self._anatomy, self.num_stages * self.chunks
+        structure, pieces = self._structure, self.num_stages * self.chunks
         names: list[str] = []
         if self.stage_owner(0) == stage:
-            names += anatomy.before
+            names += structure.before
         if self.stage_owner(self.parts[pieces] - 1) == stage:
-            names += anatomy.after
-        weights = {id(p) for name in names for p in anatomy.model.get_submodule(name).parameters()}
+            names += structure.after
+        weights = {id(p) for name in names for p in structure.model.get_submodule(name).parameters()}
         return [
             name
-            for name in (*anatomy.before, *anatomy.after)
-            if any(id(p) in weights for p in anatomy.model.get_submodule(name).parameters())
+            for name in (*structure.before, *structure.after)
+            if any(id(p) in weights for p in structure.model.get_submodule(name).parameters())
         ]
 
     def _stages_with(self, param: nn.Parameter) -> set[int]:
@@ -243,14 +243,14 @@ class CutModel(PipelineModule):
 
         found = {self.stage_owner(number) for number, block in enumerate(self._blocks) if has(block)}
         for stage in range(self.num_stages):
-            if any(has(self._anatomy.model.get_submodule(name)) for name in self._outside_of(stage)):
+            if any(has(self._structure.model.get_submodule(name)) for name in self._outside_of(stage)):
                 found.add(stage)
         return found
 
     def _make_stand_ins(self) -> dict[str, nn.Module]:
-        anatomy = self._anatomy
-        found: dict[str, nn.Module] = {name: _LaterModule() for name in anatomy.after}
-        found |= {name: _EarlierModule(self._boundary, anatomy.shapes[name]) for name in anatomy.before}
+        structure = self._structure
+        found: dict[str, nn.Module] = {name: _LaterModule() for name in structure.after}
+        found |= {name: _EarlierModule(self._boundary, structure.shapes[name]) for name in structure.before}
         return found
 
     def _view(self, chunk: int) -> nn.ModuleList:
@@ -261,13 +261,13 @@ class CutModel(PipelineModule):
             if number in run:
                 view.append(block)
                 continue
-            other = kind(block, self._anatomy.in_tuples)
+            other = kind(block, self._structure.in_tuples)
             vars(other)["boundary"] = self._boundary
             view.append(other)
         return view
 
     def rebind_layers(self) -> None:
-        own = self._anatomy.block_list()
+        own = self._structure.block_list()
         for chunk, view in enumerate(self._views):
             for number in self._layers_of(chunk):
                 view[number] = own[number]
@@ -332,32 +332,32 @@ class CutModel(PipelineModule):
         boundary.incoming, inputs = (None, forward_input) if piece == 0 else forward_input
         inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
         with self._as_piece(chunk):
-            outputs = self._anatomy.model(**inputs, use_cache=False)
+            outputs = self._structure.model(**inputs, use_cache=False)
         hidden, boundary.incoming, boundary.outgoing = boundary.outgoing, None, None
         return outputs.logits if piece == self.num_stages * self.chunks - 1 else (hidden, inputs)
 
     @contextmanager
     def _as_piece(self, chunk: int) -> Iterator[None]:
         """Install this chunk's list of blocks, and stand-ins for the modules of other pieces, in the model."""
-        anatomy, piece = self._anatomy, self.chunk_position(chunk)
+        structure, piece = self._structure, self.chunk_position(chunk)
         elsewhere: list[str] = []
         if piece > 0:
-            elsewhere += anatomy.before
+            elsewhere += structure.before
         if piece < self.num_stages * self.chunks - 1:
-            elsewhere += anatomy.after
+            elsewhere += structure.after
         put: dict[str, nn.Module] = {name: self._stand_ins[name] for name in elsewhere}
-        put[anatomy.blocks] = self._views[chunk]
-        before = {name: anatomy.model.get_submodule(name) for name in put}
+        put[structure.blocks] = self._views[chunk]
+        before = {name: structure.model.get_submodule(name) for name in put}
         try:
             for name, module in put.items():
-                _replace(anatomy.model, name, module)
+                _replace(structure.model, name, module)
             yield
         finally:
             for name, module in before.items():
-                _replace(anatomy.model, name, module)
+                _replace(structure.model, name, module)
 
     def train(self, mode: bool = True) -> CutModel:
-        self._anatomy.model.training = mode
+        self._structure.model.training = mode
         for view in self._views:
             view.train(mode)
         super().train(mode)

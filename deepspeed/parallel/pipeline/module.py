@@ -31,9 +31,9 @@ from deepspeed.comm.topology import (
 from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.partitioned import Partitioned, check_bounds, stage_of
+from deepspeed.parallel.pipeline.meta_model import MetaModel, as_meta
+from deepspeed.parallel.pipeline.partition import LayerPartition, check_bounds, stage_of
 from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_of_position
-from deepspeed.parallel.pipeline.simulated import MetaModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
@@ -42,7 +42,7 @@ from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
 
-class PipelineModule(Partitioned, nn.Module):
+class PipelineModule(LayerPartition, nn.Module):
     """The layers of one pipeline stage; the pipeline engine moves activations between stages.
 
     Args:
@@ -53,7 +53,7 @@ class PipelineModule(Partitioned, nn.Module):
         loss_fn: ``loss_fn(outputs, labels)``, called on the last stage. None: the outputs are the loss.
         seed_layers: seed the RNG before a layer is built and before it runs, so that its random numbers do not depend
             on its stage. Uses ``seed_fn(seed)`` if given; seeds start at ``base_seed``.
-        partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partitioned.py``).
+        partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partition.py``).
         activation_checkpoint_interval: layers per checkpointed region; 0: none.
         activation_checkpoint_func: ``func(function, *inputs)``.
         checkpointable_layers: class names of the layers to checkpoint; None: all with parameters.

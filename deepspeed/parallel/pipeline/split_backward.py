@@ -205,7 +205,7 @@ class WeightQueue:
     def compute(self, part: tuple[int, int]) -> None:
         """Compute the deferred gradients of ``part``, a micro-batch and chunk, in the order of its backward."""
         for layer, inputs, grad in self._waiting.pop(part, ()):
-            gradients = layer.form.grad_weights(inputs, grad, self._memory)
+            gradients = layer.split.grad_weights(inputs, grad, self._memory)
             for number, gradient in zip(layer.numbers, gradients, strict=False):
                 self.add(number, gradient.to(layer.dtype))
 
@@ -226,12 +226,12 @@ class WeightQueue:
 class _DeferredLayer:
     """The forward of a layer with split backward; ``numbers``: of its weight, and of its bias if it has one."""
 
-    def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
-        self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
+    def __init__(self, own: nn.Module, split: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
+        self.own, self.split, self.numbers, self.queue = own, split, numbers, queue
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DeferredLayer:
         """Return the forward for a copied module, such as an average of the weights, whose backward is not split."""
-        return _DeferredLayer(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_discard))
+        return _DeferredLayer(copy.deepcopy(self.own, memo), self.split, self.numbers, WeightQueue(_discard))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -243,14 +243,14 @@ class _DeferredLayer:
         own, queue = self.own, self.queue
         weight: Any = own.weight
         whole = not queue.active or not torch.is_grad_enabled() or not weight.requires_grad
-        if whole or rest or named or not self.form.supports(inputs):
+        if whole or rest or named or not self.split.supports(inputs):
             return type(own).forward(own, inputs, *rest, **named)
         bias: Any = getattr(own, "bias", None)
         tensors = [inputs, weight.detach(), bias.detach() if bias is not None else None]
         kind = inputs.device.type
         if not torch.is_autocast_enabled(kind):
             return _SplitBackward.apply(queue.anchor, *tensors, self)
-        if self.form.narrows:  # as autocast does for such an operation
+        if self.split.narrows:  # as autocast does for such an operation
             dtype = torch.get_autocast_dtype(kind)
             tensors = [
                 each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
@@ -269,7 +269,7 @@ class _SplitBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.layer = layer
-        output = layer.form.forward(inputs, weight, bias)
+        output = layer.split.forward(inputs, weight, bias)
         # A product of 3-D inputs is a view of the 2-D product, and the next layer could not change a view in place.
         return torch.ops.aten._unsafe_view(output, output.shape)
 
@@ -280,7 +280,7 @@ class _SplitBackward(torch.autograd.Function):
         layer = ctx.layer
         layer.queue.put(layer, inputs.detach(), grad)
         wanted = ctx.needs_input_grad[1]
-        return None, (layer.form.grad_inputs(inputs, weight, grad) if wanted else None), None, None, None
+        return None, (layer.split.grad_inputs(inputs, weight, grad) if wanted else None), None, None, None
 
 
 def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQueue) -> list[nn.Module]:
@@ -295,14 +295,14 @@ def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQue
             uses[id(param)] = uses.get(id(param), 0) + 1
     found = []
     for own in module.modules():
-        form = split_layer_of(own) if "forward" not in vars(own) else None
-        if form is None:
+        split = split_layer_of(own) if "forward" not in vars(own) else None
+        if split is None:
             continue
         names = [name for name in ("weight", "bias") if own._parameters.get(name) is not None]
         params = [own._parameters[name] for name in names]
         plain = all(id(p) in numbers and uses[id(p)] == 1 and not hasattr(p, SHARED_BY) for p in params)
         if plain and len(params) == sum(p is not None for p in own._parameters.values()):
-            vars(own)["forward"] = _DeferredLayer(own, form, [numbers[id(p)] for p in params], queue).forward
+            vars(own)["forward"] = _DeferredLayer(own, split, [numbers[id(p)] for p in params], queue).forward
             found.append(own)
     return found
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import shard_lengths
-from deepspeed.parallel.sequence.autosp_vit import whole_patches
-from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.parallel.sequence.exchange import join_shards
 
 _DEFAULT_IMAGE_TOKEN_ID = -200
 
@@ -50,7 +50,7 @@ class ModalityFusionSPAdapter(nn.Module):
         own = self.projection(visual_features)
         images = own.unsqueeze(0) if own.dim() == 2 else own
         comm = communicator_of(self.process_group)
-        visual = whole_patches(images, comm)
+        visual = join_shards(images, comm, dim=1)
         fused = text_embeds
         if self._spans(input_ids):
             fused = self._fuse(visual.to(text_embeds.dtype), text_embeds, input_ids)

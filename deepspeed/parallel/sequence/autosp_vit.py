@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths, join_shards
+from deepspeed.comm.collectives import communicator_of
+from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 
 
 class UlyssesSPViTAttention(nn.Module):
@@ -35,14 +35,9 @@ class UlyssesSPViTAttention(nn.Module):
         kept = 1 if self.has_cls_token else 0
         token, patches = hidden_states[:, :kept], hidden_states[:, kept:]
         lengths = gather_lengths(patches.shape[1], comm, patches.device)
-        whole = join_shards(patches, lengths, comm, dim=1)
+        whole = join_shards(patches, comm, dim=1, lengths=lengths)
         result = self.attn(torch.cat((token, whole), dim=1), **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         start = kept + sum(lengths[: comm.rank])
         own = torch.cat((out[:, :kept], out[:, start : start + lengths[comm.rank]]), dim=1)
         return (own, *result[1:]) if isinstance(result, tuple) else own
-
-
-def whole_patches(own: Tensor, comm: Communicator) -> Tensor:
-    """Gather all ranks' shards [batch, n, size] along n; backward sums each shard's gradient over ranks."""
-    return join_shards(own, gather_lengths(own.shape[1], comm, own.device), comm, dim=1)

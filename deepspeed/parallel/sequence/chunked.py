@@ -31,7 +31,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.attention_blocks import CAUSAL, JoinedBlocks, kernel_for
 from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.chunks import Prefetcher, SequenceChunk
-from deepspeed.parallel.sequence.exchange import Exchange
+from deepspeed.parallel.sequence.exchange import HeadExchange
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
 from deepspeed.transforms.recompute.side_stream import SideStream
 
@@ -46,7 +46,7 @@ def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChunkedCall:
+class ChunkedAttentionCall:
     """Settings of one `chunked_self_attention`. ``chunks``: from `chunks_of`; ``kv_heads`` divides ``heads``."""
 
     comm: Communicator
@@ -79,8 +79,8 @@ class ChunkedCall:
         """Widths of queries, keys and values over all heads."""
         return [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
 
-    def exchange(self, at: int) -> Exchange:
-        return Exchange(self.comm, tuple(self.chunks[at]))
+    def exchange(self, at: int) -> HeadExchange:
+        return HeadExchange(self.comm, tuple(self.chunks[at]))
 
     def heads_of_all(self) -> list[tuple[tuple[int, ...], ...]]:
         """Return the heads of queries, keys and values that this rank sends to each other rank."""
@@ -103,7 +103,7 @@ class ChunkedCall:
 
 @untraced
 def chunked_self_attention(
-    call: ChunkedCall, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor
+    call: ChunkedAttentionCall, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor
 ) -> Tensor:
     """Compute causal self-attention with its projections: x [own tokens, batch, hidden] -> [own tokens, batch, out].
 
@@ -128,7 +128,7 @@ def chunked_self_attention(
 
 
 @dataclass(eq=False)
-class _KeptChunks:
+class _SavedChunks:
     """Tensors of one chunk saved for backward: [batch, own heads, all tokens of the chunk, size] each, and the input
     ``x``."""
 
@@ -148,7 +148,7 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: ChunkedCall,
+        call: ChunkedAttentionCall,
         keeping: bool,
         x: Tensor,
         qkv_weight: Tensor,
@@ -156,7 +156,7 @@ class _ChunkedAttention(torch.autograd.Function):
         out_weight: Tensor,
     ) -> Tensor:
         result = x.new_empty(*x.shape[:2], out_weight.shape[0])
-        kept: list[_KeptChunks] = []
+        kept: list[_SavedChunks] = []
         earlier: list[tuple[SequenceChunk, SequenceChunk]] = []
         parts = zip(x.split(call.local), result.split(call.local), strict=True)
         for at, (part, target) in enumerate(parts):
@@ -168,7 +168,9 @@ class _ChunkedAttention(torch.autograd.Function):
             pair = (call.keep(k), call.keep(v))
             earlier.append(pair)
             if keeping:
-                kept.append(_KeptChunks(call.keep(q), *pair, call.keep(out), call.keep(lse), call.keep(part)))
+                kept.append(
+                    _SavedChunks(call.keep(q), *pair, call.keep(out), call.keep(lse), call.keep(part))
+                )
         ctx.call, ctx.kept = call, kept
         ctx.save_for_backward(qkv_weight, qkv_bias, out_weight)
         return result
@@ -188,8 +190,8 @@ class _ChunkBackward:
 
     def __init__(
         self,
-        call: ChunkedCall,
-        kept: list[_KeptChunks],
+        call: ChunkedAttentionCall,
+        kept: list[_SavedChunks],
         grad: Tensor,
         qkv_weight: Tensor,
         qkv_bias: Tensor | None,
@@ -287,7 +289,7 @@ class _ChunkBackward:
 
 
 def _heads(
-    call: ChunkedCall, at: int, x: Tensor, weight: Tensor, bias: Tensor | None
+    call: ChunkedAttentionCall, at: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute queries, keys and values of one chunk: all tokens, this rank's heads."""
     parts = torch.nn.functional.linear(x, weight, bias).split(call.widths, dim=-1)
@@ -300,7 +302,9 @@ def _heads(
     return q, _expand_keys(call, k), _expand_keys(call, v)
 
 
-def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: Prefetcher) -> tuple[Tensor, Tensor]:
+def _attend(
+    call: ChunkedAttentionCall, q: Tensor, k: Tensor, v: Tensor, ahead: Prefetcher
+) -> tuple[Tensor, Tensor]:
     """Compute the attention of one chunk to itself and all earlier ones, with its log-sum-exp."""
     joined = JoinedBlocks(q, v)
     joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))
@@ -314,7 +318,7 @@ def _rows(heads: Tensor) -> Tensor:
     return heads.permute(2, 0, 1, 3).reshape(-1, heads.shape[1] * heads.shape[3])
 
 
-def _expand_keys(call: ChunkedCall, keys: Tensor) -> Tensor:
+def _expand_keys(call: ChunkedAttentionCall, keys: Tensor) -> Tensor:
     """Expand to one key head per query head if this rank's query heads share them non-uniformly."""
     rank = call.comm.rank
     if call.plan.group_of(rank) is not None:
@@ -322,7 +326,7 @@ def _expand_keys(call: ChunkedCall, keys: Tensor) -> Tensor:
     return keys.index_select(1, torch.tensor(call.plan.key_of_query(rank), device=keys.device))
 
 
-def _reduce_keys(call: ChunkedCall, grad: Tensor) -> Tensor:
+def _reduce_keys(call: ChunkedAttentionCall, grad: Tensor) -> Tensor:
     rank = call.comm.rank
     if call.plan.group_of(rank) is not None:
         return grad

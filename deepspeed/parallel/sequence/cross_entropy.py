@@ -15,9 +15,8 @@ from torch import Tensor
 
 from deepspeed.base.logging import warning_once
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
-from deepspeed.parallel.tensor.ranks import communicator_of
+from deepspeed.comm.collectives import communicator_of
+from deepspeed.parallel.sequence.exchange import join_shards
 from deepspeed.parallel.vocab_parallel import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 
 
@@ -75,7 +74,7 @@ def vocab_parallel_cross_entropy(
     )
     loss = _losses(vocab_parallel_logits, target, part, ignore_index)
     if gather_sequence_loss:
-        return losses_of_all_tokens(loss, communicator_of(sp_group))
+        return join_shards(loss, communicator_of(sp_group), dim=0)
     return reduced(loss, target != ignore_index, reduction, sp_group)
 
 
@@ -274,8 +273,3 @@ def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Te
     comm.all_reduce(both).wait()
     total = own + (both[0] - own.detach()) if comm.size > 1 else own
     return total / both[1].clamp_min(1) if reduction == "mean" else total
-
-
-def losses_of_all_tokens(own: Tensor, comm: Communicator) -> Tensor:
-    """Gather [own tokens, ..] of every rank into [all tokens, ..]; backward sums over ranks."""
-    return join_shards(own, gather_lengths(own.shape[0], comm, own.device), comm, dim=0)

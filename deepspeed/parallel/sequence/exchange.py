@@ -16,15 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator, process_network
+from deepspeed.comm.collectives import Communicator
 
 Heads = tuple[tuple[int, ...], ...]
 """Heads that each rank of a group computes; () for ranks that compute none for this shard."""
-
-
-def communicator_of(group: torch.distributed.ProcessGroup | None) -> Communicator:
-    """Return the communicator of a group, with the process's traffic counters; None: one rank."""
-    return Communicator(None) if group is None else process_network.communicator(group)
 
 
 @untraced
@@ -39,8 +34,8 @@ def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tup
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """Exchange between sequence shards [.., all heads, .., own tokens, ..] and head shards [.., own heads, .., all
+class HeadExchange:
+    """HeadExchange between sequence shards [.., all heads, .., own tokens, ..] and head shards [.., own heads, .., all
     tokens, ..].
 
     ``lengths``: tokens of each rank's shard; 0 for ranks that send nothing to this one. ``heads_dim`` and
@@ -123,7 +118,7 @@ class Exchange:
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, heads: tuple[Heads, ...], *tensors: Tensor
+        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.heads = exchange, heads
         return exchange.spread(tensors, heads)
@@ -136,7 +131,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, heads: Heads, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: HeadExchange, heads: Heads, tensor: Tensor) -> Tensor:
         ctx.exchange, ctx.heads = exchange, heads
         return exchange.collect((tensor,), (heads,))[0]
 
@@ -146,9 +141,10 @@ class _ToTokens(torch.autograd.Function):
         return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
 
 
-def join_shards(own: Tensor, lengths: Sequence[int], comm: Communicator, *, dim: int) -> Tensor:
-    """Concatenate all ranks' shards, of ``lengths`` along ``dim``; backward sums each shard's gradient over ranks.
-    Collective, also in backward."""
+def join_shards(own: Tensor, comm: Communicator, *, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+    """Concatenate all ranks' shards along ``dim``; backward sums each shard's gradient over ranks. ``lengths``: of the
+    shards; None: they are exchanged. Collective, also in backward."""
+    lengths = gather_lengths(own.shape[dim], comm, own.device) if lengths is None else lengths
     result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
     return result
 

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment
-from deepspeed.parallel.sequence.chunked import ChunkedCall, Rotary, chunked_self_attention, chunks_of
+from deepspeed.parallel.sequence.chunked import (
+    ChunkedAttentionCall,
+    Rotary,
+    chunked_self_attention,
+    chunks_of,
+)
 from deepspeed.parallel.sequence.chunks import SequenceChunk as SequenceChunk
-from deepspeed.parallel.sequence.cross_entropy import losses_of_all_tokens
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb as apply_rotary_pos_emb
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb_backward as apply_rotary_pos_emb_backward
 from deepspeed.parallel.sequence.tiled.tiles import TiledCall, TiledFunction, run_tiles, tile_lengths
@@ -154,7 +159,7 @@ class FPDT_Attention(nn.Module):
                 f"attention_dropout={self.dropout}: chunked attention does not support attention dropout; "
                 "set config.attention_dropout to 0 (--attention-dropout 0)"
             )
-        call = ChunkedCall(
+        call = ChunkedAttentionCall(
             comm=communicator_of(self.spg),
             chunks=self._chunks(layernorm_output),
             heads=self.heads,
@@ -249,7 +254,7 @@ class FPDT_LogitsLoss(TiledFunction):
             return losses.view(target.shape)
 
         own = _in_tiles(compute, [lm_output, labels.T], [logit_weights], num_chunk)
-        return losses_of_all_tokens(own, communicator_of(spg)).T.contiguous()
+        return join_shards(own, communicator_of(spg), dim=0).T.contiguous()
 
 
 def bias_gelu(x: Tensor) -> Tensor:

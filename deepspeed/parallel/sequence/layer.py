@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from deepspeed.base.tracing import untraced
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
-from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
+from deepspeed.parallel.sequence.exchange import HeadExchange, gather_lengths
 
 
 class DistributedAttention(Module):
@@ -87,7 +88,7 @@ class DistributedAttention(Module):
         plan = HeadAssignment(query.shape[heads_dim], key.shape[heads_dim], comm.size)
         self._check(plan)
         lengths = self.sequence_lengths or gather_lengths(query.shape[tokens_dim], comm, query.device)
-        exchange = Exchange(comm, lengths, heads_dim, tokens_dim)
+        exchange = HeadExchange(comm, lengths, heads_dim, tokens_dim)
         keys = plan.keys(comm.rank)
         query, key, value = exchange.to_heads((query, key, value), (plan.queries(comm.rank), keys, keys))
         if plan.group_of(comm.rank) is None:  # the local attention supports only uniform head groups
@@ -112,7 +113,7 @@ class DistributedAttention(Module):
         """Move the tokens of a table [tokens, 1, 1, size] to the query's dim of tokens."""
         return table.transpose(0, self.gather_idx) if self.gather_idx else table
 
-    def _back(self, context: Tensor, exchange: Exchange, plan: HeadAssignment) -> Tensor:
+    def _back(self, context: Tensor, exchange: HeadExchange, plan: HeadAssignment) -> Tensor:
         own = len(plan.queries_of(exchange.comm.rank))
         fused, dim = context.shape[self.scatter_idx] != own, self.scatter_idx
         if fused:

@@ -67,7 +67,7 @@ def vocab_parallel_linear_cross_entropy(
     part.check(labels, ignore_index)
     tokens = labels.numel()
     words = hidden.shape[-1] if chunk_size is None else part.own * chunk_size // max(1, tokens)
-    task = _Task(part, max(1, words), _product_dtype(hidden, weight))
+    task = _BlockwiseLogits(part, max(1, words), _product_dtype(hidden, weight))
     with torch.autocast(hidden.device.type, enabled=False):
         losses: Tensor = _LinearCrossEntropy.apply(  # pyright: ignore[reportAssignmentType]
             hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels, labels != ignore_index, task
@@ -82,7 +82,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-class _Task(NamedTuple):
+class _BlockwiseLogits(NamedTuple):
     part: VocabularyPart
     words: int
     """Maximum number of words with logits at a time."""
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         chosen: Tensor,
-        task: _Task,
+        task: _BlockwiseLogits,
     ) -> Tensor:
         inputs = hidden.to(task.dtype)
         top = torch.full((len(hidden),), -torch.inf, dtype=task.wide, device=hidden.device)
@@ -138,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, chosen, highest, log_total = ctx.saved_tensors
-        task: _Task = ctx.task
+        task: _BlockwiseLogits = ctx.task
         inputs, grad = hidden.to(task.dtype), torch.where(chosen, grads[0], 0)[:, None]
         grad_hidden = torch.zeros(hidden.shape, dtype=task.wide, device=hidden.device)
         grad_weight, grad_bias = (

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed.base.staged import Staged
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.sequence.autosp_vit import whole_patches
-from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.parallel.sequence.exchange import join_shards
 from deepspeed.parallel.sequence.fpdt_layer import FPDT_Attention
 from deepspeed.parallel.sequence.hf.attention import shard_attention
 from deepspeed.parallel.sequence.hf.dataloader import IGNORED, shards_of, with_shifted_labels
@@ -191,7 +191,7 @@ def _gather_router_logits(group: Any) -> Callable[..., Any]:
         logits = found.get("router_logits") if isinstance(output, Mapping) else None
         if module.training and logits is not None:
             comm = communicator_of(group)
-            found["router_logits"] = tuple(whole_patches(each[None], comm)[0] for each in logits)
+            found["router_logits"] = tuple(join_shards(each, comm, dim=0) for each in logits)
         return output
 
     return hook

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.base.tracing import untraced
-from deepspeed.parallel.tensor.ranks import communicator_of
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.vocab_parallel import divergence, entropy, log_probabilities, vocabulary_part
 
 

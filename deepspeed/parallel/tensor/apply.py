@@ -15,7 +15,7 @@ from deepspeed.checkpoint.placement import place, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import replicated
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
-from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, SharedInput, forms_of, part_of
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, SharedInput, part_of, tp_classes_of
 from deepspeed.parallel.tensor.mappings import copy_to, reduce_from
 from deepspeed.parallel.tensor.planning.arguments import change_argument
 from deepspeed.parallel.tensor.planning.attributes import change_attribute
@@ -105,7 +105,7 @@ def _change_layer(
             raise PlanError(f"weight and bias of {path} are split differently")
         shared = plan.inputs.get(path)
         given: Any = _same_input if shared is None else inputs[shared]
-        made: nn.Module = forms_of(layer).get("column", LinearLayer)(
+        made: nn.Module = tp_classes_of(layer).get("column", LinearLayer)(
             _known_linear(layer),
             group,
             gather_output=weight.gather,
@@ -114,7 +114,7 @@ def _change_layer(
             name=path,
         )
     else:
-        made = forms_of(layer).get("row", LinearAllreduce)(
+        made = tp_classes_of(layer).get("row", LinearAllreduce)(
             _known_linear(layer), group, cut=weight.cut, name=path
         )
     made.train(layer.training)
@@ -138,12 +138,12 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
     weight = bias = None
     for path, layer in layers:
         if path in plan.heads:
-            made: Any = forms_of(layer).get("column", LinearLayer)(
-                _known_linear(layer), group, cut=plan.cut, weight=weight, clone_optimizer=True, name=path
+            made: Any = tp_classes_of(layer).get("column", LinearLayer)(
+                _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
             )
             bias = made.bias = made.bias if bias is None else bias
         else:
-            spread = forms_of(layer).get("vocabulary", VocabParallelEmbedding)
+            spread = tp_classes_of(layer).get("vocabulary", VocabParallelEmbedding)
             made = spread(layer, group, cut=plan.cut, weight=weight, name=path)
         weight = made.weight
         _replace(module, layer, made.train(layer.training))
@@ -157,7 +157,7 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
 
 
 def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, on_swap: OnSwap) -> None:
-    if forms_of(layer):
+    if tp_classes_of(layer):
         raise PlanError(
             f"{type(layer).__name__} cannot be split along the {plan.cut.dim}. dim of its {name}: leave it out of "
             "compression_training's groups, or out of the tensor-parallel plan"
@@ -174,7 +174,7 @@ def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator
 def _known_linear(layer: nn.Module) -> nn.Module:
     """Return ``layer``, or a plain linear layer with its parameters if it is an ``nn.Linear`` with a custom forward
     (tracing has shown that it computes the same)."""
-    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or forms_of(layer):
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or tp_classes_of(layer):
         return layer
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.tensor.cuts import Cut
-from deepspeed.parallel.tensor.layers import TensorParallelLayer, check_ranks, communicator_of
-from deepspeed.parallel.tensor.mappings import sum_own
+from deepspeed.parallel.tensor.layers import TensorParallelLayer, check_ranks
+from deepspeed.parallel.tensor.mappings import reduce_from_
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 
 
@@ -78,4 +78,4 @@ class VocabParallelEmbedding(TensorParallelLayer):
         else:
             output = super().forward(own)
         output = output.masked_fill(~inside.unsqueeze(-1), 0)
-        return sum_own(output, self.group) if self.sequence is None else self.sequence.scatter(output)
+        return reduce_from_(output, self.group) if self.sequence is None else self.sequence.scatter(output)

@@ -21,22 +21,21 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.module_utils import move_hooks
 from deepspeed.base.tracing import untraced
 from deepspeed.checkpoint.placement import place
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.tensor.cuts import Cut, replicated
 from deepspeed.parallel.tensor.logits import VocabParallelLogits
-from deepspeed.parallel.tensor.mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from deepspeed.parallel.tensor.mappings import copy_to, gather_from, reduce_from_, shared_weight, split_to
 from deepspeed.parallel.tensor.metadata import describe
 from deepspeed.parallel.tensor.overlapped import column_product
 from deepspeed.parallel.tensor.probing import transposed_by_trial
-from deepspeed.parallel.tensor.ranks import communicator_of
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 from deepspeed.zero import params as zero_params
 from deepspeed.zero.gathering.gathered_parameters import GatheredParameters
 
-__all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
+__all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer"]
 
 
-class InputRule(Protocol):
+class InputMapping(Protocol):
     """Processing of a column-parallel layer's input."""
 
     def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None, /) -> Tensor: ...
@@ -126,7 +125,9 @@ class TensorParallelLayer(nn.Module):
     def config_tp_params(self, weight: Tensor | None) -> None:
         """Attach this layer's ``gather_params`` and ``_tp_partition`` to the parameter."""
         if weight is not None:
-            vars(weight).update({name: LayerFn(self, name) for name in ("gather_params", "_tp_partition")})
+            vars(weight).update(
+                {name: LayerMethod(self, name) for name in ("gather_params", "_tp_partition")}
+            )
 
     def _adopt(self, module: nn.Module) -> None:
         """Take over everything of the module except parameters: class, attributes, buffers and hooks. (Not a
@@ -180,17 +181,17 @@ def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
         )
 
 
-def forms_of(module: nn.Module) -> Mapping[str, type[Any]]:
+def tp_classes_of(module: nn.Module) -> Mapping[str, type[Any]]:
     """Return the classes that a special layer (a compressed one) declares for its split forms: "column", "row",
     "vocabulary"."""
-    return getattr(type(module), "split_forms", {})
+    return getattr(type(module), "tp_classes", {})
 
 
 _PART = "_ds_tp_part"
 """Attribute of a temporarily gathered parameter: its local part."""
 
 
-class LayerFn:
+class LayerMethod:
     """A layer's method as an attribute of its parameters, holding only a weak reference to the layer."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -207,9 +208,9 @@ class LayerFn:
         return (_of_no_layer, (self.name,))
 
 
-def _of_no_layer(name: str) -> LayerFn:
+def _of_no_layer(name: str) -> LayerMethod:
     """Return a stand-in for the method in an unpickled parameter, whose layer is unknown."""
-    return LayerFn(nn.Module(), name)
+    return LayerMethod(nn.Module(), name)
 
 
 class _ParallelLinear(TensorParallelLayer):
@@ -314,7 +315,7 @@ class LinearLayer(_ParallelLinear):
         gather_output: gather the whole output on every rank.
         gather_in_evaluation: gather only in evaluation mode or without gradients, for a head with a vocabulary-parallel
             loss.
-        clone_optimizer: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
+        stand_in: as ``gather_in_evaluation``, but in training return a stand-in for the whole output
             (``VocabParallelLogits``), for the model's own loss.
         cut: of the outputs (``dim`` is ignored). By default as even as possible. Gradients of elements held by several
             ranks are summed.
@@ -339,9 +340,9 @@ class LinearLayer(_ParallelLinear):
         cut: Cut | None = None,
         weight: nn.Parameter | None = None,
         sequence: SequenceRegion | None = None,
-        shared_input: InputRule | None = None,
+        shared_input: InputMapping | None = None,
         gather_in_evaluation: bool = False,
-        clone_optimizer: bool = False,
+        stand_in: bool = False,
         overlap_comm: bool = False,
         name: str | None = None,
     ) -> None:
@@ -350,9 +351,9 @@ class LinearLayer(_ParallelLinear):
         self.gather_output = gather_output
         self.overlap_comm = overlap_comm and shared_input is None
         self.gather_in_evaluation = gather_in_evaluation
-        self.clone_optimizer = clone_optimizer
+        self.stand_in = stand_in
         self.sequence = sequence
-        self.shared_input: InputRule = shared_input or SharedInput()
+        self.shared_input: InputMapping = shared_input or SharedInput()
         self._overlaps = bool(self.cut.shared())
         own = {"weight": self.cut, "bias": self.cut.along(0)}
         if weight is not None:
@@ -398,15 +399,15 @@ class LinearLayer(_ParallelLinear):
             output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
         if self._gathers_output():
             return gather_from(output, self.group, self.cut.along(-1))
-        if self.clone_optimizer and self.group.size > 1:
+        if self.stand_in and self.group.size > 1:
             return VocabParallelLogits.of(output, self.group, self.cut)
         return output
 
     def _gathers_output(self) -> bool:
         """Return whether to gather the output. Compiled code does not support ``VocabParallelLogits``."""
-        if self.gather_output or (self.clone_optimizer and torch.compiler.is_compiling()):
+        if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
             return True
-        return (self.gather_in_evaluation or self.clone_optimizer) and not self._is_training()
+        return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
 
     def _is_training(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -452,7 +453,7 @@ class LinearAllreduce(_ParallelLinear):
         weight, bias = self.operands()
         output = self._product(input, weight, None)
         if self.sequence is None:
-            output = sum_own(output, self.group)
+            output = reduce_from_(output, self.group)
         else:
             output = self.sequence.scatter(output)
             bias = None if bias is None else shared_weight(bias, self.group)
@@ -461,7 +462,7 @@ class LinearAllreduce(_ParallelLinear):
 
 def _is_transposed(module: nn.Module) -> bool:
     """Return whether the weight is [inputs, outputs]. ValueError: the layer is no known kind of linear layer."""
-    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or forms_of(module)):
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or tp_classes_of(module)):
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
         return True

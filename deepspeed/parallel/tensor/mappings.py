@@ -11,7 +11,7 @@ Transformer Models, 2022):
     gather_sequence     all-gather       reduce-scatter
     scatter_sequence    reduce-scatter   all-gather
     shared_weight       identity         all-reduce of elements held by several ranks
-    whole_of_part       all-gather       own part
+    gather_whole       all-gather       own part
 
 All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input if there is
 one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
@@ -20,6 +20,7 @@ one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,9 +38,7 @@ Map: TypeAlias = Callable[[Tensor], Tensor]
 def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
     """Pass ``inputs``, equal on all ranks, into a region whose work is partitioned over the ranks: their gradient is
     summed."""
-    if group.size == 1:
-        return inputs
-    return _Mapping.apply(inputs, _same, lambda grad: _summed(grad, group))
+    return _mapped(inputs, group, _same, lambda grad: _summed(grad, group))
 
 
 @untraced
@@ -49,7 +48,7 @@ def reduce_from(inputs: Tensor, group: Communicator) -> Tensor:
 
 
 @untraced
-def sum_own(inputs: Tensor, group: Communicator) -> Tensor:
+def reduce_from_(inputs: Tensor, group: Communicator) -> Tensor:
     """Do ``reduce_from`` in place, for a fresh tensor that no one else uses and its backward does not need."""
     return inputs if group.size == 1 else _SumInPlace.apply(inputs, group)
 
@@ -57,20 +56,16 @@ def sum_own(inputs: Tensor, group: Communicator) -> Tensor:
 @untraced
 def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """Gather the tensor split by ``cut``, for work replicated on all ranks."""
-    if group.size == 1:
-        return inputs
-    return _Mapping.apply(
-        inputs, lambda part: _whole(part, group, cut), lambda grad: _own_part(grad, group.rank, cut)
+    return _mapped(
+        inputs, group, lambda part: _whole(part, group, cut), lambda grad: _own_part(grad, group.rank, cut)
     )
 
 
 @untraced
 def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """Return the rank's part by ``cut`` of ``inputs``, equal on all ranks. Parts of the ranks must not overlap."""
-    if group.size == 1:
-        return inputs
-    return _Mapping.apply(
-        inputs, lambda x: cut.take(x, group.rank).contiguous(), lambda grad: _whole(grad, group, cut)
+    return _mapped(
+        inputs, group, lambda x: cut.take(x, group.rank).contiguous(), lambda grad: _whole(grad, group, cut)
     )
 
 
@@ -80,10 +75,9 @@ def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: i
 
     ``length``: of the result, if less than ``n x ranks`` because the last ranks' inputs end in padding.
     """
-    if group.size == 1:
-        return inputs
-    return _Mapping.apply(
+    return _mapped(
         inputs,
+        group,
         lambda own: _all_gathered(own, group, dim, length),
         lambda grad: _reduce_scattered(grad, group, dim),
     )
@@ -93,11 +87,10 @@ def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: i
 def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
     """Return the rank's part along ``dim`` of the sum of all ranks' ``inputs`` [.., length, ..]: ``ceil(length /
     ranks)`` wide, padded with zeros if the length does not divide."""
-    if group.size == 1:
-        return inputs
     length = inputs.shape[dim]
-    return _Mapping.apply(
+    return _mapped(
         inputs,
+        group,
         lambda x: _reduce_scattered(x, group, dim),
         lambda grad: _all_gathered(grad, group, dim, length),
     )
@@ -106,21 +99,20 @@ def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tenso
 @untraced
 def split_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
     """Return the rank's part along ``dim`` of ``inputs``, equal on all ranks, padded as by ``scatter_sequence``."""
-    if group.size == 1:
-        return inputs
     length = inputs.shape[dim]
-    return _Mapping.apply(
-        inputs, lambda x: _own_run(x, group, dim), lambda grad: _all_gathered(grad, group, dim, length)
+    return _mapped(
+        inputs, group, lambda x: _own_run(x, group, dim), lambda grad: _all_gathered(grad, group, dim, length)
     )
 
 
 @untraced
 def join_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
     """Undo ``split_sequence``, for work replicated on all ranks."""
-    if group.size == 1:
-        return inputs
-    return _Mapping.apply(
-        inputs, lambda own: _all_gathered(own, group, dim, length), lambda grad: _own_run(grad, group, dim)
+    return _mapped(
+        inputs,
+        group,
+        lambda own: _all_gathered(own, group, dim, length),
+        lambda grad: _own_run(grad, group, dim),
     )
 
 
@@ -132,18 +124,19 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
     """
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
-    if cut is None:
-        return _Mapping.apply(weight, _same, lambda grad: _summed(grad, group))
-    return _Mapping.apply(weight, _same, lambda grad: _summed_where_shared(grad, group, cut))
+    total = _summed if cut is None else partial(_summed_where_shared, cut=cut)
+    return _Mapping.apply(weight, _same, lambda grad: total(grad, group))
 
 
 @untraced
-def whole_of_part(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
+def gather_whole(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """Gather the tensor split by ``cut`` for ranks that then use only their own part, transformed with knowledge of the
     whole (the range of a quantization)."""
-    if group.size == 1:
-        return part
-    return _Mapping.apply(part, lambda own: _whole(own, group, cut), lambda grad: cut.take(grad, group.rank))
+    return _mapped(part, group, lambda own: _whole(own, group, cut), lambda grad: cut.take(grad, group.rank))
+
+
+def _mapped(inputs: Tensor, group: Communicator, forward: Map, backward: Map) -> Tensor:
+    return inputs if group.size == 1 else _Mapping.apply(inputs, forward, backward)
 
 
 class _Mapping(torch.autograd.Function):

@@ -54,8 +54,8 @@ class TensorParallelism:
         if whole is not module:
             plan = plan.within(module)
         apply_plan(module, plan, mesh.communicator("tp"), context.replace_param)
-        idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
-        context.report(f"{plan.describe()}; {tried}{idle}")
+        unmatched = f"; no parameter for {', '.join(map(repr, rules.unmatched))}" if rules.unmatched else ""
+        context.report(f"{plan.describe()}; {tried}{unmatched}")
 
 
 def _hint(module: nn.Module) -> str:

@@ -46,10 +46,10 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
     device = torch.device(get_accelerator().current_device_name())
     devices = [] if device.type == "cpu" else [get_accelerator().current_device()]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
-        module = clone_optimizer(plan.example, device)
-        inputs = example_values(plan.example, device)
+        module = materialize_module(plan.example, device)
+        inputs = materialize_inputs(plan.example, device)
         own = plan.within(module)
-        whole = _Whole()
+        whole = _WholeRun()
         failed = _run(module, inputs, own, group.rank, whole.keep)
         if _largest(failed is not None, group, device):
             return f"not compared with the whole model: its stand-in does not run ({failed})"
@@ -75,7 +75,7 @@ class _SilentCommunicator(Communicator):
         return DONE
 
 
-class _Whole:
+class _WholeRun:
     """Records inputs and outputs of layers in the whole run."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Whole:
 class _TrialSplit:
     """Compares the split run with the recorded one. ``errors``: relative differences at ``places``, in order."""
 
-    def __init__(self, whole: _Whole) -> None:
+    def __init__(self, whole: _WholeRun) -> None:
         self.values = {place: iter(every) for place, every in whole.values.items()}
         self.places = whole.places
         self.errors: list[float] = []
@@ -194,7 +194,7 @@ _MAX_FP32 = 2**31
 """Number of weight elements up to which the stand-in is in fp32; beyond, it is in bf16."""
 
 
-def clone_optimizer(example: Example, device: torch.device) -> nn.Module:
+def materialize_module(example: Example, device: torch.device) -> nn.Module:
     """Materialize the example's module on ``device`` in evaluation mode, with random weights of trained magnitude, and
     ties preserved. Buffers keep the user's values if known."""
     module, numbers = example.module, _numbers(device)
@@ -211,7 +211,7 @@ def clone_optimizer(example: Example, device: torch.device) -> nn.Module:
     return made
 
 
-def example_values(example: Example, device: torch.device) -> dict[str, Any]:
+def materialize_inputs(example: Example, device: torch.device) -> dict[str, Any]:
     """Return the example's inputs, including nests, with values: random tokens of the vocabulary, else random
     numbers."""
     table = getattr(example.module, "get_input_embeddings", lambda: None)()

@@ -135,7 +135,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
-Thing = TypeVar("Thing", NetworkSpec, Device)
+Spec = TypeVar("Spec", NetworkSpec, Device)
 
 
 def network(name: str) -> NetworkSpec:
@@ -165,7 +165,7 @@ def device(name: str) -> Device:
     return _found(name, DEVICES, Device, "--on")
 
 
-def _found(name: str, known: Mapping[str, Thing], kind: type[Thing], option: str) -> Thing:
+def _found(name: str, known: Mapping[str, Spec], kind: type[Spec], option: str) -> Spec:
     if name.lower() in known:
         return known[name.lower()]
     path = Path(name)
@@ -177,7 +177,7 @@ def _found(name: str, known: Mapping[str, Thing], kind: type[Thing], option: str
     return _read(path, kind, option)
 
 
-def _read(path: Path, kind: type[Thing], option: str) -> Thing:
+def _read(path: Path, kind: type[Spec], option: str) -> Spec:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

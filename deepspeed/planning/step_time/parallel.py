@@ -18,11 +18,11 @@ from deepspeed.planning.activations import TransformerShape
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanAnswer
-from deepspeed.planning.step_time.calibrated import fabric_of, work_of
+from deepspeed.planning.step_time.calibrated_costs import fabric_of, work_of
 from deepspeed.planning.step_time.calibration import Calibration
 from deepspeed.planning.step_time.fabric import Fabric
 from deepspeed.planning.step_time.hardware import Device, NetworkSpec, network
-from deepspeed.planning.step_time.program import Compute, Event, StepProgram, program_of
+from deepspeed.planning.step_time.program import ComputeCall, Event, StepProgram, program_of
 from deepspeed.planning.step_time.shapes import shape_flops
 from deepspeed.planning.step_time.step import StepMachine, StepTime, run, schedule_of
 from deepspeed.planning.step_time.work import (
@@ -34,7 +34,7 @@ from deepspeed.planning.step_time.work import (
     work_of_device,
 )
 
-ALIKE = 3
+SIMULATED = 3
 """Micro-batches after which each further one takes as long as the last."""
 
 
@@ -61,7 +61,7 @@ class ParallelJob:
         assert self.calibration is not None
         return StepMachine(fabric=fabric_of(self.calibration, self.network, self.ranks_per_node))
 
-    def rough_seconds(
+    def estimated_seconds(
         self,
         degrees: tuple[int, int, int],
         numel: float,
@@ -69,10 +69,10 @@ class ParallelJob:
         micro_batches: int,
         stage: int,
         *,
-        again: bool,
+        recompute: bool,
     ) -> float:
         """Estimate the step time in seconds by closed formulas, without overlap. ``degrees``: (tensor, stages,
-        sequence); ``numel``: parameters of a rank's part; ``again``: activations are recomputed."""
+        sequence); ``numel``: parameters of a rank's part; ``recompute``: activations are recomputed."""
         tensor, stages, sequence = degrees
         tokens = self.tokens / sequence
         rate = self._rate()
@@ -81,7 +81,7 @@ class ParallelJob:
             if self.shape is not None
             else 2.0 * numel * tokens
         )
-        compute = flops * (1 + BACKWARD + again) / rate * (micro_batches + stages - 1)
+        compute = flops * (1 + BACKWARD + recompute) / rate * (micro_batches + stages - 1)
         near = self.ranks_per_node
         node = self.network.payload_rate * (near if self.network.per_device else 1)
         inside = self.machine.fabric.inside
@@ -130,15 +130,15 @@ def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, exper
             heads=max(1, job.shape.heads // tensor),
             layers=max(1, job.shape.layers // request.split.stages),
         )
-    flops = flops_by_call(request.module, setting.facts, tokens, job.sequence, shape)
+    flops = flops_by_call(request.module, setting.model, tokens, job.sequence, shape)
     if job.device is not None:
         work = work_of_device(job.device, flops, recompute=request.checkpointing)
     else:
         assert job.calibration is not None
         work = work_of(job.calibration, setting, flops, job.ranks_per_node)
         if request.checkpointing:
-            again = zip(work.backward, work.forward, strict=True)
-            work = replace(work, backward=[backward + forward for backward, forward in again])
+            both = zip(work.backward, work.forward, strict=True)
+            work = replace(work, backward=[backward + forward for backward, forward in both])
     return replace(work, extra=_exchanges(setting, job, tokens, tensor, sequence, experts))
 
 
@@ -156,8 +156,8 @@ def _exchanges(
         per_block.append(PlannedExchange("all_to_all", each, sequence, 2))
     if shape is not None and experts > 1:
         per_block.append(PlannedExchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
-    extra: list[list[PlannedExchange]] = [[] for _ in setting.facts.calls]
-    blocks = layer_calls(setting.facts)
+    extra: list[list[PlannedExchange]] = [[] for _ in setting.model.calls]
+    blocks = layer_calls(setting.model)
     # A block may be several calls (experts have their own): only those that `layer_calls` returns get collectives.
     for call in blocks:
         extra[call] = per_block
@@ -168,14 +168,15 @@ def _exchanges(
 
 
 def _accumulated(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
-    """Simulate ``ALIKE + 1`` micro-batches and extrapolate: each further one takes as long as the last."""
+    """Simulate ``SIMULATED + 1`` micro-batches and extrapolate: each further one takes as long as the
+    last."""
     count = setting.micro_batches
-    if count <= ALIKE + 1:
+    if count <= SIMULATED + 1:
         return run(program_of(setting), setting, work, machine, model_ranks)
-    program = program_of(setting, ALIKE + 1)
+    program = program_of(setting, SIMULATED + 1)
     many = run(program, setting, work, machine, model_ranks)
     fewer = run(StepProgram(program.micro_batches[1:], program.update), setting, work, machine, model_ranks)
-    more = count - (ALIKE + 1)
+    more = count - (SIMULATED + 1)
     return StepTime(
         many.seconds + more * (many.seconds - fewer.seconds),
         many.compute + more * (many.compute - fewer.compute),
@@ -217,10 +218,10 @@ def _directions(
     setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch's forward and backward, without data-parallel communication."""
-    calls = range(len(setting.facts.calls))
+    calls = range(len(setting.model.calls))
     passes: list[list[Event]] = [
-        [Compute(MemoryPhase.FORWARD, call) for call in calls],
-        [Compute(MemoryPhase.BACKWARD, call) for call in reversed(calls)],
+        [ComputeCall(MemoryPhase.FORWARD, call) for call in calls],
+        [ComputeCall(MemoryPhase.BACKWARD, call) for call in reversed(calls)],
     ]
     forward, backward = (
         schedule_of(events, setting, work, machine, model_ranks).makespan for events in passes
@@ -231,5 +232,5 @@ def _directions(
 def _rest(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
     """Simulate the gradient sums, once per batch, and the update."""
     program = program_of(setting, 1)
-    sums = [event for event in program.micro_batches[0] if not isinstance(event, Compute)]
+    sums = [event for event in program.micro_batches[0] if not isinstance(event, ComputeCall)]
     return run(StepProgram([sums], program.update), setting, work, machine, model_ranks)

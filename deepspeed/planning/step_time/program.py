@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed.planning.journal import Compute, JournalWait, Start
+from deepspeed.planning.event_log import CollectiveStart, CollectiveWait, ComputeCall
 from deepspeed.planning.offload import BucketUse
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.rehearsal import in_groups
@@ -24,7 +24,7 @@ class OptimizerUpdate:
     elements: int
 
 
-Event = Compute | Start | JournalWait | OptimizerUpdate
+Event = ComputeCall | CollectiveStart | CollectiveWait | OptimizerUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +47,31 @@ def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepPr
     count = setting.micro_batches if micro_batches is None else micro_batches
     if (count > 1) != (setting.micro_batches > 1):  # a single one is both first and last: rehearse again
         setting = replace(setting, micro_batches=count)
-    notebook = setting.rehearsed.notebook
-    first, last = notebook.parts[0], notebook.parts[-1]
-    return StepProgram([first] * (count - 1) + [last], _update(setting, setting.buckets, notebook.started))
+    recorder = setting.rehearsed.recorder
+    first, last = recorder.parts[0], recorder.parts[-1]
+    return StepProgram([first] * (count - 1) + [last], _update(setting, setting.buckets, recorder.started))
 
 
 def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
     """Return the events of the update: the vote's all-reduce (norm, used parameters), the optimizer, the gathers of new
     weights."""
-    begun: list[Start] = []
+    begun: list[CollectiveStart] = []
     if setting.ranks > 1:
-        begun.append(Start(number, "all_reduce", 8.0 * (2 + setting.facts.trained), setting.ranks))
+        begun.append(CollectiveStart(number, "all_reduce", 8.0 * (2 + setting.model.trained), setting.ranks))
     updated = [bucket.layout for bucket in buckets if bucket.trained]
     elements = sum(fragment.numel for layout in updated for fragment in layout.owned(0))
     for bucket in buckets:
         published = _published(setting, bucket)
         if published is not None:
             operation, nbytes, ranks, stride = published
-            begun.append(Start(number + len(begun), operation, nbytes, ranks, stride))
+            begun.append(CollectiveStart(number + len(begun), operation, nbytes, ranks, stride))
     agreed = [event for event in begun if event.operation == "all_reduce"]
     gathers = begun[len(agreed) :]
     return [
-        *(event for start in agreed for event in (start, JournalWait(start.number))),
+        *(event for start in agreed for event in (start, CollectiveWait(start.number))),
         OptimizerUpdate(elements),
         *gathers,
-        *(JournalWait(start.number) for start in gathers),
+        *(CollectiveWait(start.number) for start in gathers),
     ]
 
 

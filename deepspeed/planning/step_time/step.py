@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.config.plan import Plan
-from deepspeed.ops.formats.codecs import Codec, codec_named
+from deepspeed.ops.formats.codecs import codec_named
 from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
 from deepspeed.planning.planner import PlanSetting
@@ -14,11 +14,11 @@ from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, 
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
 from deepspeed.planning.step_time.program import (
-    Compute,
+    CollectiveStart,
+    CollectiveWait,
+    ComputeCall,
     Event,
-    JournalWait,
     OptimizerUpdate,
-    Start,
     StepProgram,
     program_of,
 )
@@ -126,14 +126,14 @@ class Builder:
         """Tasks that must end before the training thread's next task."""
         self.open: dict[int, tuple[list[Transmission], int | None]] = {}
         self.leaving: list[int] = []  # gradients on their way to host memory
-        self._wire_size = GatherWireSize(setting.plan)
+        self._wire_share = _wire_share_of_gathers(setting.plan)
 
     def add(self, event: Event) -> None:
-        if isinstance(event, Compute):
+        if isinstance(event, ComputeCall):
             self._compute(event)
-        elif isinstance(event, Start):
+        elif isinstance(event, CollectiveStart):
             self._start(event)
-        elif isinstance(event, JournalWait):
+        elif isinstance(event, CollectiveWait):
             self._wait(event.number)
         else:
             self._update(event)
@@ -143,9 +143,9 @@ class Builder:
         return len(self.tasks) - 1
 
     def _on_thread(self, name: str, seconds: float) -> None:
-        self.last = (self._put(name, COMPUTE, seconds * self.work.busy, self.last),)
+        self.last = (self._put(name, COMPUTE, seconds * self.work.contention, self.last),)
 
-    def _compute(self, event: Compute) -> None:
+    def _compute(self, event: ComputeCall) -> None:
         forward = event.phase is MemoryPhase.FORWARD
         seconds = (self.work.forward if forward else self.work.backward)[event.call]
         self._on_thread(f"{'forward' if forward else 'backward'} {event.call}", seconds)
@@ -165,12 +165,13 @@ class Builder:
                 self._on_thread(f"sum of {name}", part.work)
 
     def _latency(self, part: Transmission) -> float:
-        return part.latency * self.work.busy
+        return part.latency * self.work.contention
 
     # Collectives of the engine ------------------------------------------------------------------------------
 
-    def _start(self, event: Start) -> None:
-        nbytes, group = self._wire_size.nbytes(event), self._group(event)
+    def _start(self, event: CollectiveStart) -> None:
+        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
+        nbytes, group = event.nbytes * (self._wire_share if packed else 1.0), self._group(event)
         parts = self.fabric.parts(event.operation, nbytes, group)
         after = self.last
         offload = self.setting.plan.param_offload
@@ -187,7 +188,7 @@ class Builder:
         work = sum(part.work for part in now)
         self.open[event.number] = ([Transmission("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
-    def _group(self, event: Start) -> RankGroup:
+    def _group(self, event: CollectiveStart) -> RankGroup:
         """Return the group of a collective, with its ranks per node: data-parallel ranks are ``model_ranks`` apart."""
         there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.stride))
         return RankGroup(event.ranks, min(event.ranks, there))
@@ -227,16 +228,9 @@ class Builder:
         self.last = (*self.last, *ends)
 
 
-class GatherWireSize:
-    """Bytes of gathers on the wire: quantized payloads (qwZ). Sums are already recorded with their wire size."""
-
-    def __init__(self, plan: Plan) -> None:
-        bits = plan.packing.weights
-        codec: Codec | None = codec_named(f"int{bits}") if bits else None
-        dtype = plan.precision.param
-        item = dtype.itemsize if dtype is not None else 4
-        self.factor = bytes_per_element(codec) / item if codec is not None else 1.0
-
-    def nbytes(self, event: Start) -> float:
-        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
-        return event.nbytes * self.factor if packed else event.nbytes
+def _wire_share_of_gathers(plan: Plan) -> float:
+    """Return the share of a gather's bytes that travels: less than 1 for quantized payloads (qwZ). Sums are already
+    recorded with their wire size."""
+    bits, dtype = plan.packing.weights, plan.precision.param
+    itemsize = dtype.itemsize if dtype is not None else 4
+    return bytes_per_element(codec_named(f"int{bits}")) / itemsize if bits else 1.0

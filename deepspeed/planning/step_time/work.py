@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from deepspeed.planning.activations import TransformerShape
-from deepspeed.planning.model import PlannedModel
+from deepspeed.planning.planned_model import PlannedModel
 from deepspeed.planning.step_time.hardware import Device
 
 BACKWARD = 2.0
@@ -21,13 +21,13 @@ weight."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Durations in seconds: ``forward`` and ``backward`` by call, ``per_element`` of the update. ``busy``: factor on
-    all of them if ranks share cores."""
+    """Durations in seconds: ``forward`` and ``backward`` by call, ``per_element`` of the update. ``contention``: factor
+    on all of them if ranks share cores."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     per_element: float
-    busy: float = 1.0
+    contention: float = 1.0
     extra: Sequence[Sequence[PlannedExchange]] = field(default_factory=tuple)
     """By call: blocking collectives of its layers, in forward and again in backward."""
 
@@ -53,7 +53,7 @@ class PlannedExchange:
 
 def flops_by_call(
     module: nn.Module,
-    facts: PlannedModel,
+    model: PlannedModel,
     tokens: int,
     sequence: int = 0,
     shape: TransformerShape | None = None,
@@ -63,12 +63,12 @@ def flops_by_call(
     Embedding lookups count as zero; an embedding whose vocabulary no other matrix maps to is also the output head, in
     the last call. A token visits as many experts as the model's config says.
     """
-    weights, head = _matrix_weights(module, facts, shape)
-    calls = [2.0 * tokens * sum(weights[i] for i in dict.fromkeys(call)) for call in facts.calls]
+    weights, head = _matrix_weights(module, model, shape)
+    calls = [2.0 * tokens * sum(weights[i] for i in dict.fromkeys(call)) for call in model.calls]
     if not calls:
         return [0.0]
     calls[-1] += 2.0 * tokens * head
-    blocks = layer_calls(facts)
+    blocks = layer_calls(model)
     if shape is not None and sequence and blocks:
         # Two GEMMs, half of each is masked.
         per_layer = 2.0 * tokens * sequence * shape.heads * shape.head_dim
@@ -77,10 +77,10 @@ def flops_by_call(
     return calls
 
 
-def layer_calls(facts: PlannedModel) -> list[int]:
+def layer_calls(model: PlannedModel) -> list[int]:
     """Return the calls of the repeated blocks: those of the repeated size that holds the most parameters; without one,
     the largest call."""
-    sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
+    sizes = [sum(model.specs[i].numel for i in dict.fromkeys(call)) for call in model.calls]
     counts = {size: sizes.count(size) for size in sizes}
     alike = [size for size, count in counts.items() if count > 1]
     if not alike:
@@ -90,7 +90,7 @@ def layer_calls(facts: PlannedModel) -> list[int]:
 
 
 def _matrix_weights(
-    module: nn.Module, facts: PlannedModel, shape: TransformerShape | None
+    module: nn.Module, model: PlannedModel, shape: TransformerShape | None
 ) -> tuple[list[float], float]:
     """Return, by parameter, the number of weights that multiply a token, and the weights of a tied output head."""
     tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -99,7 +99,7 @@ def _matrix_weights(
     linear = {part.weight.shape[0] for part in module.modules() if isinstance(part, nn.Linear)}
     shared = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)} & tables.keys()
     found, head = [], 0.0
-    for spec in facts.specs:
+    for spec in model.specs:
         param = params.get(spec.name)
         if param is None or (param.dim() < 2 and not hasattr(param, "ds_shape")):
             found.append(0.0)
@@ -130,9 +130,9 @@ def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = 
     forward."""
     rate = device.flops * device.share
     forward = [each / rate + device.launch for each in flops]
-    again = BACKWARD + (1.0 if recompute else 0.0)
+    factor = BACKWARD + (1.0 if recompute else 0.0)
     return StepWork(
         forward=forward,
-        backward=[each / rate * again + device.launch for each in flops],
+        backward=[each / rate * factor + device.launch for each in flops],
         per_element=BYTES_PER_UPDATE / device.memory_rate,
     )

@@ -26,7 +26,7 @@ from deepspeed.planning.report import size as size_text
 from deepspeed.planning.variants import changed
 from deepspeed.tools.autotuning.arguments import given_config, section_of, value_of
 from deepspeed.tools.autotuning.memory import MemoryNeeds
-from deepspeed.tools.autotuning.results import OPTIMAL_CONFIG, Results, better
+from deepspeed.tools.autotuning.results import OPTIMAL_CONFIG, TuningResults, better
 from deepspeed.tools.autotuning.scheduler import ResourceManager, environment_for, metrics_of
 from deepspeed.tools.autotuning.search import Search
 from deepspeed.tools.autotuning.space import (
@@ -36,13 +36,13 @@ from deepspeed.tools.autotuning.space import (
     SpaceChoice,
     choices_of,
     threads_to_try,
-    without_rooms,
-    without_same_sizes,
+    without_ineffective_sizes,
+    without_memory_choices,
 )
 
 MODEL_INFO = "profile_model_info"
 STAGES = (0, 1, 2, 3)
-MEASURED = 3
+DEFAULT_RUNS = 3
 """Runs after the two that calibrate, unless `tuner_num_trials` is set."""
 
 
@@ -50,7 +50,7 @@ class AutotuningError(ExplainedError, ValueError):
     """Tuning as requested is impossible; the message says why, and the remedy."""
 
 
-class Autotuner(Results):
+class Autotuner(TuningResults):
     """Finds the config with the best ``autotuning.metric``.
 
     Args:
@@ -81,7 +81,7 @@ class Autotuner(Results):
         self.memory = MemoryNeeds(requested=self._to_plan(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
         self._samples_per_rank: int | None = None  # of the data set, if a run has exhausted it
-        self._followed: set[int] = set()  # micro-batch sizes that the script has used as configured
+        self._sizes_used: set[int] = set()  # micro-batch sizes that the script has used as configured
         self.search = Search(section.metric, lambda point: self.memory.plan_of(point), self._data_parallel())
 
     @property
@@ -144,7 +144,7 @@ class Autotuner(Results):
     def _accumulation_steps(self, point: Point) -> list[int]:
         """Return the accumulation steps to try at a micro-batch size: those listed; those that keep the train batch if
         only that is given and not only the essentials are tuned; else those of the config."""
-        ranks = max(1, self._data_parallel() // point.parts())
+        ranks = max(1, self._data_parallel() // point.model_ranks())
         given = self.user_config.get("gradient_accumulation_steps")
         if isinstance(given, list):
             most = self.max_train_batch_size()
@@ -181,7 +181,7 @@ class Autotuner(Results):
             if path.exists():
                 self._narrow_choices(json.loads(path.read_text(encoding="utf-8")))
             if error is None:
-                self._learn(exp, point)
+                self._record(exp, point)
                 return self.model_info
         raise AutotuningError(
             f"the first run of {self.args.user_script} did not finish ({error or 'no stage fits the memory'}); "
@@ -195,11 +195,14 @@ class Autotuner(Results):
         tried: set[Point] = set()
         for plain in (True, False):
             for stage in self._stages():
-                for room in self.choices.rooms(stage):
+                for combination in self.choices.memory_combinations(stage):
                     point = Point(
-                        stage, size, (self._accumulation_steps(Point(stage, size, 1, room)) or [1])[0], room
+                        stage,
+                        size,
+                        (self._accumulation_steps(Point(stage, size, 1, combination)) or [1])[0],
+                        combination,
                     )
-                    if bool(room) is not plain and point not in tried and self.memory.can_fit(point):
+                    if bool(combination) is not plain and point not in tried and self.memory.can_fit(point):
                         tried.add(point)
                         yield point
 
@@ -210,13 +213,13 @@ class Autotuner(Results):
         space = self.autotuning_config.tuning_space
         useless = [] if self.search.has_device_memory else [OFFLOAD]
         useless += [BUDGET] if info.get("blocks", 0) == 0 else []
-        self.choices = without_rooms(
+        self.choices = without_memory_choices(
             self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
         )
-        self.choices = without_same_sizes(self.choices, self.get_model_num_params(), space)
+        self.choices = without_ineffective_sizes(self.choices, self.get_model_num_params(), space)
         if not self.fast_enabled() and not self.search.has_device_memory and self.num_nodes == 1:
             threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
-            self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
+            self.choices = replace(self.choices, speed=(*self.choices.speed, threads))
 
     def get_model_num_params(self) -> int:
         """Return the number of parameters, as profiled or as in the section; 0 if neither is known."""
@@ -246,10 +249,10 @@ class Autotuner(Results):
         stage: int,
         min_micro_batch_size: int,
         calculated_max_micro_batch_size: int,
-        room: tuple[SpaceChoice, ...] = (),
+        combination: tuple[SpaceChoice, ...] = (),
     ) -> tuple[int, int]:
         """Return the smallest and largest micro-batch size to try at this stage; (-1, 0) if none fits."""
-        most = self.memory.most_that_fits(Point(stage, 1, 1, room), calculated_max_micro_batch_size)
+        most = self.memory.most_that_fits(Point(stage, 1, 1, combination), calculated_max_micro_batch_size)
         return (min_micro_batch_size, most) if most >= min_micro_batch_size else (-1, 0)
 
     def get_tuning_micro_batch_size_list(
@@ -276,16 +279,16 @@ class Autotuner(Results):
         ``refused``."""
         self.refused = []
         for stage in self._stages():
-            for room in self.choices.rooms(stage):
-                base = Point(stage, self.min_train_micro_batch_size_per_gpu(), 1, room)
+            for combination in self.choices.memory_combinations(stage):
+                base = Point(stage, self.min_train_micro_batch_size_per_gpu(), 1, combination)
                 if not self.memory.can_fit(base):
-                    self.refused.append(self._misfit_message(base))
+                    self.refused.append(self._shortage(base))
                     continue
-                for size in self._sizes(stage, limit, room):
-                    for gas in self._accumulation_steps(Point(stage, size, 1, room)):
-                        yield Point(stage, size, gas, room)
+                for size in self._sizes(stage, limit, combination):
+                    for gas in self._accumulation_steps(Point(stage, size, 1, combination)):
+                        yield Point(stage, size, gas, combination)
 
-    def _misfit_message(self, point: Point) -> str:
+    def _shortage(self, point: Point) -> str:
         planned, free = self.memory.planned(point) or {}, self.memory.free()
         text = ", ".join([f"stage {point.stage}", *(choice.text() for choice in point.choices)])
         if "error" in planned:
@@ -295,10 +298,10 @@ class Autotuner(Results):
             f"of {size_text(free or 0)} for each rank"
         )
 
-    def _fines(self, stage: int) -> list[SpaceChoice]:
+    def _speed_choices(self, stage: int) -> list[SpaceChoice]:
         """Return choices to try one at a time from the best point, and that fit into memory."""
         best = self.search.best()
-        return [c for c in self.choices.fines(stage) if self.memory.can_fit(best.with_choice(c))]
+        return [c for c in self.choices.speed_choices(stage) if self.memory.can_fit(best.with_choice(c))]
 
     def _experiment(self, point: Point, name: str | None = None) -> dict[str, Any]:
         config = changed(self.user_config, point.changes)
@@ -337,7 +340,7 @@ class Autotuner(Results):
         logger.info("autotuning: %s: %s", exp["name"], error or f"{value:.6g} {self._unit()}")
         return error
 
-    def _learn(self, exp: dict[str, Any], point: Point) -> float | None:
+    def _record(self, exp: dict[str, Any], point: Point) -> float | None:
         """Record the measurements of an experiment. Returns its metric."""
         metrics = metrics_of(exp)
         if metrics is None:
@@ -348,10 +351,10 @@ class Autotuner(Results):
                 self._refuse_fixed_size(samples, point.size)
             self._samples_per_rank = samples
             logger.info("autotuning: %s: the data set has only %d samples per rank", exp["name"], samples)
-            self.search.measured(point)
+            self.search.record(point)
             return None
-        self._followed.add(point.size)
-        self.search.measured(point, metrics["latency"], metrics.get("breakdown"))
+        self._sizes_used.add(point.size)
+        self.search.record(point, metrics["latency"], metrics.get("breakdown"))
         self._peaks[point] = int(metrics.get("peak_memory") or 0)
         value = metrics.get(self.metric())
         space = f"z{point.stage}"
@@ -361,7 +364,7 @@ class Autotuner(Results):
     def _exhausts_data(self, samples: int, size: int) -> bool:
         """Tell whether a smaller micro-batch means that the data set is exhausted, rather than that the script has a
         fixed size: the script has followed the config before, and with other sizes."""
-        return samples < size and bool(self._followed) and self._followed != {samples}
+        return samples < size and bool(self._sizes_used) and self._sizes_used != {samples}
 
     def _refuse_fixed_size(self, samples: int, size: int) -> None:
         raise AutotuningError(
@@ -399,7 +402,7 @@ class Autotuner(Results):
 
     def _most_runs(self) -> int:
         """Return the number of runs after those that calibrate."""
-        return self.autotuning_config.tuner_num_trials if "tuner_num_trials" in self.given else MEASURED
+        return self.autotuning_config.tuner_num_trials if "tuner_num_trials" in self.given else DEFAULT_RUNS
 
     def _tune_by_model(self) -> None:
         """Measure the config with the best predicted step time, until no prediction beats the best measurement."""
@@ -407,7 +410,7 @@ class Autotuner(Results):
         self._calibrate()
         since_best, best = 0, self._best()
         for _ in range(self._most_runs()):
-            chosen = self.search.next(self._points, self._fines)
+            chosen = self.search.next(self._points, self._speed_choices)
             if chosen is None:
                 break
             self._measure(chosen)
@@ -416,7 +419,7 @@ class Autotuner(Results):
             if since_best >= max(1, section.tuner_early_stopping):
                 break
         else:
-            if self.search.next(self._points, self._fines) is not None:
+            if self.search.next(self._points, self._speed_choices) is not None:
                 self.search.reason = "the number of runs is limited"
         self.reason = self.search.reason or "the number of runs is limited"
 
@@ -424,14 +427,14 @@ class Autotuner(Results):
         """Run the config of a point; returns its metric."""
         exp = self._experiment(point)
         if self._run(exp) is None:
-            return self._learn(exp, point)
-        self.search.measured(point)
+            return self._record(exp, point)
+        self.search.record(point)
         return None
 
     def _calibrate(self) -> None:
         """Run a second micro-batch size, to learn how time and memory of a micro-batch depend on it."""
         first = self.search.best()
-        self.memory.learn(self._peaks)  # corrects the plan before a larger run starts
+        self.memory.fit(self._peaks)  # corrects the plan before a larger run starts
         _, most = self.get_min_max_micro_batch_size(
             first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
         )
@@ -440,21 +443,23 @@ class Autotuner(Results):
             if gases:
                 self._measure(replace(first, size=size, gas=gases[0]))
                 break
-        self.memory.learn(self._peaks)
+        self.memory.fit(self._peaks)
 
     def _best(self) -> float | None:
         values = [value for records in self.records.values() for _, value, _ in records]
         return (min if self.metric() == "latency" else max)(values, default=None)
 
-    def _sizes(self, stage: int, limit: int | None = None, room: tuple[SpaceChoice, ...] = ()) -> list[int]:
+    def _sizes(
+        self, stage: int, limit: int | None = None, combination: tuple[SpaceChoice, ...] = ()
+    ) -> list[int]:
         """Return the micro-batch sizes to try at a stage, at most ``limit``."""
         least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
         if limit is not None:
             most = max(least, min(most, limit))
-        least, most = self.get_min_max_micro_batch_size(stage, least, most, room)
+        least, most = self.get_min_max_micro_batch_size(stage, least, most, combination)
         whole = self._fixed_train_batch()
         if whole is not None:
-            own = whole * Point(stage, 1, 1, room).parts() // self._data_parallel()
+            own = whole * Point(stage, 1, 1, combination).model_ranks() // self._data_parallel()
             sizes = [size for size in range(max(1, least), most + 1) if own % size == 0]
             return sizes[-self.num_tuning_micro_batch_sizes() :]
         return self.get_tuning_micro_batch_size_list(least, most, self.num_tuning_micro_batch_sizes())
@@ -468,7 +473,7 @@ class Autotuner(Results):
             logger.info("autotuning: z%d does not fit the memory", stage)
         points = [
             Point(stage, size, gas, choices)
-            for choices in self.choices.everything(stage)
+            for choices in self.choices.all_combinations(stage)
             for size in sizes
             for gas in self._accumulation_steps(Point(stage, size, 1, choices))
             if self.memory.can_fit(Point(stage, size, gas, choices))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.tools.autotuning.space import ROOM, SEQUENCE, Point, key_of
+from deepspeed.tools.autotuning.space import MEMORY_KEYS, SEQUENCE, Point, key_of
 from deepspeed.tools.autotuning.step_model import PlannedPoint
 
 SPARE = 0.9
@@ -49,13 +49,13 @@ class MemoryNeeds:
         found = self._plans.get(_key(key_of(point)))
         if found is not None:
             return found
-        room = tuple(c for c in point.choices if any(key in ROOM for key, _ in c.changes))
-        base = self._plans.get(_key(key_of(Point(point.stage, 1, 1, room))))
+        combination = tuple(c for c in point.choices if any(key in MEMORY_KEYS for key, _ in c.changes))
+        base = self._plans.get(_key(key_of(Point(point.stage, 1, 1, combination))))
         if base is None or "need" not in base:
             return base if base is not None else self._by_stage(point.stage)
         added = 0
         for choice in point.choices:
-            plan = self._plans.get(_key(key_of(Point(point.stage, 1, 1, (*room, choice)))))
+            plan = self._plans.get(_key(key_of(Point(point.stage, 1, 1, (*combination, choice)))))
             added += max(0, plan["need"] - base["need"]) if plan and "need" in plan else 0
         return {**base, "need": base["need"] + added}
 
@@ -104,7 +104,7 @@ class MemoryNeeds:
 
     # Fit to two runs ----------------------------------------------------------------------------------------
 
-    def learn(self, peaks: Mapping[Point, int]) -> None:
+    def fit(self, peaks: Mapping[Point, int]) -> None:
         """Fit bytes per sample and the unexplained rest. ``peaks``: peak bytes of each run's process (on a host,
         including its memory without the model)."""
         found = sorted((point.size, peak, point) for point, peak in peaks.items() if peak)

@@ -1,11 +1,11 @@
-"""Results of the autotuner: records of its runs, the best one and the reasons, and the reports about them."""
+"""TuningResults of the autotuner: records of its runs, the best one and the reasons, and the reports about them."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def better(metric: str, one: float | None, other: float | None) -> bool:
     return one < other if metric == "latency" else one > other
 
 
-class Results:
+class TuningResults:
     """The part of an autotuner that records runs and reports them."""
 
     args: Any
@@ -169,8 +169,10 @@ class Results:
 
     def _per_sample(self, point: Point) -> dict[str, float]:
         """Return a rank's milliseconds per sample, by part of the step."""
-        samples = point.size * point.gas / point.parts()
-        return {part: seconds * 1e3 / samples for part, seconds in self.search.parts(point).as_dict().items()}
+        samples = point.size * point.gas / point.model_ranks()
+        return {
+            part: seconds * 1e3 / samples for part, seconds in self.search.breakdown(point).as_dict().items()
+        }
 
     def why(self) -> list[str]:
         """Return lines that compare the best run with the next ones, and that list what was not run, and why."""
@@ -196,18 +198,17 @@ class Results:
 
     def _draw(self) -> str:
         """Draw the runs; return a sentence about the file, or an empty string."""
-        try:
-            from deepspeed.tools.autotuning.picture import draw
-        except ImportError:
-            hint = install_hint("matplotlib", extra="demo")
-            logger.info("autotuning: no plot without matplotlib (%s)", hint)
-            return ""
         rows = [
             (self.points[name].name(), self.points[name], value)
             for name, _, value in self._measured()
             if name in self.points
         ]
-        draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
+        try:
+            draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
+        except ImportError:
+            hint = install_hint("matplotlib", extra="demo")
+            logger.info("autotuning: no plot without matplotlib (%s)", hint)
+            return ""
         return f" {PICTURE} shows the runs."
 
 
@@ -229,3 +230,39 @@ def _reason(part: str, best: Point, other: Point) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     first, *rest = padded([head, *rows])
     return [f"| {' | '.join(cells)} |" for cells in (first, ["-" * len(cell) for cell in first], *rest)]
+
+
+def draw(
+    path: Path,
+    rows: Sequence[tuple[str, Point, float]],
+    unit: str,
+    per_sample: Callable[[Point], dict[str, float]],
+) -> None:
+    """Draw each run's metric, and its time per sample by part, into a file. Needs matplotlib. ``rows``: (name, point,
+    metric), the best first; ``per_sample``: returns the milliseconds per sample by part of the step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 0.5 * len(rows) + 2.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [name for name, _, _ in rows]
+    places = list(range(len(rows)))[::-1]
+    bars = left.barh(places, [value for _, _, value in rows], color="#7a9cc6")
+    if bars:
+        bars[0].set_color("#2e7d32")
+    left.bar_label(bars, fmt="%.4g", padding=3)
+    left.set_yticks(places, names)
+    left.set_xlabel(unit)
+    left.margins(x=0.15)
+    starts = [0.0] * len(rows)
+    parts = [per_sample(point) for _, point, _ in rows]
+    for part, color in zip(
+        parts[0] if parts else (), ("#4c72b0", "#c44e52", "#ccb974", "#999999"), strict=False
+    ):
+        widths = [each[part] for each in parts]
+        right.barh(places, widths, left=starts, label=part, color=color)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    right.set_xlabel("ms per sample of a rank")
+    figure.legend(loc="outside upper right", ncols=4)
+    figure.savefig(path, dpi=110)

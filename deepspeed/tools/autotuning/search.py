@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deepspeed.tools.autotuning.space import COMMUNICATION, COMPUTE, Point, SpaceChoice
-from deepspeed.tools.autotuning.step_model import Parts, PlannedPoint, StepModel, parts_of
+from deepspeed.tools.autotuning.step_model import PlannedPoint, StepBreakdown, StepModel, step_breakdown
 
 PLATEAU = 0.03
 """Minimum relative gain: below it, a larger micro-batch is not worth its memory, nor another point its run."""
@@ -39,7 +39,7 @@ class Search:
         self.not_run: list[str] = []
         """Points that were not run, with their expected gains."""
 
-    def measured(
+    def record(
         self, point: Point, seconds: float = math.inf, breakdown: Mapping[str, float] | None = None
     ) -> None:
         self.runs[point] = seconds, breakdown
@@ -50,9 +50,9 @@ class Search:
         model.fit([(point, *run) for point, run in self.runs.items() if run[0] < math.inf])
         return model
 
-    def parts(self, point: Point) -> Parts:
+    def breakdown(self, point: Point) -> StepBreakdown:
         """Return the parts of a measured point's step."""
-        return parts_of(*self.runs[point])
+        return step_breakdown(*self.runs[point])
 
     def best(self) -> Point:
         """Return the measured point that is best by the metric."""
@@ -61,7 +61,7 @@ class Search:
 
     def score(self, point: Point, seconds: float) -> float:
         """Return samples per second, or steps per second for latency; larger is better."""
-        samples = point.size * point.gas * self.ranks / point.parts()
+        samples = point.size * point.gas * self.ranks / point.model_ranks()
         return (1 if self.metric == "latency" else samples) / seconds
 
     def limit(self, model: StepModel) -> int:
@@ -69,18 +69,18 @@ class Search:
         if self.metric == "latency":
             return 1 << 40
         best = self.best()
-        return model.plateau(PLATEAU, best.gas, self.parts(best))
+        return model.plateau(PLATEAU, best.gas, self.breakdown(best))
 
     def next(
         self,
         points: Callable[[int], Iterable[Point]],
-        fines: Callable[[int], Iterable[SpaceChoice]] = lambda _: (),
+        speed_choices: Callable[[int], Iterable[SpaceChoice]] = lambda _: (),
     ) -> Point | None:
         """Return the most promising point, or an untried stage or choice that may do as well; None if there is nothing
         to gain.
 
-        ``points``: the runnable points, with micro-batches up to a limit. ``fines``: the choices of a stage that are
-        tried one at a time.
+        ``points``: the runnable points, with micro-batches up to a limit. ``speed_choices``: the choices of a stage
+        that are tried one at a time.
         """
         model = self.model()
         candidates = [point for point in points(self.limit(model)) if self._is_open(point)]
@@ -101,19 +101,19 @@ class Search:
 
         if candidates and score(max(candidates, key=rank)) > (1 + PLATEAU) * reached:
             return cheapest(candidates)
-        fine = self._next_fine(best, fines(best.stage))
-        if fine is not None and self.may_save(best, fine.choices[-1]) >= 2 * PLATEAU:
-            return fine
+        faster = self._next_speed_choice(best, speed_choices(best.stage))
+        if faster is not None and self.may_save(best, faster.choices[-1]) >= 2 * PLATEAU:
+            return faster
         if candidates:
             tried = {point.stage for point in self.runs}
             others = [p for p in candidates if p.stage not in tried and score(p) > (1 - PLATEAU) * reached]
             if others:
                 return cheapest(others)
-        if fine is not None:
-            return fine
+        if faster is not None:
+            return faster
         self.not_run = [
             f"{point.name()}: {score(point) / reached - 1:+.0%} expected"
-            for point in _firsts(candidates, rank)
+            for point in _best_by_stage(candidates, rank)
         ]
         self.reason = (
             f"no other config is expected to gain {PLATEAU:.0%}"
@@ -122,9 +122,9 @@ class Search:
         )
         return None
 
-    def _next_fine(self, best: Point, fines: Iterable[SpaceChoice]) -> Point | None:
+    def _next_speed_choice(self, best: Point, speed_choices: Iterable[SpaceChoice]) -> Point | None:
         """Return the best point with the untried choice that may save most, if that is worth a run; else None."""
-        open_ = [choice for choice in fines if self._is_open(best.with_choice(choice))]
+        open_ = [choice for choice in speed_choices if self._is_open(best.with_choice(choice))]
         open_ = [choice for choice in open_ if best.with_choice(choice) != best]
         may = {choice: self.may_save(best, choice) for choice in open_}
         worth = [choice for choice in open_ if may[choice] >= PLATEAU]
@@ -132,7 +132,7 @@ class Search:
 
     def may_save(self, point: Point, choice: SpaceChoice) -> float:
         """Return the largest share of a measured point's step time that a choice can save."""
-        parts = self.parts(point)
+        parts = self.breakdown(point)
         if choice.saves == COMMUNICATION:
             return parts.exposed / parts.total
         return OF_COMPUTE * parts.compute / parts.total if choice.saves == COMPUTE else 1.0
@@ -148,11 +148,11 @@ class Search:
         return point not in self.runs and not any(failed)
 
 
-def _firsts(
-    candidates: Sequence[Point], rank: Callable[[Point], tuple[float, int, int]], most: int = 3
+def _best_by_stage(
+    candidates: Sequence[Point], rank: Callable[[Point], tuple[float, int, int]]
 ) -> list[Point]:
-    """Return the best candidate of each stage, best first, at most ``most``."""
+    """Return the best candidate of each stage, best first, at most three."""
     found = [
         max((p for p in candidates if p.stage == stage), key=rank) for stage in {p.stage for p in candidates}
     ]
-    return sorted(found, key=rank, reverse=True)[:most]
+    return sorted(found, key=rank, reverse=True)[:3]

@@ -1,6 +1,6 @@
 """The search space: its points, and the choices besides stage and batch sizes.
 
-Choices that *make room* change the memory need: all their combinations are planned. The others only change the speed:
+Choices of *memory* change the memory need: all their combinations are planned. Choices of *speed* do not:
 they are tried one at a time, from the best point so far, if the part of the step that they can save is worth it.
 """
 
@@ -23,7 +23,7 @@ DEFAULTS = {BUCKET: 500_000_000, PREFETCH: 50_000_000}
 THREADS = "OMP_NUM_THREADS"
 PARALLEL = (TENSOR, SEQUENCE, STAGES, EXPERTS)
 """Parallelism degrees. They are tuned only if `tuning_space` lists them: the model or the script must support them."""
-ROOM = (*PARALLEL, BUDGET, f"{OFFLOAD}.device", f"{OFFLOAD}.ratio")
+MEMORY_KEYS = (*PARALLEL, BUDGET, f"{OFFLOAD}.device", f"{OFFLOAD}.ratio")
 
 COMMUNICATION, COMPUTE, ANYTHING = "exposed communication", "compute", "anything"
 
@@ -81,7 +81,7 @@ class Point:
         words = [f"z{self.stage}", f"gas{self.gas}", f"tmbspg{self.size}", *(c.name() for c in self.choices)]
         return "_".join(words)
 
-    def parts(self) -> int:
+    def model_ranks(self) -> int:
         """Return the number of ranks that work on the same samples."""
         found = self.changes
         return (
@@ -93,36 +93,36 @@ class Point:
 class SpaceChoices:
     """Alternatives by group; the first of each group is the config unchanged."""
 
-    room: tuple[tuple[SpaceChoice, ...], ...] = ()
-    fine: tuple[tuple[SpaceChoice, ...], ...] = ()
+    memory: tuple[tuple[SpaceChoice, ...], ...] = ()
+    speed: tuple[tuple[SpaceChoice, ...], ...] = ()
 
-    def rooms(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
-        """Yield every combination of the choices that make room at this stage."""
-        for chosen in itertools.product(*self.room):
+    def memory_combinations(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
+        """Yield every combination of the choices of memory at this stage."""
+        for chosen in itertools.product(*self.memory):
             if _allowed(stage, changes_of(chosen)):
                 yield tuple(choice for choice in chosen if choice.changes)
 
-    def fines(self, stage: int) -> Iterator[SpaceChoice]:
-        for group in self.fine:
+    def speed_choices(self, stage: int) -> Iterator[SpaceChoice]:
+        for group in self.speed:
             for choice in group:
                 if choice.changes and _allowed(stage, dict(choice.changes)):
                     yield choice
 
-    def everything(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
+    def all_combinations(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
         """Yield every combination of all choices at this stage."""
-        for room in self.rooms(stage):
-            for chosen in itertools.product(*self.fine):
+        for memory in self.memory_combinations(stage):
+            for chosen in itertools.product(*self.speed):
                 if _allowed(stage, changes_of(chosen)):
-                    yield (*room, *(choice for choice in chosen if choice.changes))
+                    yield (*memory, *(choice for choice in chosen if choice.changes))
 
     def to_plan(self, stages: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the variants that the first run plans: every combination that makes room, alone and with each of the
-        other choices."""
+        """Return the variants that the first run plans: every combination of the choices of memory, alone and with each
+        of the other choices."""
         found: list[dict[str, Any]] = []
         for stage in stages:
-            for room in self.rooms(stage):
-                for fine in (SpaceChoice(), *self.fines(stage)):
-                    found.append(key_of(Point(stage, 1, 1, (*room, fine))))
+            for memory in self.memory_combinations(stage):
+                for speed in (SpaceChoice(), *self.speed_choices(stage)):
+                    found.append(key_of(Point(stage, 1, 1, (*memory, speed))))
         return found
 
 
@@ -143,17 +143,19 @@ def choices_of(
 ) -> SpaceChoices:
     """Collect the choices. ``tuning_space``: values that the user lists, by key. Without ``fast``, add the built-in
     choices for keys that the config leaves open."""
-    room: list[tuple[SpaceChoice, ...]] = []
-    fine: list[tuple[SpaceChoice, ...]] = []
+    memory: list[tuple[SpaceChoice, ...]] = []
+    speed: list[tuple[SpaceChoice, ...]] = []
     for key, values in tuning_space.items():
         group = tuple(SpaceChoice(((key, value),), _saves(key)) for value in values)
-        (room if key in ROOM else fine).append(group if key in ROOM else (SpaceChoice(), *group))
+        (memory if key in MEMORY_KEYS else speed).append(
+            group if key in MEMORY_KEYS else (SpaceChoice(), *group)
+        )
     if not fast:
         open_ = {key for key in (OFFLOAD, BUDGET, BUCKET, PREFETCH) if value_at(config, key) is None}
         open_ -= {key for key in open_ if any(given.startswith(key) for given in tuning_space)}
-        room += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
-        fine += [(SpaceChoice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
-    return SpaceChoices(tuple(room), tuple(fine))
+        memory += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
+        speed += [(SpaceChoice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
+    return SpaceChoices(tuple(memory), tuple(speed))
 
 
 def _offloads() -> tuple[SpaceChoice, ...]:
@@ -184,18 +186,18 @@ def threads_to_try(cores: int, ranks: int) -> tuple[SpaceChoice, ...]:
     return (SpaceChoice(), *(SpaceChoice(((THREADS, count),), COMPUTE) for count in halves))
 
 
-def without_rooms(choices: SpaceChoices, keys: Iterable[str]) -> SpaceChoices:
+def without_memory_choices(choices: SpaceChoices, keys: Iterable[str]) -> SpaceChoices:
     """Drop the groups of these keys: they make no difference on this machine or to this model."""
     gone = tuple(keys)
     kept = tuple(
         group
-        for group in choices.room
+        for group in choices.memory
         if not any(key.startswith(gone) for choice in group for key, _ in choice.changes)
     )
-    return replace(choices, room=kept)
+    return replace(choices, memory=kept)
 
 
-def without_same_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) -> SpaceChoices:
+def without_ineffective_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) -> SpaceChoices:
     """Drop sizes that, like the default, hold all ``numel`` elements of the model; keep those of keys that the user has
     ``given`` values for."""
     listed = set(given)
@@ -204,8 +206,8 @@ def without_same_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) 
         sizes = [(value, DEFAULTS[key]) for key, value in choice.changes if key in DEFAULTS.keys() - listed]
         return all(min(value, numel) != min(default, numel) for value, default in sizes)
 
-    fine = tuple(tuple(choice for choice in group if differs(choice)) for group in choices.fine)
-    return replace(choices, fine=fine)
+    speed = tuple(tuple(choice for choice in group if differs(choice)) for group in choices.speed)
+    return replace(choices, speed=speed)
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:

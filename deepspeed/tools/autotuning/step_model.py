@@ -35,7 +35,7 @@ class PlannedPoint:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepBreakdown:
     """Seconds of one step, by part."""
 
     compute: float
@@ -56,18 +56,18 @@ class Parts:
         }
 
 
-def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
+def step_breakdown(seconds: float, breakdown: Mapping[str, float] | None) -> StepBreakdown:
     """Split a measured step into its parts. ``breakdown``: milliseconds by the names of `wall_clock_breakdown`; None:
     only the total is known."""
     if not breakdown:
-        return Parts(seconds)
+        return StepBreakdown(seconds)
     exposed = min(breakdown.get("exposed_comm", 0.0) / 1e3, seconds)
     # Unless measured: the exposed communication for which no backward waited at its end.
     elsewhere = breakdown.get("bwd_allreduce", 0.0) / 1e3
     in_step = breakdown.get(STEP_WAITS, max(0.0, exposed - elsewhere) * 1e3) / 1e3
     update = max(0.0, breakdown.get("step", 0.0) / 1e3 - in_step)
     data = breakdown.get("data", 0.0) / 1e3
-    return Parts(max(0.0, seconds - exposed - update - data), exposed, update, data)
+    return StepBreakdown(max(0.0, seconds - exposed - update - data), exposed, update, data)
 
 
 @dataclass
@@ -126,7 +126,9 @@ class StepModel:
         """Fit the model. ``runs``: (point, seconds per step, breakdown)."""
         self.corrections = {}
         plain = [run for run in runs if not run[0].choices] or list(runs)
-        known = [(point, parts_of(seconds, breakdown), breakdown) for point, seconds, breakdown in plain]
+        known = [
+            (point, step_breakdown(seconds, breakdown), breakdown) for point, seconds, breakdown in plain
+        ]
         self.time = StepTimeModel()
         self.time.fit([(point.stage, point.size, parts.compute / point.gas) for point, parts, _ in known])
         shares = [
@@ -144,7 +146,7 @@ class StepModel:
             expected = self.expected(point).total
             self.corrections[point] = seconds / expected if expected > 0 else 1.0
 
-    def expected(self, point: Point) -> Parts:
+    def expected(self, point: Point) -> StepBreakdown:
         """Return the predicted parts of a step, before correction."""
         planned, changes = self.planned(point), point.changes
         split = int(changes.get(TENSOR) or 1)
@@ -157,7 +159,7 @@ class StepModel:
             share = float(changes.get(f"{OFFLOAD}.ratio", 1.0))
             update = (1 - share) * update + share * planned.owned * BYTES_PER_ELEMENT / HOST_BYTES_PER_S
         data = self.rates["data"] * point.size * point.gas
-        return Parts(compute, self.rates["exposed"] * planned.sent, update, data)
+        return StepBreakdown(compute, self.rates["exposed"] * planned.sent, update, data)
 
     def seconds(self, point: Point) -> float:
         """Return the predicted seconds of one step."""
@@ -173,7 +175,7 @@ class StepModel:
         distances = {at: (at != point, abs(math.log(at.size / point.size))) for at in near}
         return self.corrections[min(distances, key=lambda at: distances[at])]
 
-    def plateau(self, loss: float, gas: int = 1, parts: Parts | None = None) -> int:
+    def plateau(self, loss: float, gas: int = 1, parts: StepBreakdown | None = None) -> int:
         """Return the micro-batch size in samples above which larger ones gain less than this share of throughput. The
         cost spread over the samples is a micro-batch's fixed time and its share of the once-per-step time."""
         each = self.time.per_sample + self.rates.get("data", 0.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.base.dtypes import Dtype
+from deepspeed.base.tables import counted
 from deepspeed.config.analysis import BATCH_KEYS
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, cut, cut_list, first_lines, shown
@@ -77,15 +78,15 @@ class Style:
 
 def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
     whose = f" of {report.client}" if report.client else ""
-    yield style.bold(report.source) + f"{whose}: {_count(report.ranks, 'rank')} ({report.ranks_from})"
+    yield style.bold(report.source) + f"{whose}: {counted(report.ranks, 'rank')} ({report.ranks_from})"
     if report.config is not None:
         for label, text in summary(report):
             yield f"  {label:<11}{text}"
     if report.warnings:
-        yield style.odd(_count(len(report.warnings), "warning"))
+        yield style.odd(counted(len(report.warnings), "warning"))
         yield from (f"  {warning}" for warning in report.warnings)
     if report.errors:
-        yield style.bad(_count(len(report.errors), "error"))
+        yield style.bad(counted(len(report.errors), "error"))
         yield from first_lines(report.errors)
     else:
         yield style.good("no errors")
@@ -139,7 +140,3 @@ def _named(section: Any) -> str:
         return "passed to initialize, or none"
     arguments = [f"{cut(str(key))}={cut(str(value))}" for key, value in (section.params or {}).items()]
     return f"{cut(section.type)}({cut_list(arguments)})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

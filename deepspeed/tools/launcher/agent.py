@@ -65,7 +65,7 @@ class NodeJob:
     max_nodes: int = 0
 
 
-class OneMachine(RendezvousHandler):
+class SingleMachineRendezvous(RendezvousHandler):
     """A rendezvous without peers: it needs no server, and leaves the port free for rank 0 to listen on."""
 
     def __init__(self, master_addr: str, master_port: int) -> None:
@@ -97,7 +97,7 @@ class OneMachine(RendezvousHandler):
 class RankFiles(LogsSpecs):
     """The files that a rank writes: its error report always, its output only if a log folder is given."""
 
-    def __init__(self, run_dir: Path, log_dir: Path | None, output: Prefixed | None = None) -> None:
+    def __init__(self, run_dir: Path, log_dir: Path | None, output: PrefixedOutput | None = None) -> None:
         super().__init__()
         self._output = output
         self._run_dir = run_dir
@@ -133,7 +133,7 @@ class Supervisor(LocalElasticAgent):
         self, job: NodeJob, run_dir: Path, rendezvous: RendezvousHandler | None = None, max_restarts: int = 0
     ) -> None:
         if rendezvous is None and job.nodes == 1:
-            rendezvous = OneMachine(job.master_addr, job.master_port)
+            rendezvous = SingleMachineRendezvous(job.master_addr, job.master_port)
         elif rendezvous is None:
             where = (job.master_addr, job.master_port, job.node_rank, job.nodes)
             rendezvous = StaticTCPRendezvous(*where, run_id="deepspeed", timeout=600)
@@ -147,7 +147,7 @@ class Supervisor(LocalElasticAgent):
             ),  # the agent expands macros
             max_restarts=max_restarts,
         )
-        self.output = Prefixed(run_dir) if job.prefix_output else None
+        self.output = PrefixedOutput(run_dir) if job.prefix_output else None
         super().__init__(spec, RankFiles(run_dir, job.log_dir, self.output))
         self.watch = ExitWatch({})
         self.run_dir = run_dir
@@ -274,7 +274,7 @@ DRAIN_S = 0.5  # wait for the output of ended ranks; processes that they left be
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|[\r\n])")
 
 
-class Prefixed:
+class PrefixedOutput:
     """Output pipes of the ranks of one machine, whose lines get the rank as a prefix."""
 
     def __init__(self, folder: Path) -> None:

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from deepspeed.base.constants import STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.tools.launcher import agent
 from deepspeed.tools.launcher.agent import NodeJob, Supervisor
+from deepspeed.tools.launcher.elastic_memory import NO_STEP, ElasticMemory, elastic_memory
 from deepspeed.tools.launcher.failures import show
-from deepspeed.tools.launcher.memory import NO_STEP, Memory, memory
 from deepspeed.tools.launcher.processes import kill_descendants
 from deepspeed.tools.launcher.shim import FIRST_FAILURE
 
@@ -36,12 +36,12 @@ class ElasticSupervisor(Supervisor):
     """Restarts the ranks as long as the job makes progress."""
 
     def __init__(
-        self, job: NodeJob, run_dir: Path, kept: Memory, rendezvous: RendezvousHandler | None = None
+        self, job: NodeJob, run_dir: Path, memory: ElasticMemory, rendezvous: RendezvousHandler | None = None
     ) -> None:
         super().__init__(job, run_dir, rendezvous, max_restarts=RESTARTS)
         self.job = job
-        self.kept = kept
-        self.step_at_start = kept.step
+        self.memory = memory
+        self.step_at_start = memory.step
         self.in_vain = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -56,7 +56,7 @@ class ElasticSupervisor(Supervisor):
     def _is_worth_a_start(self, result: RunResult) -> bool:
         if not result.failures:  # a rank hangs in the kernel and could not be killed
             return False
-        first, step = self.failures(result)[0], self.kept.step
+        first, step = self.failures(result)[0], self.memory.step
         self.in_vain = 0 if step > self.step_at_start else self.in_vain + 1
         if first.exit_code == TIME_IS_UP:
             return False
@@ -67,11 +67,11 @@ class ElasticSupervisor(Supervisor):
     def _notify(self, result: RunResult) -> None:
         job = self.job
         show(job.script, self.failures(result), log_dir=job.log_dir, adds_local_rank=False)
-        logger.warning("the ranks are restarted after step %d", self.kept.step)
+        logger.warning("the ranks are restarted after step %d", self.memory.step)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
-            logger.warning("machines joined or left: the ranks are restarted after step %d", self.kept.step)
+            logger.warning("machines joined or left: the ranks are restarted after step %d", self.memory.step)
         (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # no grace needed: the state is saved
         self._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
         kill_descendants()
@@ -81,7 +81,7 @@ class ElasticSupervisor(Supervisor):
     def _forget_failures(self) -> None:
         """Clear the records of this start's failures, so that the next start begins without any."""
         self.stopped_at = None
-        self.step_at_start = self.kept.step
+        self.step_at_start = self.memory.step
         (self.run_dir / FIRST_FAILURE).unlink(missing_ok=True)
         for report in self.run_dir.glob("*/*.json"):
             report.unlink()
@@ -89,14 +89,14 @@ class ElasticSupervisor(Supervisor):
 
 def supervise(job: NodeJob) -> int:
     """Supervise an elastic job: the counterpart of `deepspeed.tools.launcher.agent.supervise`."""
-    with memory() as kept:
+    with elastic_memory() as memory:
 
         def make(job: NodeJob, run_dir: Path) -> Supervisor:
             rendezvous: Any = None
             if job.nodes > 1:
                 from deepspeed.tools.launcher.rendezvous import meet
 
-                rendezvous = meet(job, kept)
-            return ElasticSupervisor(job, run_dir, kept, rendezvous)
+                rendezvous = meet(job, memory)
+            return ElasticSupervisor(job, run_dir, memory, rendezvous)
 
         return agent.supervise(job, make)

@@ -13,6 +13,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
+from deepspeed.base.tables import counted
 from deepspeed.tools.launcher.errors import LaunchError
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
@@ -173,18 +174,14 @@ def apply_num_nodes_and_gpus(
     LaunchError if there are fewer."""
     if num_nodes > len(active_resources):
         raise LaunchError(
-            f"--num_nodes={num_nodes}: only {_counted(len(active_resources), 'host')} available "
+            f"--num_nodes={num_nodes}: only {counted(len(active_resources), 'host')} available "
             f"({', '.join(list(active_resources)[:8])}); add more to the hostfile, or request fewer"
         )
     hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
     for host, slots in hosts:
         if num_gpus > len(slots):
-            raise LaunchError(f"--num_gpus={num_gpus}: host {host!r} has only {_counted(len(slots), 'slot')}")
+            raise LaunchError(f"--num_gpus={num_gpus}: host {host!r} has only {counted(len(slots), 'slot')}")
     return OrderedDict((host, list(slots[: num_gpus if num_gpus > 0 else None])) for host, slots in hosts)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _spell(slots: Sequence[int]) -> str:

@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from deepspeed.tools.launcher import ports
 from deepspeed.tools.launcher.agent import NodeJob
+from deepspeed.tools.launcher.elastic_memory import ElasticMemory
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.memory import Memory
 from deepspeed.tools.launcher.shim import die_with_parent
 from deepspeed.tools.launcher.supervision import RESTART_SIGNAL
 
@@ -41,12 +41,12 @@ CONNECT_S = 60
 STEP_S = 60.0  # longest time that a joining machine waits for the end of a step
 
 
-class AtSteps(RendezvousHandler):
+class StepAlignedRendezvous(RendezvousHandler):
     """Hides waiting machines from the agent until a step has finished since they arrived."""
 
-    def __init__(self, handler: RendezvousHandler, kept: Memory) -> None:
+    def __init__(self, handler: RendezvousHandler, memory: ElasticMemory) -> None:
         self._handler = handler
-        self._kept = kept
+        self._memory = memory
         self._seen: tuple[int, float] | None = None  # step and time at which a waiting machine was first seen
         self._lost = False
         signal.signal(RESTART_SIGNAL, self._on_loss)
@@ -69,7 +69,7 @@ class AtSteps(RendezvousHandler):
         if waiting == 0:
             self._seen = None
             return 0
-        step = self._kept.step
+        step = self._memory.step
         if self._seen is None:
             self._seen = step, time.monotonic()
         first, since = self._seen
@@ -91,7 +91,7 @@ class AtSteps(RendezvousHandler):
         return self._handler.shutdown()
 
 
-def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
+def meet(job: NodeJob, memory: ElasticMemory) -> RendezvousHandler:
     """Return this machine's rendezvous handler. Raises LaunchError if the store cannot be reached."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each start of the ranks creates a new store
     keeps_store = job.node_rank == 0 and ports.is_free(job.master_addr, job.master_port)
@@ -117,7 +117,7 @@ def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
         timeout=RendezvousTimeout(JOIN_S * second, LAST_CALL_S * second, 5 * second, 5 * second),
         **_heartbeats(),
     )
-    return AtSteps(handler, kept)
+    return StepAlignedRendezvous(handler, memory)
 
 
 def _heartbeats() -> dict[str, Any]:

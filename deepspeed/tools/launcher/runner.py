@@ -32,7 +32,7 @@ from deepspeed.tools.launcher.hostfile import (
     parse_node_config_list,
     parse_resource_filter,
 )
-from deepspeed.tools.launcher.hosts import several
+from deepspeed.tools.launcher.hosts import multi_host
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS
 from deepspeed.tools.launcher.launch import PASSED_ON, configure_logging, logger, pid_file
 from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
@@ -258,7 +258,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.PortRese
     if args.node_rank >= 0:
         raise LaunchError(f"--node_rank={args.node_rank} is for machines started by hand: add --no_ssh")
     if args.force_multi or len(active) > 1 or not is_this_machine(next(iter(active)).rpartition("@")[2]):
-        return several.prepare(args, active)
+        return multi_host.prepare(args, active)
     address = args.master_addr or "127.0.0.1"
     reservation = choose_port(args, address)
     command = [*LAUNCH, *launch_arguments(args, active, address, reservation.port)]

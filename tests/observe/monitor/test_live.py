@@ -26,7 +26,7 @@ from deepspeed.comm.pending import explanation
 from deepspeed.config.sections.monitor import LiveConfig, MonitorConfig
 from deepspeed.observe.live import history as history_module
 from deepspeed.observe.live import jobs, recorder, server
-from deepspeed.observe.live.history import MetricHistory, standing_of
+from deepspeed.observe.live.history import MetricHistory, summarize_rows
 from deepspeed.observe.live.ranks import slowest_of
 from deepspeed.observe.live.record import (
     COLUMNS,
@@ -39,7 +39,7 @@ from deepspeed.observe.live.record import (
     NORM,
     SAMPLES,
     LiveStep,
-    Window,
+    StepWindow,
     merged,
     read_record,
 )
@@ -103,7 +103,7 @@ def events_of(history: MetricHistory) -> list[tuple[str, int]]:
 
 
 def test_a_row_says_what_its_steps_had_in_common(clock: Clock) -> None:
-    window = Window()
+    window = StepWindow()
     for number in range(1, 8):
         clock.s += 0.1
         window.add(step_at(number, clock, spans=SPANS))
@@ -126,7 +126,7 @@ def test_merged_rows_are_the_row_of_all_steps(clock: Clock) -> None:
     steps = [step_at(number, clock, spans=SPANS) for number in range(1, 12)]
 
     def row(some: list[LiveStep]) -> list[Any]:
-        window = Window()
+        window = StepWindow()
         for step in some:
             window.add(step)
         return window.take_row(1000)
@@ -160,7 +160,7 @@ def simulate(folder: Path, seconds: int, curves: int) -> int:
 
 
 def test_an_hour_takes_less_than_its_share_of_a_day(tmp_path: Path) -> None:
-    """Rows only become fewer with time (`Window.width_s`), so no hour takes more than the first."""
+    """Rows only become fewer with time (`StepWindow.width_s`), so no hour takes more than the first."""
     assert simulate(tmp_path, 1800, 300) * 48 < 50 * MB
 
 
@@ -174,7 +174,7 @@ def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytes
     monkeypatch.setattr(history_module, "MAX_VALUES", 100)
     history = MetricHistory()
     for number in range(1, 1001):
-        window = Window()
+        window = StepWindow()
         window.add(step_at(number, clock))
         history.extend([window.take_row(None)])
         history.extend([{"curves": {"a": 1.0, "b": 2.0}, "t": 0, "step": number}])
@@ -389,17 +389,17 @@ def test_a_visitor_gets_what_is_new(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_speeds_and_the_share_of_the_peak(clock: Clock) -> None:
-    window = Window()
+    window = StepWindow()
     rows = []
     for number in range(1, 11):
         window.add(step_at(number, clock)._replace(seconds=0.5, samples=8, tokens=800))
         rows.append(window.take_row(7))
     run = {"flops_per_token": 6e6, "peak_flops": 1e11, "ranks": 2}
-    standing = standing_of(rows, run)
+    standing = summarize_rows(rows, run)
     assert standing["step_s"] == 0.5 and standing["samples_s"] == 16 and standing["tokens_s"] == 1600
     assert standing["mfu"] == pytest.approx(1600 * 6e6 / 2e11)
     assert standing["memory"] == 7
-    assert standing_of([], run) == {}
+    assert summarize_rows([], run) == {}
 
 
 def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
@@ -418,7 +418,7 @@ def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
 @pytest.fixture
 def history() -> MetricHistory:
     made = MetricHistory()
-    made.set_facts(step=3)
+    made.set_state(step=3)
     return made
 
 

@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[Any]:
     facts = {"name": "train_<i>.py", "ranks": 2, "device": "cpu", "stage": 2, "total_steps": 100}
     measured = {"memory": 2**30, "plan": {"line": 2**31}, "ranks": ranks, "slowest": 1, "skipped": 2}
     recording = LiveRecorder(tmp_path / "live", facts, lambda: measured, now=lambda: clock[0])
-    recording.history.set_facts(run=facts)
+    recording.history.set_state(run=facts)
     for number in range(1, 61):
         clock[0] += 2.0
         spans = (100.0, 200.0, 150.0, 50.0, 30.0)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.observe.flops import FlopsProfiler, get_model_profile, report
 from deepspeed.observe.flops import profiler as documented
-from deepspeed.observe.flops.counting import Amount
+from deepspeed.observe.flops.counting import WorkCount
 from deepspeed.observe.flops.report import FlopsTotals, ModuleTimes, RankCounts, summary
 
 # Sizes: batch, sequence, width, inner width
@@ -375,7 +375,9 @@ def test_the_printed_form(capsys: pytest.CaptureFixture[str]) -> None:
 # write T and no ".0", where the tutorial's example still has 3139.93 G and 102.0 T.
 DOCUMENTED = [
     (
-        FlopsTotals(336_230_000, Amount(3139_930_000_000, 6279_860_000_000), Amount(), Amount(), 0.07639),
+        FlopsTotals(
+            336_230_000, WorkCount(3139_930_000_000, 6279_860_000_000), WorkCount(), WorkCount(), 0.07639
+        ),
         ModuleTimes(0.07667, 0.108025, 34.09e-6),
         RankCounts(world=1, data=1, model=1, batch=80, forward_flops=6279_860_000_000),
         """world size: 1
@@ -397,7 +399,9 @@ DOCUMENTED = [
         samples/second: 433.07""",
     ),
     (
-        FlopsTotals(1_290_000, Amount(41271_950_000_000, 82543_900_000_000), Amount(), Amount(), 1.84),
+        FlopsTotals(
+            1_290_000, WorkCount(41271_950_000_000, 82543_900_000_000), WorkCount(), WorkCount(), 1.84
+        ),
         ModuleTimes(1.89, 5.38, 34.12),
         RankCounts(world=1, data=1, model=1, batch=1024, forward_flops=82543_900_000_000),
         """world size: 1

@@ -74,7 +74,7 @@ class StandIn:
 
 
 @pytest.fixture
-def clone_optimizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     lib = StandIn()
     monkeypatch.setattr(gds, "why_not", lambda: "")
     monkeypatch.setattr(cufile, "library", lambda: lib)
@@ -113,7 +113,7 @@ def test_parts_of_an_operation_share_no_page() -> None:
 
 
 @pytest.mark.parametrize("parallelism", [1, 3])
-def test_transfers(clone_optimizer: StandIn, tmp_path: Path, parallelism: int) -> None:
+def test_transfers(stand_in: StandIn, tmp_path: Path, parallelism: int) -> None:
     handle = gds.gds_handle(intra_op_parallelism=parallelism)
     tensor, path = random_bytes(300_001), str(tmp_path / "file")
     assert handle.backend == "cufile" and handle.sync_pwrite(tensor, path, 5) == 1
@@ -121,27 +121,27 @@ def test_transfers(clone_optimizer: StandIn, tmp_path: Path, parallelism: int) -
     target = torch.zeros_like(tensor)
     assert handle.async_pread(target, path, 5) == 0 and handle.async_pread(target[:0], path) == 0
     assert handle.wait() == 2 and torch.equal(target, tensor)
-    assert len(clone_optimizer.calls) >= 2 * max(parallelism, 300_001 // 50_000)
+    assert len(stand_in.calls) >= 2 * max(parallelism, 300_001 // 50_000)
     assert handle.read(target, path, True, 5) == 1 and handle.wait() == 0
 
 
-def test_pinned_memory(clone_optimizer: StandIn) -> None:
+def test_pinned_memory(stand_in: StandIn) -> None:
     handle = gds.gds_handle()
     tensor = handle.new_pinned_device_tensor(100, torch.empty(0, dtype=torch.float16))
     assert (
         tensor.shape == (100,)
-        and clone_optimizer.pinned == {tensor.data_ptr(): 200}
+        and stand_in.pinned == {tensor.data_ptr(): 200}
         and handle.is_pinned(tensor)
     )
     assert handle.free_pinned_device_tensor(tensor) and not handle.free_pinned_device_tensor(tensor)
     other = torch.zeros(7)
     assert not handle.is_pinned(other) and handle.pin_device_tensor(other) and handle.pin_device_tensor(other)
-    assert handle.unpin_device_tensor(other) and not clone_optimizer.pinned
+    assert handle.unpin_device_tensor(other) and not stand_in.pinned
     with pytest.raises(ValueError, match="on the GPU, not on meta"):
         handle.pin_device_tensor(torch.empty(3, device="meta"))
 
 
-def test_errors(clone_optimizer: StandIn, tmp_path: Path) -> None:
+def test_errors(stand_in: StandIn, tmp_path: Path) -> None:
     handle, tensor, path = gds.gds_handle(), random_bytes(10_000), str(tmp_path / "file")
     with pytest.raises(FileNotFoundError) as caught:
         handle.sync_pread(tensor, path)
@@ -151,18 +151,18 @@ def test_errors(clone_optimizer: StandIn, tmp_path: Path) -> None:
         handle.sync_pread(tensor, path, 1)
     assert caught.value.errno == errno.ENODATA
     descriptors = len(os.listdir("/proc/self/fd"))
-    clone_optimizer.failure = -1
+    stand_in.failure = -1
     with pytest.raises(OSError, match="No space left") as caught:
         handle.sync_pwrite(tensor, path, 4096)
     assert (caught.value.errno, caught.value.filename, caught.value.offset) == (errno.ENOSPC, path, 4096)
-    clone_optimizer.failure = -5025
+    stand_in.failure = -5025
     with pytest.raises(PermissionError, match="cuFile error 5025"):
         handle.sync_pwrite(tensor, path)
-    clone_optimizer.failure, clone_optimizer.registration = 0, 5008
+    stand_in.failure, stand_in.registration = 0, 5008
     with pytest.raises(OSError, match="not supported: cuFile error 5008"):
         handle.sync_pread(tensor, path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    clone_optimizer.driver = 5001
+    stand_in.driver = 5001
     with pytest.raises(OSError, match="failed to start .error 5001"):
         gds.gds_handle()
 

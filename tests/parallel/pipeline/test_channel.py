@@ -12,11 +12,11 @@ from torch import Tensor
 
 from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.channel import (
-    Handover,
+from deepspeed.parallel.pipeline.messages.channels import (
     LocalReceiver,
     LocalSender,
     Receiver,
+    SameStageChannel,
     Sender,
 )
 from tests.pool import distributed
@@ -97,7 +97,7 @@ def test_a_lost_message_is_noticed_in_shared_memory() -> None:
 
 
 def test_between_chunks_of_one_stage() -> None:
-    handover = Handover()
+    handover = SameStageChannel()
     weight = torch.ones(2, requires_grad=True)
     handover.send((weight * 2, torch.arange(3)))
     value, numbers = handover.receive()

@@ -255,8 +255,8 @@ def test_any_message_of_any_shape() -> None:
             (functional.mse_loss(plain.forward(inputs), labels) / COUNT).backward()
         plain.optimizer.step()
     compare(engine, plain)
-    if engine._links[0].outputs is not None:  # described where the shape changed, not every time
-        assert (engine._links[0].outputs.sent, engine._links[0].outputs.described) == (8, 4)
+    if engine._channels[0].outputs is not None:  # described where the shape changed, not every time
+        assert (engine._channels[0].outputs.sent, engine._channels[0].outputs.described) == (8, 4)
     engine.destroy()
 
 

@@ -13,9 +13,9 @@ from deepspeed.parallel.pipeline.schedules.diagram import picture
 from deepspeed.parallel.pipeline.schedules.orders import (
     TYPICAL,
     Action,
+    ActionKind,
     DeadlockError,
     Durations,
-    Kind,
     Order,
     forward_only,
     interleaved,
@@ -56,7 +56,7 @@ def test_split_backwards_hold_what_1f1b_holds(make: object, stages: int, micro_b
     assert simulate(order).makespan <= plain.makespan
     for stage in order.actions:  # weights in the order of micro-batches: sums have the same bits
         for chunk in range(order.chunks):
-            done = [a.micro_batch for a in stage if a.kind is Kind.WEIGHTS and a.chunk == chunk]
+            done = [a.micro_batch for a in stage if a.kind is ActionKind.WEIGHTS and a.chunk == chunk]
             assert done == sorted(done)
 
 
@@ -106,16 +106,16 @@ def test_orders_of_an_engine_that_has_measured_nothing() -> None:
 def test_a_circle_is_found() -> None:
     order = one_forward_one_backward(2, 2)
     first = (
-        Action(Kind.FORWARD, 0),
-        Action(Kind.BACKWARD, 0),
+        Action(ActionKind.FORWARD, 0),
+        Action(ActionKind.BACKWARD, 0),
         *order.actions[0][1:2],
-        Action(Kind.BACKWARD, 1),
+        Action(ActionKind.BACKWARD, 1),
     )
     last = (
-        Action(Kind.FORWARD, 0),
-        Action(Kind.FORWARD, 1),
-        Action(Kind.BACKWARD, 0),
-        Action(Kind.BACKWARD, 1),
+        Action(ActionKind.FORWARD, 0),
+        Action(ActionKind.FORWARD, 1),
+        Action(ActionKind.BACKWARD, 0),
+        Action(ActionKind.BACKWARD, 1),
     )
     with pytest.raises(DeadlockError, match="stage 0 at B0, stage 1 at F1"):
         simulate(replace(order, actions=(first, last)))

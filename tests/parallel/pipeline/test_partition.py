@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.channel import describe, pack, rebuild, specs, total_bytes, unpack
+from deepspeed.parallel.pipeline.messages.encoding import describe, pack, rebuild, specs, total_bytes, unpack
 from deepspeed.parallel.pipeline.module import LayerSpec, TiedLayerSpec
-from deepspeed.parallel.pipeline.partitioned import measure, partition, stage_of
+from deepspeed.parallel.pipeline.partition import measure_layers, partition, stage_of
 from deepspeed.parallel.pipeline.specs import trained_numel
 
 LAYERS = [
@@ -69,7 +69,7 @@ def test_specs_build() -> None:
 
 def test_measured_times() -> None:
     layers = [LayerSpec(nn.Linear, 8, 512), torch.tanh, LayerSpec(nn.Linear, 512, 8)]
-    times = measure(layers, torch.randn(2, 8))
+    times = measure_layers(layers, torch.randn(2, 8))
     assert len(times) == 3 and min(times) > 0
 
 

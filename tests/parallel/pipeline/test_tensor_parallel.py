@@ -14,7 +14,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.engine.pipeline.engine import PipelineEngine
 from deepspeed.parallel.pipeline import LayerSpec, PipelineModule
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.simulated import MetaModel
+from deepspeed.parallel.pipeline.meta_model import MetaModel
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from tests.parallel.pipeline.test_combinations import evaluated, train_both

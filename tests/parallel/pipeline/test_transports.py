@@ -13,11 +13,11 @@ import torch.distributed as dist
 from deepspeed.comm.transports import host_messages as neighbours
 from deepspeed.engine.pipeline.engine import PipelineEngine
 from deepspeed.parallel.pipeline import PipelineModule
-from deepspeed.parallel.pipeline.messages.channel import (
-    Handover,
+from deepspeed.parallel.pipeline.messages.channels import (
     LocalReceiver,
     LocalSender,
     Receiver,
+    SameStageChannel,
     Sender,
 )
 from tests.comm.transports import run_two_ranks
@@ -40,7 +40,7 @@ def same(one: Any, two: Any) -> bool:
 
 def kinds(engine: PipelineEngine) -> set[type]:
     """Of the channels between ranks."""
-    return {type(channel) for _, channel in engine.pipe_channels()} - {Handover}
+    return {type(channel) for _, channel in engine.pipe_channels()} - {SameStageChannel}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
-from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, communicator_of
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.replicated import sum_gradients
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 from deepspeed.parallel.vocab_parallel import VocabularyPart, cross_entropy

@@ -88,7 +88,7 @@ def test_losses_and_gradients(loss_of: Callable[[Tensor], Tensor], in_parts: boo
         return loss.detach(), inputs.grad
 
     def work(group: ThreadGroup) -> tuple[tuple[Tensor, Tensor], bool]:
-        layer = LinearLayer(copy.deepcopy(head), group, clone_optimizer=True)
+        layer = LinearLayer(copy.deepcopy(head), group, stand_in=True)
         found = run(layer)
         gathered = group.collectives["all_gather"] > 0
         own = layer.cut.take(head.weight.grad, group.rank)
@@ -106,7 +106,7 @@ def test_whole_outside_of_training() -> None:
     hidden = torch.randn(2, WIDTH)
 
     def work(group: ThreadGroup) -> None:
-        layer = LinearLayer(copy.deepcopy(head), group, clone_optimizer=True)
+        layer = LinearLayer(copy.deepcopy(head), group, stand_in=True)
         assert isinstance(layer(hidden), VocabParallelLogits) and layer(hidden).shape == (2, TOKENS)
         with torch.no_grad():
             assert type(layer(hidden)) is Tensor
@@ -117,7 +117,7 @@ def test_whole_outside_of_training() -> None:
 
 def test_what_was_written_in_place_is_not_mistaken() -> None:
     def work(group: ThreadGroup) -> None:
-        layer = LinearLayer(nn.Linear(WIDTH, TOKENS), group, clone_optimizer=True)
+        layer = LinearLayer(nn.Linear(WIDTH, TOKENS), group, stand_in=True)
         logits = layer(torch.randn(2, WIDTH))
         logits[:, 1] = 0.0
         with pytest.raises(RuntimeError, match="written in place"):

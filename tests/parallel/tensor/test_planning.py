@@ -227,7 +227,7 @@ def test_rules_choose_what_is_split() -> None:
     every = plan(model, 2, **by(*some, {"patterns": ["mix"], "partition_type": "skip"}))
     assert every.parameters == found.parameters and every.whole["mix.a.weight"] == "excluded by your rules"
     assert plan(model, 2, **by(*some)).parameters.keys() > found.parameters.keys()
-    assert rules_of(model, TPTrainingConfig(**by(*some))).idle == ("nothing",)
+    assert rules_of(model, TPTrainingConfig(**by(*some))).unmatched == ("nothing",)
 
 
 def test_whole_outputs_of_a_layer_that_cannot_be_split_otherwise() -> None:

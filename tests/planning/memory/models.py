@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.plan import Plan
 from deepspeed.parallel.expert.layer import MoE
-from deepspeed.planning.model import PlannedModel, cast_dtype
+from deepspeed.planning.planned_model import PlannedModel, cast_dtype
 from deepspeed.zero.layout import ParamSpec
 from tests.zero.models import Block
 
@@ -98,7 +98,7 @@ class ParamRow:
     unit: int = 0
 
 
-def facts_of_rows(rows: Iterable[ParamRow], plan: Plan) -> PlannedModel:
+def planned_model_of_rows(rows: Iterable[ParamRow], plan: Plan) -> PlannedModel:
     """Facts about a model given as a list; a unit is a block, in order of execution."""
     listed = list(rows)
     ordered = [r for r in listed if r.requires_grad] + [r for r in listed if not r.requires_grad]

@@ -311,6 +311,11 @@ def test_the_cheapest_change_comes_first(
     assert found.changes == expected
 
 
+@pytest.mark.parametrize("zero", [{"stage": "auto"}, {"stage": 1, "offload_optimizer": "auto"}])
+def test_what_a_client_fills_in_may_be_changed(zero: dict[str, Any]) -> None:
+    assert "zero_optimization.stage: 3" in advise(answer(request(1 * MIB, zero=zero))).changes
+
+
 def test_small_states_where_the_host_has_no_room() -> None:
     """Moments in 8 bits, then bf16 masters too, if no stage is enough and the host cannot take the states."""
     small: dict[str, Any] = {"lr": 0.01}

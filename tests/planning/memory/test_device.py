@@ -89,7 +89,7 @@ def closed_form(config: dict[str, Any], ranks: int) -> tuple[float, float]:
     with torch.device("meta"):
         model = MODELS["gpt"]()
     found = answer(PlanRequest(module=model, config=config, ranks=ranks, device_type="cuda"))
-    numel = found.setting.facts.numel
+    numel = found.setting.model.numel
     return tuple(resting(found.ledger, place) / numel for place in (MemoryPlace.DEVICE, MemoryPlace.HOST))  # type: ignore[return-value]
 
 

@@ -16,14 +16,15 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
+from deepspeed.planning import counted_activations
 from deepspeed.planning.activations import TransformerShape, activation_bytes, shape_of, tiles_of
 from deepspeed.planning.ledger import Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.model import facts_of
+from deepspeed.planning.optimizer_states import ADAM, StateSize, profile_optimizer
+from deepspeed.planning.planned_model import planned_model_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.states import ADAM, StateSize, optimizer_facts
 from deepspeed.transforms.lora import Init, LoRAConfig, QuantizationConfig, init_lora
-from tests.planning.memory.models import MODELS, ParamRow, config_for, facts_of_rows
+from tests.planning.memory.models import MODELS, ParamRow, config_for, planned_model_of_rows
 
 STATES = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.STATE, MemoryKind.GRADIENTS)
 
@@ -32,7 +33,7 @@ def ledger_for(config: dict[str, Any], ranks: int, **options: Any) -> tuple[Ledg
     with torch.device("meta"):
         model = MODELS["gpt"]()
     found = answer(PlanRequest(module=model, config=config, ranks=ranks, **options))
-    return found.ledger, found.setting.facts.numel
+    return found.ledger, found.setting.model.numel
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 64])
@@ -80,7 +81,7 @@ def test_what_optimizers_keep(make: Any, expected: StateSize) -> None:
     with torch.device("meta"):
         optimizer = make([nn.Parameter(torch.zeros(4, 4))])
     before = {key: value for key, value in optimizer.__dict__.items() if key != "state"}
-    assert optimizer_facts(optimizer, torch.bfloat16).groups == (expected,)
+    assert profile_optimizer(optimizer, torch.bfloat16).groups == (expected,)
     assert not optimizer.state
     assert {key: value for key, value in optimizer.__dict__.items() if key != "state"} == before
 
@@ -146,8 +147,8 @@ def test_a_model_given_as_a_list_is_planned_like_the_module() -> None:
         for name, param in module.named_parameters()
     ]
     ledgers = [
-        plan_memory(PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
-        for facts in (facts_of(module, plan), facts_of_rows(rows, plan))
+        plan_memory(PlanSetting(model=model, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+        for model in (planned_model_of(module, plan), planned_model_of_rows(rows, plan))
     ]
     assert ledgers[0].entries == ledgers[1].entries
 
@@ -165,7 +166,7 @@ def test_gathered_units(live: int, expected: int) -> None:
     rows = [ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)]
     ledger = plan_memory(
         PlanSetting(
-            facts=facts_of_rows(rows, plan),
+            model=planned_model_of_rows(rows, plan),
             plan=plan,
             zero=config.zero_config,
             optimizer=ADAM,
@@ -185,9 +186,9 @@ def test_prefetching_takes_memory_on_devices() -> None:
     }
     config = DeepSpeedConfig(config_for(3, **zero))
     plan = make_plan(config)
-    facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)], plan)
+    model = planned_model_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)], plan)
     ledger = plan_memory(
-        PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2)
+        PlanSetting(model=model, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2)
     )
     gathered = ledger.entries[MemoryPhase.FORWARD, MemoryPlace.DEVICE, MemoryKind.GATHERED]
     assert gathered == 3 * 6400 * 4  # one in use, two ahead
@@ -246,8 +247,8 @@ def test_a_plan_is_made_of_the_parts_of_a_run(stage: int) -> None:
     config = DeepSpeedConfig(config_for(stage))
     plan = make_plan(config)
     plan = replace(plan, gradients=replace(plan.gradients, formats=(Counted,)))
-    facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(3)], plan)
-    plan_memory(PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+    model = planned_model_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(3)], plan)
+    plan_memory(PlanSetting(model=model, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
     assert sums and set(sums) == {"meta"}
 
 
@@ -335,15 +336,16 @@ def test_scores_of_a_shared_sequence(ranks: int) -> None:
 
 
 def test_a_budget_is_counted_on_the_tokens_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.planning import counted
 
     seen: list[tuple[int, int]] = []
 
-    def choice_within(module: Any, limit: float, micro_batch: int, sequence: int, precision: Any) -> Any:
+    def choose_recomputation(
+        module: Any, limit: float, micro_batch: int, sequence: int, precision: Any
+    ) -> Any:
         seen.append((micro_batch, sequence))
-        raise counted.CannotCount("enough")
+        raise counted_activations.CannotCount("enough")
 
-    monkeypatch.setattr(counted, "choice_within", choice_within)
+    monkeypatch.setattr(counted_activations, "choose_recomputation", choose_recomputation)
     sections = {"sequence_parallel_size": 8, "activation_checkpointing": {"memory_budget": 0.5}}
     ledger_for(config_for(0) | sections, 8, shape=SHAPE, sequence=60, ranks_per_sequence=8)
     assert [sequence for _, sequence in seen] == [8]

@@ -13,7 +13,7 @@ import torch
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.step_time.calibrated import UNLIMITED, busy, predicted
+from deepspeed.planning.step_time.calibrated_costs import UNLIMITED, contention, predict_step
 from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps, load
 from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
@@ -38,13 +38,13 @@ def planned(stage: int, ranks: int, **zero: Any) -> tuple[PlanSetting, list[floa
     given = config(stage)
     given["zero_optimization"] |= zero
     found = answer(PlanRequest(module=module, config=given, ranks=ranks, device_type="cpu")).setting
-    return found, flops_by_call(module, found.facts, TOKENS, TOKENS, shape_of(module.config))
+    return found, flops_by_call(module, found.model, TOKENS, TOKENS, shape_of(module.config))
 
 
 def made(**more: Any) -> Calibration:
     """A machine on which two ranks take a quarter longer in forward."""
     setting, flops = planned(0, 1)
-    calls = len(setting.facts.calls)
+    calls = len(setting.model.calls)
     steps = {}
     for stage in range(4):
         steps[f"1/{stage}"] = Steps(step=0.035, forward=0.01, backward=0.02, update=0.005)
@@ -58,7 +58,7 @@ def made(**more: Any) -> Calibration:
         "cores": 2,
         "threads": 1,
         "model": MODEL,
-        "elements": setting.facts.numel,
+        "elements": setting.model.numel,
         "tokens": TOKENS,
         "precision": "bf16",
         "flops": sum(flops),
@@ -74,7 +74,7 @@ def step(
     found: Calibration, stage: int, ranks: int, network: NetworkSpec = UNLIMITED, beside: int = 1
 ) -> float:
     setting, flops = planned(stage, ranks)
-    return predicted(found, setting, flops, network, ranks_per_node=1, ranks_beside=beside).seconds
+    return predict_step(found, setting, flops, network, ranks_per_node=1, ranks_beside=beside).seconds
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_slower_link_adds_its_bytes() -> None:
     """At 1 MB/s, which hides whatever the ranks themselves limit: 4 bytes a parameter, half of them sent."""
     found = made()
     link = NetworkSpec(name="slow", rate=1e6)
-    numel = planned(0, 2)[0].facts.numel
+    numel = planned(0, 2)[0].model.numel
     longer = step(found, 1, 2, link) - step(found, 1, 2)
     assert longer == pytest.approx(4 * numel / 2 / 1e6, rel=0.1)
 
@@ -138,7 +138,7 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
 
     def more(network: NetworkSpec) -> float:
         with_copies, without = (
-            predicted(found, setting, flops, network, ranks_per_node=1).seconds
+            predict_step(found, setting, flops, network, ranks_per_node=1).seconds
             for found in (usual, replace(usual, steps=rows))
         )
         return with_copies - without
@@ -159,16 +159,16 @@ def test_ranks_that_are_faster_together() -> None:
 
 def test_ranks_share_processors() -> None:
     found = made()
-    assert [busy(found, n) for n in (1, 2, 3, 4)] == [1, 1, 1.5, 2]
+    assert [contention(found, n) for n in (1, 2, 3, 4)] == [1, 1, 1.5, 2]
     assert step(found, 0, 1, beside=4) == pytest.approx(2 * 0.035)
-    assert busy(replace(found, device_type="cuda"), 4) == 1
+    assert contention(replace(found, device_type="cuda"), 4) == 1
 
 
 def test_another_model_takes_as_long_as_its_operations() -> None:
     found = made()
     setting, flops = planned(0, 1)
     twice = replace(found, flops=found.flops / 2)
-    assert predicted(twice, setting, flops, UNLIMITED, ranks_per_node=1).seconds == pytest.approx(
+    assert predict_step(twice, setting, flops, UNLIMITED, ranks_per_node=1).seconds == pytest.approx(
         2 * 0.03 + 0.005
     )
 
@@ -240,5 +240,5 @@ def test_a_real_one(model: str, batch: str | None, tmp_path: Path) -> None:
     assert load(tmp_path / "here.json") == found
     if batch is None:
         setting, flops = planned(3, 2)
-        seconds = predicted(found, setting, flops, UNLIMITED, ranks_per_node=1).seconds
+        seconds = predict_step(found, setting, flops, UNLIMITED, ranks_per_node=1).seconds
         assert seconds == pytest.approx(found.steps["2/3"].step, rel=1e-3)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.parallel.pipeline.schedules.orders import Durations, Kind, Order, one_forward_one_backward
+from deepspeed.parallel.pipeline.schedules.orders import (
+    ActionKind,
+    Durations,
+    Order,
+    one_forward_one_backward,
+)
 from deepspeed.parallel.pipeline.schedules.orders import simulate as simulate_stages
 from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble
 from deepspeed.planning.step_time.events import CircularTasks, Link, Task, simulate
@@ -116,17 +121,17 @@ def test_enough_workers_leave_the_longest_chain() -> None:
 
 def tasks_of(order: Order, durations: Durations) -> list[Task]:
     """The same as tasks: an action after the one before it on its stage, and after what it needs of another."""
-    numbers: dict[tuple[Kind, int, int], int] = {}
+    numbers: dict[tuple[ActionKind, int, int], int] = {}
     rows: list[tuple[str, float, list[object]]] = []
     for stage, actions in enumerate(order.actions):
         before = None
         for action in actions:
             key = (action.kind, action.micro_batch, order.position(action.chunk, stage))
             needs: list[object] = [before]
-            if action.kind is Kind.FORWARD and key[2] > 0:
-                needs.append((Kind.FORWARD, action.micro_batch, key[2] - 1))
-            if action.kind is Kind.BACKWARD and key[2] < order.stages * order.chunks - 1:
-                needs.append((Kind.BACKWARD, action.micro_batch, key[2] + 1))
+            if action.kind is ActionKind.FORWARD and key[2] > 0:
+                needs.append((ActionKind.FORWARD, action.micro_batch, key[2] - 1))
+            if action.kind is ActionKind.BACKWARD and key[2] < order.stages * order.chunks - 1:
+                needs.append((ActionKind.BACKWARD, action.micro_batch, key[2] + 1))
             numbers[key] = len(rows)
             rows.append((f"stage {stage}", durations.of(action, split=order.split), needs))
             before = key

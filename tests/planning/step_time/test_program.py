@@ -14,10 +14,10 @@ from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.rehearsal import Rehearsal, SimulatedPool
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.program import (
-    Compute,
-    JournalWait,
+    CollectiveStart,
+    CollectiveWait,
+    ComputeCall,
     OptimizerUpdate,
-    Start,
     StepProgram,
     program_of,
 )
@@ -48,7 +48,7 @@ def program(config: dict[str, Any], ranks: int = 2, device_type: str = "cpu") ->
 
 def sent(found: StepProgram) -> tuple[Counter[str], int]:
     """Numbers of collectives, and the bytes that a rank sends in them."""
-    starts = [event for event in found.events if isinstance(event, Start)]
+    starts = [event for event in found.events if isinstance(event, CollectiveStart)]
     parts = {"all_reduce": 2.0, "broadcast": 0.0}
     nbytes = sum(e.nbytes * parts.get(e.operation, 1.0) * (e.ranks - 1) / e.ranks for e in starts)
     return Counter(event.operation for event in starts), round(nbytes)
@@ -96,21 +96,23 @@ def test_everything_is_computed_once_and_waited_for(stage: int) -> None:
         assert len(found.micro_batches) == gas
         for events in found.micro_batches:
             for phase in (MemoryPhase.FORWARD, MemoryPhase.BACKWARD):
-                calls = [e.call for e in events if isinstance(e, Compute) and e.phase is phase]
+                calls = [e.call for e in events if isinstance(e, ComputeCall) and e.phase is phase]
                 assert calls == sorted(calls, reverse=phase is MemoryPhase.BACKWARD)
                 assert calls == list(dict.fromkeys(calls))
-            assert {e.number for e in events if isinstance(e, Start)} == {
-                e.number for e in events if isinstance(e, JournalWait)
+            assert {e.number for e in events if isinstance(e, CollectiveStart)} == {
+                e.number for e in events if isinstance(e, CollectiveWait)
             }
         assert [e for e in found.update if isinstance(e, OptimizerUpdate)] != []
 
 
 def plain(found: StepProgram) -> list[Any]:
     """Its events with collectives numbered from 0."""
-    starts = [event for event in found.events if isinstance(event, Start)]
+    starts = [event for event in found.events if isinstance(event, CollectiveStart)]
     lowest = min((event.number for event in starts), default=0)
     return [
-        replace(event, number=event.number - lowest) if isinstance(event, (Start, JournalWait)) else event
+        replace(event, number=event.number - lowest)
+        if isinstance(event, (CollectiveStart, CollectiveWait))
+        else event
         for event in found.events
     ]
 
@@ -157,7 +159,9 @@ def test_a_step_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_rank_talks_to_nobody() -> None:
     for stage in range(4):
-        assert not any(isinstance(event, Start) for event in program(config_for(stage), ranks=1).events)
+        assert not any(
+            isinstance(event, CollectiveStart) for event in program(config_for(stage), ranks=1).events
+        )
 
 
 def test_the_update_is_divided() -> None:
@@ -176,6 +180,6 @@ def test_devices_gather_ahead() -> None:
     for size in (0, 10**7):
         zero = {**config["zero_optimization"], "stage3_prefetch_bucket_size": size}
         events = program({**config, "zero_optimization": zero}, device_type="cuda").micro_batches[-1]
-        first = next(i for i, event in enumerate(events) if isinstance(event, Compute))
-        ahead[size] = sum(isinstance(event, Start) for event in events[:first])
+        first = next(i for i, event in enumerate(events) if isinstance(event, ComputeCall))
+        ahead[size] = sum(isinstance(event, CollectiveStart) for event in events[:first])
     assert ahead[10**7] > ahead[0]

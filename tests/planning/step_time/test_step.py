@@ -13,7 +13,13 @@ from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Costs, Fabric, RankGroup
 from deepspeed.planning.step_time.hardware import DEVICES, NetworkSpec
-from deepspeed.planning.step_time.program import Compute, JournalWait, OptimizerUpdate, Start, StepProgram
+from deepspeed.planning.step_time.program import (
+    CollectiveStart,
+    CollectiveWait,
+    ComputeCall,
+    OptimizerUpdate,
+    StepProgram,
+)
 from deepspeed.planning.step_time.step import StepMachine, run, step_time
 from deepspeed.planning.step_time.work import PlannedExchange, StepWork
 from tests.planning.memory.models import NOTHING_KEPT, Gpt, config_for
@@ -41,27 +47,27 @@ def hand(events: list[Any], update: list[Any], **more: Any) -> float:
     return run(StepProgram([events], update), at, work(2, **more), machine()).seconds
 
 
-F0, F1 = Compute(MemoryPhase.FORWARD, 0), Compute(MemoryPhase.FORWARD, 1)
-B0, B1 = Compute(MemoryPhase.BACKWARD, 0), Compute(MemoryPhase.BACKWARD, 1)
+F0, F1 = ComputeCall(MemoryPhase.FORWARD, 0), ComputeCall(MemoryPhase.FORWARD, 1)
+B0, B1 = ComputeCall(MemoryPhase.BACKWARD, 0), ComputeCall(MemoryPhase.BACKWARD, 1)
 
 
 def test_a_sum_beside_a_backward() -> None:
     """Two forwards of 1, then a backward of 2 whose sum of 2 x 3 s hides behind the second backward but for 4."""
-    total = Start(0, "all_reduce", 6e6, 2)  # each rank sends 3 MB twice
-    assert hand([F0, F1, B1, total, B0, JournalWait(0)], []) == 1 + 1 + 2 + max(2, 6)
-    assert hand([F0, F1, B1, B0, total, JournalWait(0)], []) == 1 + 1 + 2 + 2 + 6
-    assert hand([F0, F1, B1, total, JournalWait(0), B0], []) == 1 + 1 + 2 + 6 + 2
+    total = CollectiveStart(0, "all_reduce", 6e6, 2)  # each rank sends 3 MB twice
+    assert hand([F0, F1, B1, total, B0, CollectiveWait(0)], []) == 1 + 1 + 2 + max(2, 6)
+    assert hand([F0, F1, B1, B0, total, CollectiveWait(0)], []) == 1 + 1 + 2 + 2 + 6
+    assert hand([F0, F1, B1, total, CollectiveWait(0), B0], []) == 1 + 1 + 2 + 6 + 2
 
 
 def test_a_gather_ahead() -> None:
-    gathers = [Start(0, "all_gather", 4e6, 2), Start(1, "all_gather", 4e6, 2)]
-    assert hand([*gathers, JournalWait(0), F0, JournalWait(1), F1], []) == 2 + max(1, 2) + 1
-    assert hand([gathers[0], JournalWait(0), F0, gathers[1], JournalWait(1), F1], []) == 2 + 1 + 2 + 1
+    gathers = [CollectiveStart(0, "all_gather", 4e6, 2), CollectiveStart(1, "all_gather", 4e6, 2)]
+    assert hand([*gathers, CollectiveWait(0), F0, CollectiveWait(1), F1], []) == 2 + max(1, 2) + 1
+    assert hand([gathers[0], CollectiveWait(0), F0, gathers[1], CollectiveWait(1), F1], []) == 2 + 1 + 2 + 1
 
 
 def test_an_update_on_shared_processors() -> None:
     at = setting(config_for(0))
-    spent = StepWork(forward=[1.0], backward=[2.0], per_element=0.5, busy=2.0)
+    spent = StepWork(forward=[1.0], backward=[2.0], per_element=0.5, contention=2.0)
     found = run(StepProgram([[F0, B0]], [OptimizerUpdate(4)]), at, spent, machine())
     assert found.seconds == found.compute == 2 * (1 + 2 + 2)
     assert found.exposed == 0
@@ -72,7 +78,7 @@ def test_an_update_on_shared_processors() -> None:
 
 def small(at: PlanSetting) -> int:
     """Elements below the threshold of ``NOTHING_KEPT``."""
-    return sum(spec.numel for spec in at.facts.specs if spec.numel < 1000)
+    return sum(spec.numel for spec in at.model.specs if spec.numel < 1000)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -81,8 +87,8 @@ def test_a_slow_link_is_all_there_is(stage: int, ways: int, ranks: int) -> None:
     """With nothing to compute a step is what a rank sends, 4 (6 at stage 3) bytes per parameter and (N-1)/N of it,
     by the closed formula of ``link_time``."""
     at = setting(config_for(stage, bf16=True, **(NOTHING_KEPT if stage == 3 else {})), ranks)
-    found = step_time(at, work(len(at.facts.calls), 0, 0), machine())
-    moved = ways * at.facts.numel
+    found = step_time(at, work(len(at.model.calls), 0, 0), machine())
+    moved = ways * at.model.numel
     if stage == 3:  # the table of tokens is the head, too; what is small is gathered once
         moved += 1000 * 128 - small(at)
     nbytes = 2.0 * moved * (ranks - 1) / ranks
@@ -93,7 +99,7 @@ def test_a_slow_link_is_all_there_is(stage: int, ways: int, ranks: int) -> None:
 def test_an_infinite_network_leaves_the_arithmetic() -> None:
     for stage in range(4):
         at = setting(config_for(stage, gas=2))
-        calls = len(at.facts.calls)
+        calls = len(at.model.calls)
         found = step_time(at, work(calls), machine(FAST))
         assert found.seconds == pytest.approx(2 * calls * 3.0, rel=1e-6)
         assert found.exposed == pytest.approx(0, abs=1e-6)
@@ -103,7 +109,7 @@ def test_an_infinite_network_leaves_the_arithmetic() -> None:
 def test_bounds(stage: int) -> None:
     """Never shorter than the longer of arithmetic and link, never longer than both one after the other."""
     at = setting(config_for(stage, bf16=True, **(NOTHING_KEPT if stage == 3 else {})))
-    calls = len(at.facts.calls)
+    calls = len(at.model.calls)
     alone = step_time(at, work(calls, 0, 0), machine()).seconds
     for each in (0.01, 0.05, 0.2):
         arithmetic = calls * 3 * each
@@ -118,7 +124,7 @@ def test_foresight_hides_gathers() -> None:
     for ahead in (0, 10**7):
         zero = {**config["zero_optimization"], "stage3_prefetch_bucket_size": ahead}
         at = setting({**config, "zero_optimization": zero})
-        found[ahead] = step_time(at, work(len(at.facts.calls), 0.1, 0.2), machine()).seconds
+        found[ahead] = step_time(at, work(len(at.model.calls), 0.1, 0.2), machine()).seconds
     assert found[10**7] < found[0]
 
 
@@ -138,7 +144,7 @@ def test_groups_keep_gathers_within_a_node() -> None:
     config = config_for(3, bf16=True, zero_hpz_partition_size=2, **NOTHING_KEPT)
     at = setting(config, 4)
     near = step_time(at, nothing, machine(per_node=2)).seconds
-    assert near == pytest.approx(4 * at.facts.numel / 2 / SLOW.rate, rel=0.02)
+    assert near == pytest.approx(4 * at.model.numel / 2 / SLOW.rate, rel=0.02)
     apart = step_time(at, nothing, machine(per_node=1)).seconds
     assert apart > 1.5 * near
 
@@ -148,7 +154,7 @@ def test_copies_in_groups() -> None:
     nothing = work(20, 0, 0)
     at = setting(config_for(3, bf16=True, mics_shard_size=2, **NOTHING_KEPT), 4)
     near = step_time(at, nothing, machine(per_node=2)).seconds
-    assert near == pytest.approx(2 * 2 * at.facts.numel / 2 / SLOW.rate, rel=0.02)
+    assert near == pytest.approx(2 * 2 * at.model.numel / 2 / SLOW.rate, rel=0.02)
 
 
 @pytest.mark.parametrize("offload", [{"device": "cpu"}, {"device": "nvme", "nvme_path": "."}])
@@ -156,13 +162,13 @@ def test_an_update_on_the_host(offload: dict[str, Any]) -> None:
     """As long as the slowest of its parts: the host's arithmetic, the way back, the files."""
     at = setting(config_for(2, bf16=True, offload_optimizer=offload), ranks=1)
     device = replace(DEVICES["h100"], host_update=1e-6, host_rate=1e12, storage_rate=1e12)
-    nothing = work(len(at.facts.calls), 0, 0)
+    nothing = work(len(at.model.calls), 0, 0)
     fabric = Fabric(ranks_per_node=1, between=SLOW, inside=FAST)
     found = step_time(at, nothing, StepMachine(fabric=fabric, device=device)).seconds
-    assert found == pytest.approx(at.facts.numel * 1e-6, rel=0.01)
+    assert found == pytest.approx(at.model.numel * 1e-6, rel=0.01)
     slow = replace(device, storage_rate=1e6)
     slower = step_time(at, nothing, StepMachine(fabric=fabric, device=slow)).seconds
-    assert slower == pytest.approx(found if offload["device"] == "cpu" else at.facts.numel * 24e-6, rel=0.1)
+    assert slower == pytest.approx(found if offload["device"] == "cpu" else at.model.numel * 24e-6, rel=0.1)
 
 
 def test_layers_that_exchange() -> None:
@@ -207,9 +213,9 @@ def test_ranks_limit_themselves() -> None:
     """A link is no faster than those who send; a sum is added up by the thread that waits."""
     costs = Costs(start={"reduce_scatter": 0.5}, byte=1e-6, sum=2e-6)
     fabric = Fabric(ranks_per_node=1, between=FAST, inside=FAST, costs=costs, background=False)
-    total = Start(0, "reduce_scatter", 2e6, 2)
+    total = CollectiveStart(0, "reduce_scatter", 2e6, 2)
     at = setting(config_for(2))
-    found = run(StepProgram([[total, JournalWait(0)]], []), at, work(1), StepMachine(fabric=fabric))
+    found = run(StepProgram([[total, CollectiveWait(0)]], []), at, work(1), StepMachine(fabric=fabric))
     assert found.seconds == pytest.approx(0.5 + 1 + 2)
     assert found.compute == pytest.approx(2)
 
@@ -217,17 +223,17 @@ def test_ranks_limit_themselves() -> None:
 def test_a_burst_is_saved_between_steps() -> None:
     """10 MB at 1 MB/s, after 2 s of rest in each step: 2 MB have been saved, of the 5 MB that could be."""
     link = NetworkSpec(name="bucket", rate=1e6, burst=5e6, peak=1e12)
-    program = StepProgram([[F0, F1, Start(0, "all_gather", 20e6, 2), JournalWait(0)]], [])
+    program = StepProgram([[F0, F1, CollectiveStart(0, "all_gather", 20e6, 2), CollectiveWait(0)]], [])
     found = run(program, setting(config_for(1)), work(2), machine(link)).seconds
     assert found == pytest.approx(2 + 10 - 2, rel=1e-3)
-    rests = StepProgram([[F0, F1, Start(0, "all_gather", 1e6, 2), JournalWait(0)]], [])
+    rests = StepProgram([[F0, F1, CollectiveStart(0, "all_gather", 1e6, 2), CollectiveWait(0)]], [])
     assert run(rests, setting(config_for(1)), work(2), machine(link)).seconds == pytest.approx(2, rel=1e-3)
 
 
 def test_halves_of_a_sum_over_gloo() -> None:
     """The second half begins when someone waits for it: computation before that overlaps only with the first half."""
-    total = Start(0, "all_reduce", 4e6, 2)  # 2 s and 2 s
+    total = CollectiveStart(0, "all_reduce", 4e6, 2)  # 2 s and 2 s
     at = setting(config_for(0))
-    program = StepProgram([[total, F0, F1, JournalWait(0)]], [])
+    program = StepProgram([[total, F0, F1, CollectiveWait(0)]], [])
     assert run(program, at, work(2, 5.0), machine(background=True)).seconds == 10
     assert run(program, at, work(2, 5.0), machine(background=False)).seconds == 12

@@ -29,9 +29,9 @@ from deepspeed.tools.autotuning.space import (
     choices_of,
     key_of,
     threads_to_try,
-    without_same_sizes,
+    without_ineffective_sizes,
 )
-from deepspeed.tools.autotuning.step_model import Parts, PlannedPoint, StepModel, parts_of
+from deepspeed.tools.autotuning.step_model import PlannedPoint, StepBreakdown, StepModel, step_breakdown
 from tests.tools.autotuning.made_up import tuner
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
@@ -45,40 +45,43 @@ def test_the_space() -> None:
     wide = choices_of({}, {}, fast=False)
     assert not any(
         choice.changes
-        for room in wide.rooms(0)
+        for room in wide.memory_combinations(0)
         for choice in room
         if choice.changes[0][0].startswith(OFFLOAD)
     )
-    assert {key for room in wide.rooms(1) for choice in room for key, _ in choice.changes} == {
+    assert {key for room in wide.memory_combinations(1) for choice in room for key, _ in choice.changes} == {
         BUDGET, f"{OFFLOAD}.device", f"{OFFLOAD}.ratio",
     }  # fmt: skip
-    keys = {stage: {choice.changes[0][0] for choice in wide.fines(stage)} for stage in (2, 3)}
+    keys = {stage: {choice.changes[0][0] for choice in wide.speed_choices(stage)} for stage in (2, 3)}
     assert keys == {2: {BUCKET}, 3: {BUCKET, PREFETCH}}
     given = {"zero_optimization": {"reduce_bucket_size": 10, "offload_optimizer": {"device": "cpu"}}}
     left = choices_of(given, {TENSOR: [1, 2], THREADS: [1, 3]}, fast=False)
-    assert {key for room in left.rooms(3) for c in room for key, _ in c.changes} == {BUDGET, TENSOR}
-    assert {choice.changes[0][0] for choice in left.fines(3)} == {PREFETCH, THREADS}
-    assert len(list(left.everything(3))) == 2 * 3 * 3 * 3 and len(left.to_plan([3])) == 6 * (1 + 2 + 2)
+    assert {key for room in left.memory_combinations(3) for c in room for key, _ in c.changes} == {
+        BUDGET,
+        TENSOR,
+    }
+    assert {choice.changes[0][0] for choice in left.speed_choices(3)} == {PREFETCH, THREADS}
+    assert len(list(left.all_combinations(3))) == 2 * 3 * 3 * 3 and len(left.to_plan([3])) == 6 * (1 + 2 + 2)
     for numel, kept in ((10**6, set()), (10**7, {BUCKET, PREFETCH}), (10**9, {BUCKET, PREFETCH})):
-        assert {c.changes[0][0] for c in without_same_sizes(wide, numel, ()).fines(3)} == kept
-    assert len(list(without_same_sizes(wide, 10**7, ()).fines(3))) == 2
-    assert len(list(without_same_sizes(wide, 10**6, [BUCKET]).fines(3))) == 2
+        assert {c.changes[0][0] for c in without_ineffective_sizes(wide, numel, ()).speed_choices(3)} == kept
+    assert len(list(without_ineffective_sizes(wide, 10**7, ()).speed_choices(3))) == 2
+    assert len(list(without_ineffective_sizes(wide, 10**6, [BUCKET]).speed_choices(3))) == 2
     point = Point(2, 4, 2).with_choice(SpaceChoice(((BUCKET, 10),))).with_choice(SpaceChoice(((BUCKET, 20),)))
     assert point.changes == {BUCKET: 20} and point.name() == "z2_gas2_tmbspg4_reducebucketsize20"
-    assert Point(0, 1, 1, (SpaceChoice(((TENSOR, 2),)),)).parts() == 2
+    assert Point(0, 1, 1, (SpaceChoice(((TENSOR, 2),)),)).model_ranks() == 2
     assert [c.changes for c in threads_to_try(16, 2)] == [(), ((THREADS, 4),)] and len(
         threads_to_try(2, 2)
     ) == 1
 
 
 def test_parts_of_a_step() -> None:
-    assert parts_of(1.0, None) == Parts(1.0)
+    assert step_breakdown(1.0, None) == StepBreakdown(1.0)
     told = {"fwd": 200.0, "bwd_allreduce": 100.0, "step": 300.0, "exposed_comm": 150.0, "data": 50.0}
-    found = parts_of(1.0, told)
+    found = step_breakdown(1.0, told)
     assert found.exposed == 0.15 and found.update == 0.25 and found.data == 0.05
     assert found.total == pytest.approx(1.0) and found.compute == pytest.approx(0.55)
     # Where waits within the step are known, those in the middle of a backward are not taken for them.
-    found = parts_of(1.0, {**told, "bwd_allreduce": 0.0, "step": 100.0, "step_waits": 20.0})
+    found = step_breakdown(1.0, {**told, "bwd_allreduce": 0.0, "step": 100.0, "step_waits": 20.0})
     assert found.update == pytest.approx(0.08) and found.compute == pytest.approx(0.72)
 
 
@@ -139,11 +142,11 @@ def test_a_rank_that_waited_by_chance_misleads_nobody() -> None:
 def test_what_cannot_save_anything_is_not_run() -> None:
     search = Search("throughput", planned_of, 2)
     fine = SpaceChoice(((BUCKET, 5_000_000),), "exposed communication")
-    search.measured(Point(0, 1), 1.0, {"exposed_comm": 20.0, "bwd_allreduce": 20.0})
-    search.measured(Point(0, 4), 3.9, {"exposed_comm": 78.0, "bwd_allreduce": 78.0})
+    search.record(Point(0, 1), 1.0, {"exposed_comm": 20.0, "bwd_allreduce": 20.0})
+    search.record(Point(0, 4), 3.9, {"exposed_comm": 78.0, "bwd_allreduce": 78.0})
     assert search.may_save(Point(0, 1), fine) == pytest.approx(0.02)
     assert search.next(lambda _: [], lambda _: [fine]) is None and "was measured" in search.reason
-    search.measured(Point(0, 4), 3.9, {"exposed_comm": 800.0, "bwd_allreduce": 800.0})
+    search.record(Point(0, 4), 3.9, {"exposed_comm": 800.0, "bwd_allreduce": 800.0})
     assert search.next(lambda _: [], lambda _: [fine]) == Point(0, 4, 1, (fine,))
 
 
@@ -368,11 +371,11 @@ def test_peaks_tell_what_a_sample_takes() -> None:
     needs = MemoryNeeds({**info, "resident": 1000, "device_type": "cpu"}, (), 1500)
     assert needs.free() == 1500 and needs.states(Point(0, 1)) == 100 and needs.per_sample() == 10
     assert needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 100) // 10
-    needs.learn({Point(0, 1): 1000 + 100 + 20 + 7, Point(0, 4): 1000 + 100 + 80 + 7})
+    needs.fit({Point(0, 1): 1000 + 100 + 20 + 7, Point(0, 4): 1000 + 100 + 80 + 7})
     assert needs.per_sample() == 20 and needs.unexplained_bytes == 7
     assert needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 107) // 20
     needs = MemoryNeeds({**info, "resident": 1000, "device_type": "cpu"}, (), 1500)
-    needs.learn({Point(0, 1): 1000 + 100 + 10 + 300})  # one run tells what the plan has missed
+    needs.fit({Point(0, 1): 1000 + 100 + 10 + 300})  # one run tells what the plan has missed
     assert needs.unexplained_bytes == 300 and needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 400) // 10
     two = (SpaceChoice(((BUCKET, 1),)), SpaceChoice(((PREFETCH, 1),)))
     plans = [(Point(3, 1), 10), (Point(3, 1, 1, two[:1]), 15), (Point(3, 1, 1, two[1:]), 12)]

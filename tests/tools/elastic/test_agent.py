@@ -9,7 +9,7 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from deepspeed.tools.elastic import DSElasticAgent
-from deepspeed.tools.launcher.agent import OneMachine
+from deepspeed.tools.launcher.agent import SingleMachineRendezvous
 
 WORKER = """
 import os, pathlib, sys
@@ -27,7 +27,7 @@ def test_workers_get_the_environment_and_are_started_anew(tmp_path: Path) -> Non
         local_world_size=1,
         entrypoint=sys.executable,
         args=("-S", "-c", WORKER.replace("$", "$$"), str(tmp_path / "seen")),
-        rdzv_handler=OneMachine("127.0.0.1", 29417),
+        rdzv_handler=SingleMachineRendezvous("127.0.0.1", 29417),
         max_restarts=1,
         monitor_interval=0.05,
     )

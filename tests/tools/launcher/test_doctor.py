@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from deepspeed.tools.doctor import (
     OK,
     WARNING,
     DoctorFinding,
-    collect,
-    findings_between,
-    findings_of,
+    check_machine,
+    compare_machines,
+    report_this_machine,
     table,
 )
-from deepspeed.tools.launcher.hosts import pairs
+from deepspeed.tools.launcher.hosts import bandwidth
 from tests.pool import free_port
 from tests.tools.launcher import fake_machines
 
@@ -54,7 +55,7 @@ def wrong(findings: Any) -> list[tuple[str, str]]:
 
 
 def test_a_good_machine_has_nothing_to_remedy() -> None:
-    assert wrong(findings_of(FINE, "h")) == [] and wrong(findings_between(FINE, FINE, "h", 0.5)) == []
+    assert wrong(check_machine(FINE, "h")) == [] and wrong(compare_machines(FINE, FINE, "h", 0.5)) == []
 
 
 @pytest.mark.parametrize(
@@ -73,12 +74,12 @@ def test_a_good_machine_has_nothing_to_remedy() -> None:
     ],
 )
 def test_what_is_wrong_with_one_machine(fact: dict[str, Any], check: str, state: str) -> None:
-    assert wrong(findings_of({**FINE, **fact}, "h")) == [(check, state)]
+    assert wrong(check_machine({**FINE, **fact}, "h")) == [(check, state)]
 
 
 @pytest.mark.parametrize("value", ["eth", "eth0", "^docker0,lo", "=eth0", "^=eth", "ib0,eth0"])
 def test_lists_of_interfaces(value: str) -> None:
-    assert wrong(findings_of({**FINE, "chosen": {"NCCL_SOCKET_IFNAME": value}}, "h")) == []
+    assert wrong(check_machine({**FINE, "chosen": {"NCCL_SOCKET_IFNAME": value}}, "h")) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_lists_of_interfaces(value: str) -> None:
     ],
 )
 def test_what_only_a_comparison_shows(fact: Any, offset_s: float, check: str, state: str) -> None:
-    assert wrong(findings_between(FINE, {**FINE, **fact}, "h", offset_s)) == [(check, state)]
+    assert wrong(compare_machines(FINE, {**FINE, **fact}, "h", offset_s)) == [(check, state)]
 
 
 def test_the_table_has_a_remedy_below_each_line() -> None:
@@ -107,10 +108,10 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        facts = collect(port, str(tmp_path), "token", ("127.0.0.1", port))
+        facts = report_this_machine(port, str(tmp_path), "token", ("127.0.0.1", port))
     assert not facts["port_free"] and facts["sees_token"] and facts["reaches"] == "" and facts["writable"]
     assert "RANK" in facts["left_over"] and facts["versions"]["torch"]
-    assert collect(port, str(tmp_path), "other", ("127.0.0.1", port))["reaches"].startswith(
+    assert report_this_machine(port, str(tmp_path), "other", ("127.0.0.1", port))["reaches"].startswith(
         f"127.0.0.1:{port}: "
     )
 
@@ -144,45 +145,54 @@ def test_machines_of_a_hostfile(hosts: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_pair_meets_once_and_no_machine_is_in_two_pairs_of_a_round() -> None:
-    for count in (2, 3, 4, 5, pairs.ALL_PAIRS_OF, pairs.ALL_PAIRS_OF + 1):
+    for count in (2, 3, 4, 5, bandwidth.ALL_PAIRS_OF, bandwidth.ALL_PAIRS_OF + 1):
         names = [str(number) for number in range(count)]
-        found = list(pairs.rounds(names))
+        found = list(bandwidth.rounds(names))
         assert all(len({name for pair in each for name in pair}) == 2 * len(each) for each in found)
         met = [frozenset(pair) for each in found for pair in each]
         neighbours = {frozenset((a, b)) for a, b in zip(names, [*names[1:], names[0]], strict=True)}
         wanted = {frozenset(pair) for pair in itertools.combinations(names, 2)}
         assert len(met) == len(set(met)) and set(met) == (
-            wanted if count <= pairs.ALL_PAIRS_OF else neighbours
+            wanted if count <= bandwidth.ALL_PAIRS_OF else neighbours
         )
-    assert [len(list(pairs.rounds([""] * count))) for count in (4, 5, 100)] == [3, 5, 2]
+    assert [len(list(bandwidth.rounds([""] * count))) for count in (4, 5, 100)] == [3, 5, 2]
 
 
 def test_a_slow_pair_and_one_that_does_not_connect() -> None:
     rates = {("a", "b"): 900e6, ("b", "a"): 880e6, ("a", "c"): 100e6, ("c", "a"): 890e6}
     rates |= {("b", "c"): "c:4: refused", ("c", "b"): 890e6}
-    found = {each.machine: each for each in doctor.findings_of_pairs(rates)}
+    found = {each.machine: each for each in doctor.check_bandwidths(rates)}
     assert {name: each.state for name, each in found.items()} == {"a - b": OK, "a - c": WARNING, "b - c": BAD}
     assert found["a - c"].found == "to c 100 MB/s, to a 890 MB/s" and "cable" in found["a - c"].remedy
     assert found["b - c"].found == "c:4: refused; to b 890 MB/s" and "firewall" in found["b - c"].remedy
 
 
 def test_only_who_knows_the_secret_is_counted() -> None:
-    secret = "0" * pairs.SECRET_BYTES
+    secret = "0" * bandwidth.SECRET_BYTES
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=pairs._receive_all, args=(listener, secret), daemon=True).start()
+        threading.Thread(target=bandwidth._receive_all, args=(listener, secret), daemon=True).start()
         port = listener.getsockname()[1]
-        assert float(pairs.send("127.0.0.1", port, secret)) > 1e6
-        assert isinstance(pairs.send("127.0.0.1", port, "1" * pairs.SECRET_BYTES), str)
+        assert float(bandwidth.send("127.0.0.1", port, secret)) > 1e6
+        assert isinstance(bandwidth.send("127.0.0.1", port, "1" * bandwidth.SECRET_BYTES), str)
         listener.shutdown(socket.SHUT_RDWR)  # ends the thread
     free = free_port()
-    assert "refused" in str(pairs.send("127.0.0.1", free, secret))
+    assert "refused" in str(bandwidth.send("127.0.0.1", free, secret))
+
+
+def test_a_late_answer_is_not_that_of_the_next_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "ANSWER_S", 0.1)
+    with bandwidth._Machine([sys.executable, "-c", "input(); print(1.0)"]) as machine:
+        assert machine.answer() == "no answer"
+        monkeypatch.undo()
+        machine.ask([])
+        assert machine.answer() == "no answer"
 
 
 def test_names_of_machines() -> None:
     facts = {"host": "w0", "unknown": ["w1"], "own_address": "127.0.1.1", "chosen": {}}
-    assert [each.state for each in doctor.findings_of_names(facts, "w0")] == [WARNING, WARNING]
+    assert [each.state for each in doctor.check_names(facts, "w0")] == [WARNING, WARNING]
     facts |= {"unknown": [], "chosen": {"GLOO_SOCKET_IFNAME": "eth0"}}
-    assert [each.state for each in doctor.findings_of_names(facts, "w0")] == [OK, OK]
+    assert [each.state for each in doctor.check_names(facts, "w0")] == [OK, OK]
 
 
 def test_a_hostfile_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.tools.launcher.agent import Prefixed
+from deepspeed.tools.launcher.agent import PrefixedOutput
 from tests.tools.launcher.programs import deepspeed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -20,7 +20,7 @@ def test_lines_are_whole_and_have_their_rank(tmp_path: Path, monkeypatch: pytest
     out, err = io.BytesIO(), io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err))
-    streams = Prefixed(tmp_path)
+    streams = PrefixedOutput(tmp_path)
     for local_rank in range(2):
         (tmp_path / str(local_rank)).mkdir()
     paths = [streams.pipes(i, str(i + 4)) for i in range(2)]

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from deepspeed.tools.launcher.hosts import several
+from deepspeed.tools.launcher.hosts import multi_host
 from tests.tools.launcher.programs import TIMEOUT_S, environment
 
 
@@ -26,7 +26,7 @@ from tests.tools.launcher.programs import TIMEOUT_S, environment
     ],
 )
 def test_lines(line: str, code: int | None) -> None:
-    assert several.code_of(line) == code
+    assert multi_host.code_of(line) == code
 
 
 @pytest.mark.parametrize(("ends", "code"), [("1: Exited with exit code 7", 7), ("nothing", 143), ("", 0)])
@@ -43,8 +43,8 @@ def test_the_code_is_that_of_the_first_line(ends: str, code: int) -> None:
         program = "import sys; sys.exit(143)"
     outside = f"""
         import os, sys
-        from deepspeed.tools.launcher.hosts import several
-        sys.exit(several.run_srun([sys.executable, "-c", {textwrap.dedent(program)!r}], dict(os.environ)))
+        from deepspeed.tools.launcher.hosts import multi_host
+        sys.exit(multi_host.run_srun([sys.executable, "-c", {textwrap.dedent(program)!r}], dict(os.environ)))
     """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(outside)],

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import deepspeed
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.parallel.tensor.mappings import copy_to, sum_own
+from deepspeed.parallel.tensor.mappings import copy_to, reduce_from_
 from deepspeed.transforms.recompute import checkpointing as ds
 from deepspeed.transforms.recompute.budget import Budget, MemoryBudget, budget_blocks, report
 from tests.allocations import counted
@@ -318,7 +318,7 @@ class Split(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.up(copy_to(x, self.group)))
-        return torch.tanh(x + sum_own(self.down(h), self.group))
+        return torch.tanh(x + reduce_from_(self.down(h), self.group))
 
 
 @distributed(world_size=2)

@@ -188,11 +188,11 @@ class LivePage:
             return {"memory": memory_of(device), "skipped": skipped, **ranks.table()}
 
         self.recorder = LiveRecorder(folder, info, measure, entry=entry)
-        self.recorder.history.set_facts(run=info)
+        self.recorder.history.set_state(run=info)
         engine.monitor.also_to(RecordSink(self.recorder, RECORDED_CURVES))
         if self.config.serve:
             self._serve(self.recorder, folder)
-            entry.facts["address"] = self.server.address if self.server is not None else None
+            entry.metadata["address"] = self.server.address if self.server is not None else None
 
     def _serve(self, recorder: LiveRecorder, folder: Path) -> None:
         try:

@@ -30,8 +30,8 @@ from deepspeed.observe.timeline.recorder import (
     PHASE,
     STEP,
     WAIT,
-    Operations,
-    Replaced,
+    MethodPatches,
+    OperationProfile,
     TimelineRecorder,
 )
 
@@ -48,8 +48,8 @@ class Timeline:
         self.engine, self.config = engine, config
         self.folder = make_folder("trace.path", config.path)
         self.recorder: TimelineRecorder | None = None
-        self.operations: Operations | None = None
-        self.replaced = Replaced()
+        self.operations: OperationProfile | None = None
+        self.replaced = MethodPatches()
         self._hooks: list[Any] = []
         self._begun: dict[str, int] = {}
         self._last: tuple[str, int] | None = None  # the last phase that ended, and its end time
@@ -89,7 +89,7 @@ class Timeline:
 
     def _begin(self) -> None:
         engine = self.engine
-        self.operations = Operations() if self.config.operations else None
+        self.operations = OperationProfile() if self.config.operations else None
         recorder = self.recorder = TimelineRecorder()
         self._step_began = recorder.now()
         during: list[tuple[str, Callable[..., None]]] = [

@@ -1,6 +1,6 @@
 """The documented functions that send tensors between neighbouring stages, for custom training loops.
 
-The engine does not use them: its channels (``channel.py``) also transmit shapes and dtypes.
+The engine does not use them: its channels (``channels.py``) also transmit shapes and dtypes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +18,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
 
 
-def without_graph(value: Any) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a nest with each tensor replaced by what ``change`` returns."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return change(value)
     if isinstance(value, dict):
-        return {key: without_graph(item) for key, item in value.items()}
-    return type(value)(map(without_graph, value)) if type(value) in (tuple, list) else value
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    return type(value)(map_tensors(item, change) for item in value) if type(value) in (tuple, list) else value
+
+
+def without_graph(value: Any) -> Any:
+    return map_tensors(value, Tensor.detach)
 
 
 class _Alias(torch.autograd.Function):
@@ -38,19 +44,11 @@ class _Alias(torch.autograd.Function):
 def writable(value: Any) -> Any:
     """Alias tensors that require gradients as non-leaves of the same memory, so that layers such as
     ``nn.ReLU(inplace=True)`` may modify them: autograd forbids that for leaves, such as received tensors."""
-    if isinstance(value, Tensor):
-        return _Alias.apply(value) if value.requires_grad else value
-    if isinstance(value, dict):
-        return {key: writable(item) for key, item in value.items()}
-    return type(value)(map(writable, value)) if type(value) in (tuple, list) else value
+    return map_tensors(value, lambda tensor: _Alias.apply(tensor) if tensor.requires_grad else tensor)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    return type(value)(to_device(item, device) for item in value) if type(value) in (tuple, list) else value
+    return map_tensors(value, lambda tensor: tensor.detach().to(device))
 
 
 def mean_of(values: list[Any]) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.schedules import orders
-from deepspeed.parallel.pipeline.schedules.orders import Durations, Kind, Order, simulate
+from deepspeed.parallel.pipeline.schedules.orders import ActionKind, Durations, Order, simulate
 from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
 
 AUTO = "auto"
@@ -136,13 +136,13 @@ class OrderChoice:
         except ValueError as error:
             raise DeepSpeedConfigError(f"pipeline.schedule={self.schedule!r}: {error}") from error
 
-    def learn(self, seconds: Mapping[Kind, Sequence[float]], stage: int, device: torch.device) -> None:
+    def learn(self, seconds: Mapping[ActionKind, Sequence[float]], stage: int, device: torch.device) -> None:
         """Record what this stage measured in a batch, and move to the next phase. Collective over all ranks, which
         reach the same decision."""
         if self.phase == _CHOSEN:
             return
         if self.timed:
-            own = [median(seconds.get(kind) or [0.0]) for kind in Kind]
+            own = [median(seconds.get(kind) or [0.0]) for kind in ActionKind]
             self._durations[self._current()] = _exchanged(own, stage, self.layout.stages, device)
         self.phase += 1
         micro_batches = self._known.micro_batches if self._known is not None else 1

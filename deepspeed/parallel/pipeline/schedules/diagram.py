@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind, Simulation
+from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind, Simulation
 
-COLOURS = {Kind.FORWARD: "#d7e8f4", Kind.BACKWARD: "#fbe3d3", Kind.WEIGHTS: "#e0eeda"}
+COLOURS = {ActionKind.FORWARD: "#d7e8f4", ActionKind.BACKWARD: "#fbe3d3", ActionKind.WEIGHTS: "#e0eeda"}
 INK, BORDER, WAIT = "#1d2b36", "#7d8b96", "#f4f6f8"
 LEFT, ROW, GAP, TITLE = 76, 26, 16, 22
 LEGIBLE = 13
@@ -62,9 +62,9 @@ def _action(action: Action, x: float, y: float, width: float) -> list[str]:
 def _legend(top: float) -> list[str]:
     parts, x = [], float(LEFT)
     names = {
-        Kind.FORWARD: "forward",
-        Kind.BACKWARD: "backward",
-        Kind.WEIGHTS: "deferred weight gradients",
+        ActionKind.FORWARD: "forward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.WEIGHTS: "deferred weight gradients",
     }
     for kind, name in names.items():
         parts += [_box(x, top, 24, COLOURS[kind]), _text(x + 32, top + ROW / 2, name, anchor="start")]

@@ -18,7 +18,7 @@ from enum import Enum
 from deepspeed.base.exceptions import ExplainedError
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     """Input gradients; weight gradients too if no WEIGHTS action follows."""
@@ -27,7 +27,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
     chunk: int = 0
 
@@ -45,9 +45,9 @@ class Durations:
     send: float = 0.0
 
     def of(self, action: Action, *, split: bool) -> float:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return self.forward
-        if action.kind is Kind.WEIGHTS:
+        if action.kind is ActionKind.WEIGHTS:
             return self.weights
         return self.backward if split else self.backward + self.weights
 
@@ -83,7 +83,7 @@ class Order:
 
     def check(self) -> Order:
         """Return self. ValueError: on some stage an action is missing, duplicated, or before one it depends on."""
-        kinds = (Kind.FORWARD, Kind.BACKWARD, *((Kind.WEIGHTS,) if self.split else ()))
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, *((ActionKind.WEIGHTS,) if self.split else ()))
         for stage, actions in enumerate(self.actions):
             place = {action: number for number, action in enumerate(actions)}
             if len(place) != len(actions):
@@ -102,10 +102,10 @@ class Order:
     def held(self, stage: int) -> int:
         """Return the maximum number of micro-batches x chunks whose activations the stage holds at a time. With split
         backwards, activations are held until WEIGHTS."""
-        last = Kind.WEIGHTS if self.split else Kind.BACKWARD
+        last = ActionKind.WEIGHTS if self.split else ActionKind.BACKWARD
         now = most = 0
         for action in self.actions[stage]:
-            now += (action.kind is Kind.FORWARD) - (action.kind is last)
+            now += (action.kind is ActionKind.FORWARD) - (action.kind is last)
             most = max(most, now)
         return most
 
@@ -157,14 +157,14 @@ class DeadlockError(ExplainedError, ValueError):
 
 
 def ready_time(
-    action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order
+    action: Action, stage: int, ends: dict[tuple[ActionKind, int, int], float], order: Order
 ) -> float | None:
     """Return the time at which the other chunks have produced an action's inputs, excluding transfer; None: not yet."""
     number = order.position(action.chunk, stage)
-    if action.kind is Kind.FORWARD:
-        return 0.0 if number == 0 else ends.get((Kind.FORWARD, action.micro_batch, number - 1))
-    if action.kind is Kind.BACKWARD and number < order.stages * order.chunks - 1:
-        return ends.get((Kind.BACKWARD, action.micro_batch, number + 1))
+    if action.kind is ActionKind.FORWARD:
+        return 0.0 if number == 0 else ends.get((ActionKind.FORWARD, action.micro_batch, number - 1))
+    if action.kind is ActionKind.BACKWARD and number < order.stages * order.chunks - 1:
+        return ends.get((ActionKind.BACKWARD, action.micro_batch, number + 1))
     return 0.0
 
 
@@ -174,7 +174,7 @@ def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -
     A send overlaps computation and arrives ``send`` after the end of its action.
     """
     each = [durations] * order.stages if isinstance(durations, Durations) else list(durations)
-    ends: dict[tuple[Kind, int, int], float] = {}
+    ends: dict[tuple[ActionKind, int, int], float] = {}
     times: list[list[tuple[float, float]]] = [[] for _ in order.actions]
     moved = True
     while moved:
@@ -209,11 +209,11 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
     actions = []
     for stage in range(stages):
         ahead = min(stages - stage - 1, micro_batches)
-        own = [Action(Kind.FORWARD, number) for number in range(ahead)]
+        own = [Action(ActionKind.FORWARD, number) for number in range(ahead)]
         for number in range(micro_batches):
             if number + ahead < micro_batches:
-                own.append(Action(Kind.FORWARD, number + ahead))
-            own.append(Action(Kind.BACKWARD, number))
+                own.append(Action(ActionKind.FORWARD, number + ahead))
+            own.append(Action(ActionKind.BACKWARD, number))
         actions.append(tuple(own))
     return Order("1f1b", micro_batches, tuple(actions)).check()
 
@@ -221,7 +221,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
 def forward_only(stages: int, micro_batches: int, chunks: int = 1, *, zigzag: bool = False) -> Order:
     """Return the order of an evaluation: each chunk processes ``stages`` micro-batches before the next chunk starts."""
     own = [
-        Action(Kind.FORWARD, number, chunk)
+        Action(ActionKind.FORWARD, number, chunk)
         for start in range(0, micro_batches, stages)
         for chunk in range(chunks)
         for number in range(start, min(start + stages, micro_batches))
@@ -238,19 +238,21 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
         )
     total = micro_batches * chunks
 
-    def action(kind: Kind, number: int) -> Action:
+    def action(kind: ActionKind, number: int) -> Action:
         """Return the ``number``-th action of its kind: ``stages`` micro-batches through each chunk in turn."""
         turn, within = divmod(number, stages * chunks)
         chunk, offset = divmod(within, stages)
-        return Action(kind, turn * stages + offset, chunk if kind is Kind.FORWARD else chunks - 1 - chunk)
+        return Action(
+            kind, turn * stages + offset, chunk if kind is ActionKind.FORWARD else chunks - 1 - chunk
+        )
 
     actions = []
     for stage in range(stages):
         ahead = min(2 * (stages - stage - 1) + (chunks - 1) * stages, total)
-        own = [action(Kind.FORWARD, number) for number in range(ahead)]
+        own = [action(ActionKind.FORWARD, number) for number in range(ahead)]
         for number in range(total):
             if number + ahead < total:
-                own.append(action(Kind.FORWARD, number + ahead))
-            own.append(action(Kind.BACKWARD, number))
+                own.append(action(ActionKind.FORWARD, number + ahead))
+            own.append(action(ActionKind.BACKWARD, number))
         actions.append(tuple(own))
     return Order("interleaved", micro_batches, tuple(actions), chunks=chunks).check()

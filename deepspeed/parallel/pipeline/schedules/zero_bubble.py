@@ -14,8 +14,8 @@ from typing import NamedTuple
 from deepspeed.parallel.pipeline.schedules.orders import (
     EQUAL,
     Action,
+    ActionKind,
     Durations,
-    Kind,
     Order,
     ready_time,
     simulate,
@@ -44,14 +44,16 @@ def _with_lag(stages: int, micro_batches: int) -> Order:
     actions = []
     for stage in range(stages):
         ahead, lag = min(stages - stage, micro_batches), stage
-        own = [Action(Kind.FORWARD, number) for number in range(ahead)]
+        own = [Action(ActionKind.FORWARD, number) for number in range(ahead)]
         for number in range(micro_batches):
-            own.append(Action(Kind.BACKWARD, number))
+            own.append(Action(ActionKind.BACKWARD, number))
             if number >= lag:
-                own.append(Action(Kind.WEIGHTS, number - lag))
+                own.append(Action(ActionKind.WEIGHTS, number - lag))
             if number + ahead < micro_batches:
-                own.append(Action(Kind.FORWARD, number + ahead))
-        own += [Action(Kind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)]
+                own.append(Action(ActionKind.FORWARD, number + ahead))
+        own += [
+            Action(ActionKind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)
+        ]
         actions.append(tuple(own))
     return Order("zero-bubble", micro_batches, tuple(actions), split=True).check()
 
@@ -117,7 +119,7 @@ def _greedy(empty: Order, durations: Durations, limit: int) -> Order:
 class _Stage:
     """State of a stage in the greedy run."""
 
-    left: dict[tuple[Kind, int], int]
+    left: dict[tuple[ActionKind, int], int]
     """Next micro-batch of each kind and chunk: micro-batches stay in order."""
     weights: deque[Action] = field(default_factory=deque)
     """Pending W, whose B are done."""
@@ -158,9 +160,13 @@ class _GreedyRun:
         self._limit = limit
         self._ordering = ordering
         self._delay = 1e-9 if weights_last else 0.0
-        kinds = [(kind, chunk) for kind in (Kind.FORWARD, Kind.BACKWARD) for chunk in range(empty.chunks)]
+        kinds = [
+            (kind, chunk)
+            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            for chunk in range(empty.chunks)
+        ]
         self._stages = [_Stage(dict.fromkeys(kinds, 0)) for _ in range(empty.stages)]
-        self._ends: dict[tuple[Kind, int, int], float] = {}
+        self._ends: dict[tuple[ActionKind, int, int], float] = {}
 
     def order(self) -> Order | None:
         """Return the order; None if the limit on held micro-batches blocks all stages."""
@@ -182,7 +188,7 @@ class _GreedyRun:
             ready = self._earliest_start(action, number)
             if ready is not None:
                 start = max(stage.free, ready + self._durations.send if ready else 0.0)
-                rank = 0 if kind is Kind.BACKWARD else 1
+                rank = 0 if kind is ActionKind.BACKWARD else 1
                 candidates.append(_Candidate(start, rank, number, self._ordering(action), action))
         if stage.weights:
             candidates.append(_Candidate(stage.free + self._delay, 2, number, (0,), stage.weights[0]))
@@ -192,8 +198,8 @@ class _GreedyRun:
         """Return the earliest time at which an F or B may start, excluding transfer of its inputs; None: not yet."""
         empty = self._empty
         ready = ready_time(action, number, self._ends, empty)
-        if action.kind is Kind.BACKWARD:
-            forward = Kind.FORWARD, action.micro_batch, empty.position(action.chunk, number)
+        if action.kind is ActionKind.BACKWARD:
+            forward = ActionKind.FORWARD, action.micro_batch, empty.position(action.chunk, number)
             own = self._ends.get(forward)
             return None if ready is None or own is None else max(ready, own)
         full = self._stages[number].held + (empty.chunks - 1 - action.chunk) >= self._limit
@@ -204,20 +210,20 @@ class _GreedyRun:
         stage, action = self._stages[chosen.stage], chosen.action
         stage.free = chosen.start + self._durations.of(action, split=True)
         stage.done.append(action)
-        if action.kind is Kind.WEIGHTS:
+        if action.kind is ActionKind.WEIGHTS:
             stage.weights.popleft()
             stage.held -= 1
             return (chosen.stage,)
         stage.left[action.kind, action.chunk] += 1
         if action.micro_batch + 1 == self._empty.micro_batches:
             del stage.left[action.kind, action.chunk]
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             stage.held += 1
         else:
-            stage.weights.append(replace(action, kind=Kind.WEIGHTS))
+            stage.weights.append(replace(action, kind=ActionKind.WEIGHTS))
         place = self._empty.position(action.chunk, chosen.stage)
         self._ends[action.kind, action.micro_batch, place] = stage.free
-        after = place + (1 if action.kind is Kind.FORWARD else -1)  # the chunk that depends on this one
+        after = place + (1 if action.kind is ActionKind.FORWARD else -1)  # the chunk that depends on this one
         if 0 <= after < self._empty.stages * self._empty.chunks:
             return chosen.stage, stage_of_position(after, self._empty.stages, self._empty.zigzag)
         return (chosen.stage,)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.tracing import untraced
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import HeadAssignment
-from deepspeed.parallel.sequence.exchange import Exchange, communicator_of
+from deepspeed.parallel.sequence.exchange import HeadExchange
 from deepspeed.parallel.sequence.hf import parallel_state_sp
-from deepspeed.parallel.sequence.hf.masks import MaskRequest, WholeSequence, gather_sequence
-from deepspeed.parallel.sequence.hf.registration import Target, attention_function, register
+from deepspeed.parallel.sequence.hf.masks import DeferredMask, SequenceMetadata, gather_sequence
+from deepspeed.parallel.sequence.hf.registration import AttentionTarget, attention_function, register
 from deepspeed.parallel.sequence.ring import Ring, ring_attention
 from deepspeed.parallel.sequence.visibility import Visibility
 
@@ -107,7 +108,7 @@ class UlyssesSPAttentionHF(nn.Module):
         """
         if sequence_parallel_size == 1:
             return None
-        target = Target.of(model_name_or_path)
+        target = AttentionTarget.of(model_name_or_path)
         core = target.core_name(core_attn_implementation)
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and (length is None or length % sequence_parallel_size):
@@ -145,7 +146,7 @@ class UlyssesSPAttentionHF(nn.Module):
     ) -> tuple[Tensor, None]:
         """Compute attention, with the interface of Transformers' attention functions.
 
-        ``attention_mask`` is a `MaskRequest` (from the registered mask function), the padding [batch, own tokens], or
+        ``attention_mask`` is a `DeferredMask` (from the registered mask function), the padding [batch, own tokens], or
         None.
 
         Raises:
@@ -154,7 +155,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 with fewer heads than ranks.
         """
         if self.disable_in_eval and not self._is_training(module):
-            own = attention_mask.own_mask() if isinstance(attention_mask, MaskRequest) else attention_mask
+            own = attention_mask.local_mask() if isinstance(attention_mask, DeferredMask) else attention_mask
             out, _ = self.attn(module, query, key, value, own, *args, **kwargs)
             return out, None
         self.calls += 1
@@ -164,7 +165,7 @@ class UlyssesSPAttentionHF(nn.Module):
         if (query.shape[1], key.shape[1]) != (plan.heads, plan.kv_heads):  # layers may differ
             plan = HeadAssignment(query.shape[1], key.shape[1], comm.size)
         sequence = self._sequence(query, attention_mask, kwargs.pop("position_ids", None))
-        exchange = Exchange(comm, plan.lengths(comm.rank, sequence.lengths))
+        exchange = HeadExchange(comm, plan.lengths(comm.rank, sequence.lengths))
         keys, queries = plan.keys(comm.rank), plan.queries(comm.rank)
         query, key, value = exchange.to_heads((query, key, value), (queries, keys, keys))
         group = plan.group_of(comm.rank)
@@ -178,7 +179,7 @@ class UlyssesSPAttentionHF(nn.Module):
         else:
             local = _LocalHeads(module, group)
             out = _full_attention(self.attn, local, query, key, value, seen, sequence, args, kwargs)
-        back = Exchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
+        back = HeadExchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
         return back.to_tokens(out, queries), None
 
     def belong_to(self, model: nn.Module) -> None:
@@ -190,9 +191,9 @@ class UlyssesSPAttentionHF(nn.Module):
         model = self._model() if self._model is not None else None
         return (module if model is None else model).training
 
-    def _sequence(self, query: Tensor, mask: Any, positions: Tensor | None) -> WholeSequence:
+    def _sequence(self, query: Tensor, mask: Any, positions: Tensor | None) -> SequenceMetadata:
         comm, equal = communicator_of(self.process_group), self.equal_lengths
-        if isinstance(mask, MaskRequest):
+        if isinstance(mask, DeferredMask):
             packed = mask.is_packed() if positions is None else None
             return mask.whole(
                 lambda: gather_sequence(comm, query, positions, mask.padding, equal=equal, packed=packed)
@@ -219,7 +220,7 @@ class UlyssesSPAttentionHF(nn.Module):
             raise ValueError(
                 f"{name} passes {given[0]} to its attention, which sequence parallelism cannot shard"
             )
-        if isinstance(mask, MaskRequest) and (unknown := mask.unknown_parts()):
+        if isinstance(mask, DeferredMask) and (unknown := mask.unknown_parts()):
             raise ValueError(
                 f"{name} makes its attention mask with {', '.join(unknown)}, which cannot be derived from "
                 "shards of a sequence; sequence parallelism supports causal and full attention, sliding "
@@ -238,7 +239,7 @@ def shard_attention(
     """Set `UlyssesSPAttentionHF` over ``process_group`` as the attention of a Transformers model, for sequences of any
     length, and return the name of the local attention. ``layers``: number of layers that its first forward runs, if
     not all. ValueError: as in ``register_with_transformers``."""
-    target = replace(Target.of(model), layers=layers)
+    target = replace(AttentionTarget.of(model), layers=layers)
     core = target.core_name(None)
     attention = UlyssesSPAttentionHF(
         attn=attention_function(core),
@@ -296,7 +297,7 @@ def _full_attention(
     key: Tensor,
     value: Tensor,
     seen: Visibility,
-    sequence: WholeSequence,
+    sequence: SequenceMetadata,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.comm.collectives import communicator_of
 from deepspeed.parallel.sequence.assignment import shard_lengths
-from deepspeed.parallel.sequence.exchange import communicator_of
 
 IGNORED = -100
 """Label of tokens that are excluded from the loss."""

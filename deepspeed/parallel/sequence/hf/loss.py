@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
-from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.comm.collectives import Communicator, communicator_of
 
 
 @untraced

@@ -1,7 +1,7 @@
 """Deferred attention masks of Transformers models, resolved once the whole sequence is known.
 
 A mask built from one shard ignores document starts and padding in other shards. So the registered mask function returns
-a `MaskRequest`, which the model passes on in the mask's place, and from which the attention builds what it needs: an
+a `DeferredMask`, which the model passes on in the mask's place, and from which the attention builds what it needs: an
 ordinary mask in evaluation, or the `Visibility` of the whole sequence, for which position ids and padding are gathered
 once per forward.
 """
@@ -30,13 +30,13 @@ _KNOWN = {
 
 
 @dataclass(eq=False)
-class MaskRequest:
+class DeferredMask:
     """A deferred mask. ``arguments``: of the mask function; ``make``: the mask function of the local attention."""
 
     arguments: dict[str, Any]
     make: Callable[..., Any]
     _own: list[Any] = field(default_factory=list)
-    _sequence: WholeSequence | None = None
+    _sequence: SequenceMetadata | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ class MaskRequest:
             "and would only see one shard of the sequence"
         )
 
-    def own_mask(self) -> Any:
+    def local_mask(self) -> Any:
         """Return the mask without sequence parallelism."""
         if not self._own:
             self._own.append(self.make(**self.arguments))
@@ -58,7 +58,7 @@ class MaskRequest:
         """Padding mask [batch, own tokens], bool or int, 0 at padding."""
         return self.arguments.get("attention_mask")
 
-    def whole(self, make: Callable[[], WholeSequence]) -> WholeSequence:
+    def whole(self, make: Callable[[], SequenceMetadata]) -> SequenceMetadata:
         """Return this forward's whole sequence, which the first layer to call this creates by ``make``."""
         if self._sequence is None:
             self._sequence = make()
@@ -76,11 +76,11 @@ class MaskRequest:
         return sorted(parts_of_mask(self.arguments.get("mask_function")) - _KNOWN)
 
 
-def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
+def mask_function_over(make: Callable[..., Any]) -> Callable[..., DeferredMask]:
     """Wrap the local attention's mask function into that of sequence parallelism."""
 
-    def request(*args: Any, **kwargs: Any) -> MaskRequest:
-        return MaskRequest(kwargs, lambda **own: make(*args, **own))
+    def request(*args: Any, **kwargs: Any) -> DeferredMask:
+        return DeferredMask(kwargs, lambda **own: make(*args, **own))
 
     return request
 
@@ -90,7 +90,7 @@ def no_mask(**_: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class WholeSequence:
+class SequenceMetadata:
     """Lengths of all shards; positions, packed documents and padding of the whole sequence, [batch, all tokens]."""
 
     lengths: tuple[int, ...]
@@ -120,7 +120,7 @@ def gather_sequence(
     *,
     equal: bool,
     packed: bool | None = None,
-) -> WholeSequence:
+) -> SequenceMetadata:
     """Gather the metadata of all shards of a query [batch, heads, tokens, size]. Collective; either all ranks have
     ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards have the
     same length, which is not exchanged then. ``packed``: whether the model detected packed documents in this shard;
@@ -148,7 +148,7 @@ def gather_sequence(
     elif positions is not None and positions.dim() == 2 and positions.shape[-1] == tokens:
         whole = _gather(comm, positions.expand(batch, -1).to(torch.int64), lengths)
         documents = documents_of(whole)
-    return WholeSequence(lengths, whole, documents, valid)
+    return SequenceMetadata(lengths, whole, documents, valid)
 
 
 def _lengths_of_one_document(

@@ -31,7 +31,7 @@ class CountedAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class Target:
+class AttentionTarget:
     """The model to register for, or the config of one that is not loaded yet."""
 
     name: str
@@ -41,7 +41,7 @@ class Target:
     """Number of layers that a forward runs; None: ``num_hidden_layers`` of the config."""
 
     @classmethod
-    def of(cls, model_name_or_path: Any) -> Target:
+    def of(cls, model_name_or_path: Any) -> AttentionTarget:
         """Create a target from a model, or the name or path of one. ValueError: a module without ``config``."""
         if isinstance(model_name_or_path, (str, os.PathLike)):
             from transformers import AutoConfig
@@ -121,7 +121,7 @@ def _fetch_kernel(name: str) -> None:
         raise ValueError(f"core_attn_implementation={name!r} could not be loaded: {problem}") from problem
 
 
-def register(attention: CountedAttention, core: str, target: Target) -> None:
+def register(attention: CountedAttention, core: str, target: AttentionTarget) -> None:
     """Register ``attention`` over ``core`` with Transformers under NAME, and set it on the model.
 
     A model given by name and loaded later looks up its attention as ``core`` (unless loaded with
@@ -177,7 +177,7 @@ def unregister() -> None:
                 registry[name] = _own(registry[name])
 
 
-def _check_first_forward(target: Target, attention: CountedAttention) -> None:
+def _check_first_forward(target: AttentionTarget, attention: CountedAttention) -> None:
     """Check after the first forward, before any gradient, that each layer has called ``attention``. Some models accept
     any attention but keep computing their own, which would see only one shard."""
     assert target.model is not None

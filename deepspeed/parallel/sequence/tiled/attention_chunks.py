@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.parallel.sequence.chunked import ChunkedCall, chunked_self_attention, chunks_of
-from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.comm.collectives import communicator_of
+from deepspeed.parallel.sequence.chunked import ChunkedAttentionCall, chunked_self_attention, chunks_of
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 _IN, _OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -75,7 +75,7 @@ class ChunkedProjections:
         biases = [each.bias for each in projections]
         out: nn.Linear = getattr(self.module, _OUT)
         length = x.shape[1]
-        call = ChunkedCall(
+        call = ChunkedAttentionCall(
             comm=communicator_of(None),
             chunks=chunks_of(length, math.ceil(length / chunk), 1),
             heads=weights[0].shape[0] // self.size,

@@ -95,7 +95,7 @@ def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
     """
     if not call.order:
         return _zero_loss(inputs)
-    run = _Run(call, inputs)
+    run = _TiledForward(call, inputs)
     if torch.is_grad_enabled():
         run.start()
         joined: Tensor = TiledFunction.apply(run, *inputs, *run.leaves)  # pyright: ignore[reportAssignmentType]
@@ -110,7 +110,7 @@ def _zero_loss(inputs: Sequence[Any]) -> Tensor:
     return first.flatten()[:1].sum().float() * 0.0
 
 
-class _Run:
+class _TiledForward:
     """State of one forward of a ``TiledCall``, for its backward."""
 
     def __init__(self, call: TiledCall, inputs: Sequence[Any]) -> None:
@@ -166,7 +166,7 @@ class _Run:
 
     def forget_inputs(self) -> None:
         """Drop the tensors, which autograd saves, and the leaves' accumulators, which the node keeps alive."""
-        self.inputs = [_Kept if isinstance(each, Tensor) else each for each in self.inputs]
+        self.inputs = [_SavedTensor if isinstance(each, Tensor) else each for each in self.inputs]
         self._nodes = []
 
 
@@ -174,7 +174,7 @@ class TiledFunction(torch.autograd.Function):
     """The autograd node. ``forward`` gets the run, its inputs and the leaves that ``run_tiles`` discovered."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, run: _TiledForward, *tensors: Any) -> Tensor:
         with KeepGathered(run.leaves), run.context.of_forward():
             output = run.join(run.all_results())
         ctx.run = run
@@ -185,10 +185,10 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        run: _Run = ctx.run
+        run: _TiledForward = ctx.run
         _check_versions(run)
         saved = iter(ctx.saved_tensors)
-        inputs = [next(saved) if each is _Kept else each for each in run.inputs]
+        inputs = [next(saved) if each is _SavedTensor else each for each in run.inputs]
         gradients = _Gradients(run, inputs)
         with run.context.replay(), KeepGathered(run.leaves) as whole:
             for turn, index in enumerate(run.call.order):
@@ -201,11 +201,11 @@ class TiledFunction(torch.autograd.Function):
         return None, *gradients.finish()
 
 
-class _Kept:
+class _SavedTensor:
     """Placeholder for a tensor that autograd saves."""
 
 
-def _check_versions(run: _Run) -> None:
+def _check_versions(run: _TiledForward) -> None:
     for leaf, version in zip(run.leaves, run.versions, strict=True):
         if leaf._version != version:
             raise RuntimeError(
@@ -217,7 +217,7 @@ def _check_versions(run: _Run) -> None:
 class _Gradients:
     """Gradients of a run's inputs and leaves, accumulated tile by tile."""
 
-    def __init__(self, run: _Run, inputs: Sequence[Any]) -> None:
+    def __init__(self, run: _TiledForward, inputs: Sequence[Any]) -> None:
         self.run = run
         needed = zip(inputs, run.needed, strict=True)
         self.input_grads = [torch.zeros_like(each) if need else None for each, need in needed]

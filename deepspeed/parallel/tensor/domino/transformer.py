@@ -17,9 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, communicator_of
 from deepspeed.parallel.tensor.domino.halves import Sublayer, run_sublayers
-from deepspeed.parallel.tensor.ranks import communicator_of
 
 # Column- and row-parallel linear layers without their sums over ranks.
 #

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.parallel.tensor.planning.plan import AttributeChange, PlanError
 from deepspeed.parallel.tensor.planning.solver import Axis, SplitRegion
-from deepspeed.parallel.tensor.planning.values import Followed
+from deepspeed.parallel.tensor.planning.values import LabelledGraph
 
 _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
 
@@ -30,21 +30,21 @@ class _Ratios:
     shared_width: int = 0
 
 
-def changes(
+def attribute_changes(
     module: nn.Module,
     regions: Sequence[SplitRegion],
-    followed: Followed,
-    soft: dict[Axis, Tensor],
+    labelled: LabelledGraph,
+    sharable: dict[Axis, Tensor],
     fixed: Container[str] = (),
 ) -> tuple[AttributeChange, ...]:
-    """Return the attribute changes in the modules around the layers of ``regions``, except at paths in ``fixed``.
+    """Return the changes in the modules around the layers of ``regions``, except at paths in ``fixed``.
     (Numbers that do not divide stay unchanged: the part then fails the simulated run.)"""
     found: dict[tuple[str, str, bool], AttributeChange] = {}
     for region in regions:
-        ratios = _ratios(region, followed, soft)
+        ratios = _ratios(region, labelled, sharable)
         if len(region.groups) == ratios.width:  # all channels are independent: no heads
             continue
-        for path in owners(region):
+        for path in modules_around(region):
             if path in fixed:
                 continue
             for change in _of_module(path, module.get_submodule(path), ratios):
@@ -54,7 +54,7 @@ def changes(
     return tuple(found.values())
 
 
-def owners(region: SplitRegion) -> list[str]:
+def modules_around(region: SplitRegion) -> list[str]:
     """Return the modules around the layers, up to their common ancestor (adapters may be in between)."""
     layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
     common = len(os.path.commonprefix(layers))
@@ -62,11 +62,15 @@ def owners(region: SplitRegion) -> list[str]:
     return list(dict.fromkeys(".".join(path) for path in found))
 
 
-def _ratios(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -> _Ratios:
+def _ratios(region: SplitRegion, labelled: LabelledGraph, sharable: dict[Axis, Tensor]) -> _Ratios:
     row = region.cuts[region.rows[0]]
     heads = tuple(Fraction(extent, row.size) for extent in row.extents)
     columns = sum(region.cuts[axis].size for axis in region.columns)
-    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft and soft[axis].any()]
+    masks = [
+        (region.cuts[axis], sharable[axis])
+        for axis in region.columns
+        if axis in sharable and sharable[axis].any()
+    ]
     if masks:
         total = sum(int(mask.sum()) for _, mask in masks)
         own = [

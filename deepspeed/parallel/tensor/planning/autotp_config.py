@@ -16,7 +16,7 @@ SubParams = tuple[int | tuple[int, ...], ...]
 
 
 class PartitionType(Enum):
-    """COLUMN: split by outputs; ROW: split by inputs, followed by a sum; SKIP: replicated."""
+    """COLUMN: split by outputs; ROW: split by inputs, labelled by a sum; SKIP: replicated."""
 
     COLUMN = "column"
     ROW = "row"

@@ -22,23 +22,23 @@ class Labels:
         self._count = NONE + 1
         self._left: list[Tensor] = []
         self._right: list[Tensor] = []
-        self._soft = torch.zeros(NONE + 1, dtype=torch.bool)
+        self._sharable = torch.zeros(NONE + 1, dtype=torch.bool)
         self.followers: list[Tensor] = []
-        """Pairs (label, soft label that it depends on), int64 [2, pairs]."""
+        """Pairs (label, sharable label that it depends on), int64 [2, pairs]."""
         self.reasons: list[tuple[int, str]] = []
         """Reasons why labels cannot be split: (one of the labels, text)."""
         self.forbidden: list[Tensor] = []
 
-    def fresh(self, *shape: int, soft: Tensor | None = None) -> Tensor:
-        """Return an int64 tensor of new labels. Those where ``soft`` [shape, bool] are for elements that several ranks
-        may hold: they do not unite the labels that depend on them."""
+    def fresh(self, *shape: int, sharable: Tensor | None = None) -> Tensor:
+        """Return an int64 tensor of new labels. Those where ``sharable`` [shape, bool] are for elements that several
+        ranks may hold: they do not unite the labels that depend on them."""
         count = 1
         for size in shape:
             count *= size
         made = torch.arange(self._count, self._count + count).view(shape)
         self._count += count
-        flags = torch.zeros(count, dtype=torch.bool) if soft is None else soft.reshape(-1)
-        self._soft = torch.cat([self._soft, flags])
+        flags = torch.zeros(count, dtype=torch.bool) if sharable is None else sharable.reshape(-1)
+        self._sharable = torch.cat([self._sharable, flags])
         return made
 
     @property
@@ -52,11 +52,11 @@ class Labels:
         both = (first != NONE) & (second != NONE) & (first != second)
         if both.any():
             left, right = torch.unique(torch.stack([first[both], second[both]]), dim=1)
-            mixed = self._soft[left] != self._soft[right]
+            mixed = self._sharable[left] != self._sharable[right]
             if mixed.any():
                 one, other = left[mixed], right[mixed]
-                hard = torch.where(self._soft[one], other, one)
-                self.followers.append(torch.stack([hard, torch.where(self._soft[one], one, other)]))
+                hard = torch.where(self._sharable[one], other, one)
+                self.followers.append(torch.stack([hard, torch.where(self._sharable[one], one, other)]))
                 left, right = left[~mixed], right[~mixed]
             self._left.append(left)
             self._right.append(right)
@@ -65,21 +65,21 @@ class Labels:
         """Unite labels elementwise and return those of the result."""
         self.unite(first, second)
         first, second = torch.broadcast_tensors(first, second)
-        take = (first == NONE) | (self._soft[first] & (second != NONE) & ~self._soft[second])
+        take = (first == NONE) | (self._sharable[first] & (second != NONE) & ~self._sharable[second])
         return torch.where(take, second, first)
 
     def merged(self, labels: Tensor, dims: Sequence[int]) -> Tensor:
         """Unite all labels along ``dims`` and return those of the result, with ``dims`` of size 1."""
         if not dims or not labels.ndim:
             return labels
-        one = torch.where(self._soft[labels], NONE, labels).amax(tuple(dims), keepdim=True)
+        one = torch.where(self._sharable[labels], NONE, labels).amax(tuple(dims), keepdim=True)
         one = torch.where(one == NONE, labels.amax(tuple(dims), keepdim=True), one)
         self.unite(labels, one)
         return one
 
-    def any_soft(self, labels: Tensor) -> bool:
+    def any_sharable(self, labels: Tensor) -> bool:
         """Return whether any of these labels belong to elements that several ranks may hold."""
-        return bool(self._soft[labels].any())
+        return bool(self._sharable[labels].any())
 
     def forbid(self, labels: Tensor, reason: str) -> None:
         """Mark labels as impossible to split."""

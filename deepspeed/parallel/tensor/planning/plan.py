@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.base.exceptions import ExplainedError
 from deepspeed.parallel.tensor.cuts import Cut
 
-Kind = Literal["column", "row", "sliced"]
+SplitKind = Literal["column", "row", "sliced"]
 
 
 class PlanError(ExplainedError, ValueError):
@@ -25,7 +25,7 @@ class ParameterPlan:
     column-parallel linear layer ("column"), weight of a row-parallel one ("row"), or a parameter of another module
     ("sliced"). ``gather``: gather the outputs of the column layer."""
 
-    kind: Kind
+    kind: SplitKind
     cut: Cut
     reason: str
     gather: bool = False
@@ -34,7 +34,7 @@ class ParameterPlan:
 @dataclass(frozen=True, slots=True)
 class AttributeChange:
     """Sets ``module.name`` to ``values[rank]``. ``in_config``: the attribute is in the module's config, and only this
-    module's view of it changes."""
+    module's view of it attribute_changes."""
 
     module: str
     name: str

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.fx import Node
 
-from deepspeed.parallel.tensor.planning.attributes import changes
-from deepspeed.parallel.tensor.planning.checks import Misfit, parts_of
-from deepspeed.parallel.tensor.planning.ordering import in_own_order
+from deepspeed.parallel.tensor.planning.attributes import attribute_changes
+from deepspeed.parallel.tensor.planning.local_order import in_local_order
+from deepspeed.parallel.tensor.planning.part_check import Mismatch, trace_parts
 from deepspeed.parallel.tensor.planning.plan import (
     ArgumentChange,
     Example,
@@ -22,10 +22,10 @@ from deepspeed.parallel.tensor.planning.plan import (
     TensorParallelPlan,
     VocabularyPlan,
 )
-from deepspeed.parallel.tensor.planning.rules import Rules, author_rules, confirmed, plan_by_rules
+from deepspeed.parallel.tensor.planning.rules import Rules, apply_rules, author_rules, plan_by_rules
 from deepspeed.parallel.tensor.planning.solver import Solution, kind_of, solve
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, traceable_copy
-from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, Followed, Value, source
+from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, LabelledGraph, Value, source
 from deepspeed.parallel.tensor.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
@@ -54,42 +54,42 @@ def plan_module(
     rules = rules or Rules()
     kept = {**rules.whole, **dict.fromkeys(dict(rules.gathered), "its output is gathered")}
     try:
-        followed, repeated = _follow(module, inputs, kept)
+        traced, repeated = _trace_shortened(module, inputs, kept)
     except TraceError as error:
         why = f"the forward of {type(module).__name__} could not be traced: {error}"
         others = rules if rules.rules else author_rules(module, ranks)
         if others is None:
             raise PlanError(f"{why}; set tensor_parallel.partition_config to choose what to split") from error
         plan = plan_by_rules(module, ranks, others, why)
-        return plan if rules.rules else replace(plan, example=_unfollowed(module, inputs, plan))
-    plan = confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
-    return replace(plan, example=Example(followed.module, followed.inputs, _buffers(module)))
+        return plan if rules.rules else replace(plan, example=_untraced_example(module, inputs, plan))
+    plan = apply_rules(expand_plan(_plan_by_graph(traced, ranks, kept, grain), repeated), rules, module)
+    return replace(plan, example=Example(traced.module, traced.inputs, _buffers(module)))
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in module.named_buffers(remove_duplicate=False) if not each.is_meta}
 
 
-def _unfollowed(
+def _untraced_example(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, plan: TensorParallelPlan
 ) -> Example | None:
     """Return an example to validate an author's plan: a forward that cannot be traced can still be run. None: no
     inputs are known for it."""
     copy = traceable_copy(module)
-    shorten(copy, {name for name, _ in module.named_parameters()} - plan.parameters.keys())
+    drop_repeated(copy, {name for name, _ in module.named_parameters()} - plan.parameters.keys())
     try:
         return Example(copy, inputs if inputs is not None else example_inputs(copy), _buffers(module))
     except TraceError:
         return None
 
 
-def _follow(
+def _trace_shortened(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, kept: Container[str]
-) -> tuple[Trace, Repeated]:
+) -> tuple[Trace, RepeatedBlocks]:
     """Trace the model with one block for all identical ones; with all blocks if the forward depends on their number."""
     for shortened in (True, False):
         copied = traceable_copy(module)
-        repeated = shorten(copied, kept) if shortened else Repeated({})
+        repeated = drop_repeated(copied, kept) if shortened else RepeatedBlocks({})
         if shortened and not repeated.others:
             continue
         try:
@@ -100,18 +100,18 @@ def _follow(
     raise AssertionError("unreachable")
 
 
-def _plan_by_graph(followed: Trace, ranks: int, kept: Mapping[str, str], grain: int) -> TensorParallelPlan:
+def _plan_by_graph(traced: Trace, ranks: int, kept: Mapping[str, str], grain: int) -> TensorParallelPlan:
     reasons = dict(kept)
     fixed: set[str] = set()
     for _ in range(_ATTEMPTS):
-        solution = solve(followed, ranks, whole=reasons, grain=grain)
-        plan = plan_of(followed, solution, ranks, fixed)
-        parts = parts_of(followed, solution, plan)
-        if not isinstance(parts, Misfit):
-            plan = in_own_order(plan, solution, parts)
-            vocabulary = find_vocabulary(followed, ranks, kept)
+        solution = solve(traced, ranks, whole=reasons, grain=grain)
+        plan = plan_of(traced, solution, ranks, fixed)
+        parts = trace_parts(traced, solution, plan)
+        if not isinstance(parts, Mismatch):
+            plan = in_local_order(plan, solution, parts)
+            vocabulary = find_vocabulary(traced, ranks, kept)
             return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
-        _give_up_part(parts, plan, fixed, reasons)
+        _keep_part_whole(parts, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
 
 
@@ -120,15 +120,17 @@ def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> 
     return {name: why for name, why in whole.items() if name not in split}
 
 
-def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], reasons: dict[str, str]) -> None:
-    """Keep the attributes of the module where ``misfit`` was found, and of its counterparts in other layers, unchanged;
-    if they already are, keep its weights whole."""
-    like = kind_of(misfit.path)
+def _keep_part_whole(
+    mismatch: Mismatch, plan: TensorParallelPlan, fixed: set[str], reasons: dict[str, str]
+) -> None:
+    """Keep the attributes of the module where ``mismatch`` was found, and of its counterparts in other layers,
+    unchanged; if they already are, keep its weights whole."""
+    like = kind_of(mismatch.path)
     paths = {name.rsplit(".", 2)[0] for name in plan.parameters if name.count(".") > 1}
     paths = {path for path in paths if kind_of(path) == like}
     changed = {change.module for change in plan.attributes} & paths
     if not paths:
-        raise PlanError(f"part of the model does not run: {misfit.text}")
+        raise PlanError(f"part of the model does not run: {mismatch.text}")
     if changed:
         fixed |= changed
         return
@@ -139,11 +141,11 @@ def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], rea
 
 def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = ()) -> TensorParallelPlan:
     """Turn a solution into a plan. ``fixed``: paths of modules whose attributes stay unchanged."""
-    sums = find_sums(run, solution.followed)
+    sums = find_sums(run, solution.labelled)
     parameters: dict[str, ParameterPlan] = {}
     inputs: dict[str, str | None] = {}
     biases = {
-        weight: bias for kind, weight, bias in solution.followed.linears.values() if kind == "column" and bias
+        weight: bias for kind, weight, bias in solution.labelled.linears.values() if kind == "column" and bias
     }
     for region in solution.regions:
         reason = f"{len(region.groups)} independent groups of channels"
@@ -163,7 +165,9 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
         inputs=inputs,
         outputs_summed=tuple(dict.fromkeys(weight.rpartition(".")[0] for weight in sums.outputs)),
         summed=tuple(dict.fromkeys(sums.params)),
-        attributes=changes(run.module, solution.regions, solution.followed, solution.soft, fixed),
+        attributes=attribute_changes(
+            run.module, solution.regions, solution.labelled, solution.sharable, fixed
+        ),
         arguments=tuple(
             ArgumentChange(*name.split(":", 1), cut)  # type: ignore[call-arg]
             for region in solution.regions
@@ -199,13 +203,13 @@ class Sums:
     params: list[str] = field(default_factory=list)
 
 
-def find_sums(trace: Trace, followed: Followed) -> Sums:
+def find_sums(trace: Trace, labelled: LabelledGraph) -> Sums:
     """Find where to sum gradients. PlanError: a tensor is used inside and outside of split regions, and no sum can be
     inserted between.
     """
     later: set[str] = set()  # column layers whose input's gradient is summed further upstream
     while True:
-        run = _Backward(trace, followed, later)
+        run = _Backward(trace, labelled, later)
         run.run()
         if run.later == later:
             return run.sums
@@ -215,9 +219,9 @@ def find_sums(trace: Trace, followed: Followed) -> Sums:
 class _Backward:
     """One backward walk. Uses of a tensor: *whole*, *part*, or *input*: only by column layers, which may sum or not."""
 
-    def __init__(self, trace: Trace, followed: Followed, later: set[str]) -> None:
+    def __init__(self, trace: Trace, labelled: LabelledGraph, later: set[str]) -> None:
         self.trace = trace
-        self.followed = followed
+        self.labelled = labelled
         self.later = set(later)
         self.sums = Sums()
         self.uses: dict[Node, set[str]] = defaultdict(set)
@@ -235,11 +239,11 @@ class _Backward:
                 self._call(node)
 
     def _call(self, node: Node) -> None:
-        linear = self.followed.linears.get(node)
+        linear = self.labelled.linears.get(node)
         if linear is not None and linear[0] == "column":
             self._column(node, linear[1])
             return
-        if _kind(self.followed.values.get(node)) == SPLIT:
+        if _kind(self.labelled.values.get(node)) == SPLIT:
             self._pass(node, _PART)
             return
         status = self._status(node)
@@ -250,7 +254,7 @@ class _Backward:
             self._pass(node, status)
 
     def _column(self, node: Node, weight: str) -> None:
-        place = self.followed.entries[node]
+        place = self.labelled.entries[node]
         if weight in self.later:
             self.sums.inputs[weight] = None
             self.uses[place].add(_PART)
@@ -269,9 +273,9 @@ class _Backward:
         return _WHOLE if _WHOLE in uses else _INPUT if uses else None
 
     def _pass(self, node: Node, status: str) -> None:
-        adopted = self.followed.adopted.get(node, set())
+        adopted = self.labelled.adopted.get(node, set())
         for each in node.all_input_nodes:
-            value = self.followed.values.get(each)
+            value = self.labelled.values.get(each)
             if each in adopted or not any(v.kind in (PLAIN, FREE) and v.learned for v in _values(value)):
                 continue
             self.uses[each].add(status)
@@ -314,7 +318,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedBlocks:
     """Path of a traced block -> paths of identical blocks, which are not traced."""
 
     others: Mapping[str, tuple[str, ...]]
@@ -327,7 +331,7 @@ class Repeated:
         return [name]
 
 
-def shorten(module: nn.Module, kept: Container[str]) -> Repeated:
+def drop_repeated(module: nn.Module, kept: Container[str]) -> RepeatedBlocks:
     """Remove from ``module`` the blocks that others represent. ``kept``: names of parameters that stay whole; blocks
     that differ in them are not identical."""
     uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
@@ -349,7 +353,7 @@ def shorten(module: nn.Module, kept: Container[str]) -> Repeated:
                 others[first] = tuple(more)
                 for each in more:
                     del blocks._modules[each.rpartition(".")[2]]
-    return Repeated(others)
+    return RepeatedBlocks(others)
 
 
 def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any, ...]:
@@ -366,7 +370,7 @@ def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any,
     return tuple(parts)
 
 
-def expanded(plan: TensorParallelPlan, repeated: Repeated) -> TensorParallelPlan:
+def expand_plan(plan: TensorParallelPlan, repeated: RepeatedBlocks) -> TensorParallelPlan:
     """Expand the plan of the shortened model to the whole one."""
     if not repeated.others:
         return plan

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from deepspeed.parallel.tensor.planning.label_rules import LabelRules, Operands
 from deepspeed.parallel.tensor.planning.labels import NONE, varies
-from deepspeed.parallel.tensor.planning.tracker import Operands, Tracker
 from deepspeed.parallel.tensor.planning.values import (
     ALONG,
     FREE,
@@ -29,7 +29,7 @@ from deepspeed.parallel.tensor.planning.values import (
 # Elementwise operations and reductions: labels that meet are united.
 
 
-class Elementwise(Tracker):
+class Elementwise(LabelRules):
     """Rules of elementwise operations. Each takes a node, its name and operands, and returns the result's value."""
 
     def _pointwise(self, node: Node, name: str, operands: Operands) -> Any:
@@ -53,11 +53,11 @@ class Elementwise(Tracker):
                 continue
             if value.kind == FREE and self._adopts(base, value):
                 self.labels.unite(base, value.ids)  # type: ignore[arg-type]
-                self.found.adopted.setdefault(node, set()).add(place)
+                self.graph.adopted.setdefault(node, set()).add(place)
                 continue
             self._use_whole(value, node)
             if value.argument is not None and any(varies(base, d) for d in value.dims() if -d <= base.ndim):
-                self.found.met.append((torch.unique(base), value.argument))
+                self.graph.met.append((torch.unique(base), value.argument))
             dims.update(value.dims())
         if dims:
             base = self.labels.merged(base, sorted(dims)).expand(shape)
@@ -131,7 +131,7 @@ class Elementwise(Tracker):
         return [made, Value(()), Value(())] if is_several(node) else made
 
     def _embedding(self, node: Node, name: str, operands: Operands) -> Any:
-        weight = self.found.values[cast("Node", node.args[0])]
+        weight = self.graph.values[cast("Node", node.args[0])]
         shape = shape_of(node)
         others = [v for _, v in operands if v is not weight]
         self._give_up(others, "it selects rows of an embedding")
@@ -147,7 +147,7 @@ class Products(Elementwise):
     """Rules of products. Each takes a node, its name and operands, and returns the result's value."""
 
     def _product(self, node: Node, name: str, operands: Operands) -> Any:
-        values = self.found.values
+        values = self.graph.values
         args: list[Any] = list(node.args)
         bias = None
         if name in ("addmm", "baddbmm"):
@@ -189,18 +189,18 @@ class Products(Elementwise):
     ) -> Value:
         shape = shape_of(node)
         assert shape is not None
-        bias_value = self.found.values[bias] if isinstance(bias, Node) else None
+        bias_value = self.graph.values[bias] if isinstance(bias, Node) else None
         bias_name = bias_value.param if bias_value is not None else None
         if x.kind != SPLIT:
             self._use_whole(x, node)
-            if param in self.second.values() or self.second.get(param) in self.found.rows:
+            if param in self.first_factor.values() or self.first_factor.get(param) in self.graph.rows:
                 return plain_value(node, True)
             labels = self.axis(param, outward, sizes[0])
-            self.found.inputs.setdefault(param, source(place))
-            if self.found.columns.setdefault(param, outward) != outward or param in self.found.rows:
+            self.graph.inputs.setdefault(param, source(place))
+            if self.graph.columns.setdefault(param, outward) != outward or param in self.graph.rows:
                 self.labels.forbid(labels, f"{param} is used in two ways")
-            self.found.linears[node] = ("column", param, bias_name)
-            self.found.entries[node] = place
+            self.graph.linears[node] = ("column", param, bias_name)
+            self.graph.entries[node] = place
             made = Value(shape, SPLIT, labels.expand(shape), learned=True)
             if bias_value is not None:
                 made = self._combined(node, shape, [(node, made), (bias, bias_value)])
@@ -213,9 +213,9 @@ class Products(Elementwise):
             self.labels.forbid(x.ids, f"the input of {param} is only partly split")
         labels = self.axis(param, inward, sizes[1])
         self.labels.unite(labels, flat[0])
-        if self.found.rows.setdefault(param, inward) != inward or param in self.found.columns:
+        if self.graph.rows.setdefault(param, inward) != inward or param in self.graph.columns:
             self.labels.forbid(labels, f"{param} is used in two ways")
-        self.found.linears[node] = ("row", param, bias_name)
+        self.graph.linears[node] = ("row", param, bias_name)
         if bias_value is not None:
             self._use_whole(bias_value, node)
         return Value(shape, learned=True)
@@ -225,10 +225,10 @@ class Products(Elementwise):
         shape = shape_of(node)
         assert shape is not None and x.ids is not None
         if param:
-            self.found.whole_uses.setdefault(param, node.name)
+            self.graph.used_whole.setdefault(param, node.name)
         merged = self.labels.merged(x.ids, [-1]).expand(shape)
         if isinstance(bias, Node):
-            self._use_whole(self.found.values[bias], node)
+            self._use_whole(self.graph.values[bias], node)
         return Value(shape, SPLIT, merged, learned=True)
 
     def _contracted(self, node: Node, left: Value, right: Value, shape: tuple[int, ...] | None) -> Value:
@@ -263,10 +263,10 @@ class Products(Elementwise):
         sizes = (*(1,) * (len(other.shape) - len(value.shape)), *value.shape)
         batch = range(-len(other.shape), -2)
         if any(sizes[d] == 1 < other.shape[d] and varies(other.ids, d) for d in batch):
-            self.found.copied.append((self.labels.united, torch.unique(value.ids)))
+            self.graph.copied.append((self.labels.united, torch.unique(value.ids)))
 
     def _attention(self, node: Node, name: str, operands: Operands) -> Any:
-        values = [self.found.values[arg] if isinstance(arg, Node) else None for arg in node.args[:4]]
+        values = [self.graph.values[arg] if isinstance(arg, Node) else None for arg in node.args[:4]]
         query, key, value = values[:3]
         shape = shape_of(node)
         if (
@@ -295,6 +295,6 @@ class Products(Elementwise):
     def _repeated(self, value: Value, times: int) -> Value:
         ids = value.ids if value.ids is not None else torch.arange(1, prod(value.shape) + 1).view(value.shape)
         if value.kind == SPLIT:
-            self.found.copied.append((self.labels.united, torch.unique(ids)))
+            self.graph.copied.append((self.labels.united, torch.unique(ids)))
         ids = ids.repeat_interleave(times, -3)
         return Value(tuple(ids.shape), value.kind, ids, value.param, (), value.learned)

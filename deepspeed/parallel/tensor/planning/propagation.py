@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from deepspeed.parallel.tensor.planning.label_rules import LabelRules, Operands
 from deepspeed.parallel.tensor.planning.labels import varies
 from deepspeed.parallel.tensor.planning.products import Products
 from deepspeed.parallel.tensor.planning.trace import Trace
-from deepspeed.parallel.tensor.planning.tracker import Operands, Tracker
 from deepspeed.parallel.tensor.planning.values import (
     ALONG,
     COPIES,
@@ -32,8 +32,8 @@ from deepspeed.parallel.tensor.planning.values import (
     POINTWISE,
     SPLIT,
     UNIFORM,
-    Followed,
-    Soft,
+    LabelledGraph,
+    SharableChannels,
     Value,
     is_several,
     leaves,
@@ -46,7 +46,7 @@ from deepspeed.parallel.tensor.planning.values import (
 # Operations that move data, and the labels with it.
 
 
-class Moves(Tracker):
+class Moves(LabelRules):
     """Rules for operations that move data. Each takes a node, its name and its operands, and returns the ``Value`` of
     the result, or a list of them."""
 
@@ -61,7 +61,7 @@ class Moves(Tracker):
         key = f"{argument.path}:{argument.name}"
         if key not in self.arguments or not prod(value.shape):
             return replace(value, argument=key)
-        if self.found.arguments.setdefault(key, value.shape) != value.shape:
+        if self.graph.arguments.setdefault(key, value.shape) != value.shape:
             return value
         return Value(value.shape, FREE, self.axis(key, 0, prod(value.shape)).view(value.shape), key)
 
@@ -92,7 +92,7 @@ class Moves(Tracker):
         else:
             moved = node.target(*args, **kwargs)  # type: ignore[operator]
         if value.kind == SPLIT and name in COPIES and moved.numel() > ids.numel():
-            self.found.copied.append((self.labels.united, torch.unique(ids)))
+            self.graph.copied.append((self.labels.united, torch.unique(ids)))
 
         def make(each: Tensor) -> Value:
             return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned, value.argument)
@@ -129,7 +129,7 @@ class Moves(Tracker):
     def _join_parts(self, node: Node, name: str, operands: Operands) -> Any:
         parts: Any = node.args[0]
         dim = int(node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))  # type: ignore[arg-type]
-        values: list[Value] = [self.found.values[each] for each in parts]
+        values: list[Value] = [self.graph.values[each] for each in parts]
         learned = any(v.learned for v in values)
         if not any(v.kind == SPLIT for v in values):
             for value in values:
@@ -153,7 +153,7 @@ class Moves(Tracker):
                 ids.append(torch.zeros(value.shape, dtype=torch.int64))
                 continue
             if value.kind == FREE:
-                self.found.adopted.setdefault(node, set()).add(place)
+                self.graph.adopted.setdefault(node, set()).add(place)
             assert value.ids is not None
             together = (
                 self.labels.merged(value.ids, sorted(shared)).expand(value.shape) if shared else value.ids
@@ -179,17 +179,20 @@ class Moves(Tracker):
         return Value(base.shape, SPLIT, made, learned=True)
 
 
-def follow(
-    trace: Trace, whole: Iterable[str], soft: Soft | None = None, arguments: Iterable[str] = ()
-) -> Followed:
-    """Label all tensors of the graph, with the parameters in ``whole`` not split. ``soft``: by dim of a parameter, the
-    channels that several ranks may hold (bool [size]). ``arguments``: the arguments of modules that may be cut."""
-    return _Follower(trace, frozenset(whole), soft or {}, frozenset(arguments)).run()
+def propagate_labels(
+    trace: Trace,
+    whole: Iterable[str],
+    sharable: SharableChannels | None = None,
+    arguments: Iterable[str] = (),
+) -> LabelledGraph:
+    """Label all tensors of the graph, with the parameters in ``whole`` not split. ``sharable``: by dim of a parameter,
+    the channels that several ranks may hold (bool [size]). ``arguments``: the arguments of modules that may be cut."""
+    return _Propagation(trace, frozenset(whole), sharable or {}, frozenset(arguments)).run()
 
 
-class _Follower(Moves, Products):
-    def run(self) -> Followed:
-        values = self.found.values
+class _Propagation(Moves, Products):
+    def run(self) -> LabelledGraph:
+        values = self.graph.values
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
                 values[node] = self._placeholder(node)
@@ -200,7 +203,7 @@ class _Follower(Moves, Products):
                     self._give_up(values[each], "it is a result of the model")
             else:
                 values[node] = plain_value(node)
-        return self.found
+        return self.graph
 
     def _placeholder(self, node: Node) -> Value:
         shape = shape_of(node)
@@ -221,7 +224,7 @@ class _Follower(Moves, Products):
         name = operation_name(node)
         if name == "getitem":
             several, number = cast("tuple[Node, int]", node.args)
-            value = self.found.values[several]
+            value = self.graph.values[several]
             return value[number] if isinstance(value, (list, tuple)) else plain_value(node)
         if name.startswith(("_assert", "sym_", "_check")):
             return Value(())
@@ -232,35 +235,26 @@ class _Follower(Moves, Products):
         if not operands or shape_of(node) is None and not is_several(node):
             self._give_up([v for _, v in operands], f"{name} does not return a tensor")
             return plain_value(node, any(v.learned for _, v in operands))
-        rule = self._rule(node, name)
-        return rule(node, name, operands)
+        return self._rule(node, name)(self, node, name, operands)
 
-    def _rule(self, node: Node, name: str) -> Callable[[Node, str, Operands], Any]:
+    def _rule(self, node: Node, name: str) -> Callable[[_Propagation, Node, str, Operands], Any]:
         if node.name in self.trace.arguments:
-            return self._argument
-        if name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"):
-            return self._product
-        if name == "embedding":
-            return self._embedding
-        if name in IDENTITY:
-            return self._identity
-        if name in MOVES:
-            return self._move
-        if name in ("cat", "concat", "stack"):
-            return self._join_parts
-        if name == "slice_scatter":
-            return self._written
-        if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
-            return self._norm
-        if name in ALONG:
-            return self._along
-        if name == "scaled_dot_product_attention":
-            return self._attention
-        if name == "constant_pad_nd":
-            return self._pad
-        if name == "index":
-            return self._indexed
-        tags = getattr(node.target, "tags", ())
-        if name in POINTWISE or torch.Tag.pointwise in tags:
-            return self._pointwise
-        return self._unknown
+            return _Propagation._argument
+        pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return RULES.get(name, _Propagation._pointwise if pointwise else _Propagation._unknown)
+
+
+RULES: dict[str, Callable[[_Propagation, Node, str, Operands], Any]] = {
+    **dict.fromkeys(ALONG, _Propagation._along),
+    **dict.fromkeys(MOVES, _Propagation._move),
+    **dict.fromkeys(IDENTITY, _Propagation._identity),
+    **dict.fromkeys(("cat", "concat", "stack"), _Propagation._join_parts),
+    **dict.fromkeys(("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"), _Propagation._product),
+    **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"), _Propagation._norm),
+    "embedding": _Propagation._embedding,
+    "slice_scatter": _Propagation._written,
+    "scaled_dot_product_attention": _Propagation._attention,
+    "constant_pad_nd": _Propagation._pad,
+    "index": _Propagation._indexed,
+}
+"""Rules by the name of the operation. Of others, pointwise ones have a common rule, and the rest is unknown."""

@@ -36,29 +36,29 @@ _AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gat
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule that applies to one parameter. ``source``: the config key or plan it is from. ``binding``: written by the
+    """A rule that applies to one parameter. ``source``: the config key or plan it is from. ``of_user``: written by the
     user."""
 
     spec: TPLayerSpec
     source: str
-    binding: bool
+    of_user: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``rules``: by parameter name. ``whole``: parameters that stay whole -> why. ``beside``: without a graph, the
-    other linear layers of a block with a row-parallel layer are column-parallel. ``idle``: patterns of the user that
-    match no parameter."""
+    """``rules``: by parameter name. ``whole``: parameters that stay whole -> why. ``splits_siblings``: without a graph,
+    the other linear layers of a block with a row-parallel layer are column-parallel. ``unmatched``: patterns of the
+    user that match no parameter."""
 
     rules: Mapping[str, Rule] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
-    beside: bool = False
-    idle: tuple[str, ...] = ()
+    splits_siblings: bool = False
+    unmatched: tuple[str, ...] = ()
 
     @property
     def gathered(self) -> Iterator[tuple[str, Rule]]:
         """Yield the user's rules for column-parallel layers whose output is gathered."""
-        return ((name, each) for name, each in self.rules.items() if each.binding and _is_gathered(each.spec))
+        return ((name, each) for name, each in self.rules.items() if each.of_user and _is_gathered(each.spec))
 
 
 def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
@@ -85,17 +85,17 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
                 found[name] = Rule(spec, f"tensor_parallel.{source}", spec in mine)
     for name, rule in _injected(section.injection_policy_tuple, names).items():
         other = found.get(name)
-        if other is not None and other.binding and other.spec.partition_type is not PartitionType.ROW:
+        if other is not None and other.of_user and other.spec.partition_type is not PartitionType.ROW:
             raise PlanError(
                 f"{name} is 'row' by {rule.source} and {other.spec.partition_type.value!r} by {other.source}"
             )
-        found[name] = rule if other is None or not other.binding else other
-    whole = {n: USER for n, r in found.items() if r.binding and r.spec.partition_type is PartitionType.SKIP}
+        found[name] = rule if other is None or not other.of_user else other
+    whole = {n: USER for n, r in found.items() if r.of_user and r.spec.partition_type is PartitionType.SKIP}
     if own is not None and not own.use_default_specs:
         whole |= {name: _UNNAMED for name in names if name not in found}
     patterns = [pattern for spec in (own.layer_specs if own is not None else []) for pattern in spec.patterns]
-    idle = tuple(pattern for pattern in patterns if not any(re.match(pattern, name) for name in every))
-    return Rules(found, whole, bool(section.injection_policy_tuple), idle)
+    unmatched = tuple(pattern for pattern in patterns if not any(re.match(pattern, name) for name in every))
+    return Rules(found, whole, bool(section.injection_policy_tuple), unmatched)
 
 
 def _preset(section: TPTrainingConfig, names: Sequence[str], module: nn.Module) -> AutoTPConfig | None:
@@ -162,7 +162,7 @@ def _carried_rules(module: nn.Module) -> Rules | None:
 # ------------------------------------------------------------------------------------ with a graph
 
 
-def confirmed(plan: TensorParallelPlan, rules: Rules, module: nn.Module) -> TensorParallelPlan:
+def apply_rules(plan: TensorParallelPlan, rules: Rules, module: nn.Module) -> TensorParallelPlan:
     """Check ``plan``, made without the parameters in ``rules.whole`` and ``rules.gathered``, against the user's rules.
     Returns it with the layers that gather their outputs added.
 
@@ -172,7 +172,7 @@ def confirmed(plan: TensorParallelPlan, rules: Rules, module: nn.Module) -> Tens
     params = dict(module.named_parameters())
     gathered = dict(rules.gathered)
     for name, rule in rules.rules.items():
-        if not rule.binding or name in gathered:
+        if not rule.of_user or name in gathered:
             continue
         kind = _SPLIT.get(rule.spec.partition_type)
         if kind is None:
@@ -260,8 +260,8 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
     """
     params = dict(module.named_parameters())
     named = dict(rules.rules)
-    if rules.beside:
-        named = {**_layers_beside(module, named), **named}
+    if rules.splits_siblings:
+        named = {**_siblings(module, named), **named}
     found: dict[str, ParameterPlan] = {}
     summed: list[str] = []
     inputs: dict[str, str | None] = {}
@@ -271,9 +271,9 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
         if kind is None:
             summed += [name] * rule.spec.grad_allreduce
             continue
-        dims = linear_dims(module.get_submodule(path), try_it=rule.binding)
+        dims = linear_dims(module.get_submodule(path), try_it=rule.of_user)
         if dims is None:
-            if rule.binding:
+            if rule.of_user:
                 raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is not a linear layer")
             continue
         dim, gather = dims[kind == "row"], _is_gathered(rule.spec)
@@ -283,7 +283,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
             inputs[path] = path
             if f"{path}.bias" in params:
                 found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
-    skipped = next((rule.source for rule in named.values() if rule.binding), None)
+    skipped = next((rule.source for rule in named.values() if rule.of_user), None)
     if not found and skipped is None:
         raise PlanError(f"{why}; and no rule selects anything to split")
     source = f"{next(iter(found.values())).reason} ({why})" if found else f"{skipped} keeps all layers whole"
@@ -292,7 +292,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
     )
 
 
-def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Rule]:
+def _siblings(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return column-parallel rules for the other linear layers of the blocks that have row-parallel ones."""
     found: dict[str, Rule] = {}
     weights = _linear_weights(module)

@@ -19,9 +19,9 @@ from torch import Tensor
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels
 from deepspeed.parallel.tensor.planning.plan import PlanError
-from deepspeed.parallel.tensor.planning.propagation import follow
+from deepspeed.parallel.tensor.planning.propagation import propagate_labels
 from deepspeed.parallel.tensor.planning.trace import Trace
-from deepspeed.parallel.tensor.planning.values import Followed, Soft
+from deepspeed.parallel.tensor.planning.values import LabelledGraph, SharableChannels
 
 _ATTEMPTS = 40
 Axis = tuple[str, int]
@@ -51,34 +51,34 @@ class Solution:
 
     regions: list[SplitRegion]
     whole: dict[str, str]
-    followed: Followed
-    soft: dict[Axis, Tensor]
+    labelled: LabelledGraph
+    sharable: dict[Axis, Tensor]
 
 
 def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
     """Find what ``ranks`` ranks can split. ``whole``: parameters that must stay whole, and why. ``grain``: independent
     channels are assigned in multiples of this if possible."""
     reasons = dict(whole)
-    soft: dict[Axis, Tensor] = {}
+    sharable: dict[Axis, Tensor] = {}
     arguments: set[str] = set()
     for _ in range(_ATTEMPTS):
-        followed = follow(trace, reasons, soft, arguments)
-        roots = followed.labels.components()
-        regions = _regions(followed, roots, soft)
+        labelled = propagate_labels(trace, reasons, sharable, arguments)
+        roots = labelled.labels.components()
+        regions = _regions(labelled, roots, sharable)
         changed = False
         failing: list[str] = []
         for region in regions:
-            both = [name for name in _names(region) if name in followed.whole_uses and name not in reasons]
+            both = [name for name in _names(region) if name in labelled.used_whole and name not in reasons]
             if both:
                 changed = True
                 reasons |= dict.fromkeys(both, "it is also used whole")
                 continue
             problem = _problem(region, ranks)
             if problem is None:
-                problem = _assign(region, followed, roots, soft, ranks, grain)
+                problem = _assign(region, labelled, roots, sharable, ranks, grain)
             if problem is None:
                 continue
-            chosen = _retry(region, followed, roots, soft, arguments)
+            chosen = _retry(region, labelled, roots, sharable, arguments)
             if chosen is not None:
                 changed = True
                 if chosen:
@@ -87,7 +87,7 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
         _extend(failing, regions, ranks, reasons)
         if not changed:
             good = [region for region in regions if region.cuts]
-            return Solution(good, {name: why for name, why in reasons.items() if why}, followed, soft)
+            return Solution(good, {name: why for name, why in reasons.items() if why}, labelled, sharable)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
 
 
@@ -95,50 +95,50 @@ def _names(region: SplitRegion) -> list[str]:
     return list(dict.fromkeys(axis[0] for axis in (*region.columns, *region.rows, *region.others)))
 
 
-def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]:
+def _regions(labelled: LabelledGraph, roots: Tensor, sharable: SharableChannels) -> list[SplitRegion]:
     """Collect weights that share groups of channels. Weights with only shared channels join the regions that need
     them."""
     linked = Labels()
     linked.fresh(len(roots) - NONE - 1)
-    for axis, labels in followed.axis_labels.items():
+    for axis, labels in labelled.axis_labels.items():
         own = roots[labels]
-        if len(own) and (axis[0] in followed.columns or axis[0] in followed.rows):
+        if len(own) and (axis[0] in labelled.columns or axis[0] in labelled.rows):
             linked.unite(own[:1], own)
-    for pairs in followed.labels.followers:
+    for pairs in labelled.labels.followers:
         ends = roots[pairs]
         linked.unite(ends[0], ends[1])
     at = linked.components()
-    forbidden = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.forbidden])]
+    forbidden = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *labelled.labels.forbidden])]
     table: dict[int, SplitRegion] = defaultdict(SplitRegion)
-    for axis, labels in followed.axis_labels.items():
+    for axis, labels in labelled.axis_labels.items():
         own = roots[labels]
-        if axis[0] in followed.arguments:
+        if axis[0] in labelled.arguments:
             continue
         region = table[int(at[own[0]])]
         region.forbidden |= bool(torch.isin(own, forbidden).any())
-        if followed.columns.get(axis[0]) == axis[1]:
+        if labelled.columns.get(axis[0]) == axis[1]:
             region.columns.append(axis)
-        elif followed.rows.get(axis[0]) == axis[1]:
+        elif labelled.rows.get(axis[0]) == axis[1]:
             region.rows.append(axis)
         else:
             region.others.append(axis)
-    for name in followed.arguments:
-        for key in torch.unique(at[roots[followed.axis_labels[name, 0]]]).tolist():
+    for name in labelled.arguments:
+        for key in torch.unique(at[roots[labelled.axis_labels[name, 0]]]).tolist():
             if key in table:
                 table[key].others.append((name, 0))
     found = [region for region in table.values() if region.columns or region.rows]
     for region in found:
         order: dict[int, None] = {}
         for axis in region.rows:
-            order.update(dict.fromkeys(roots[followed.axis_labels[axis]].tolist()))
+            order.update(dict.fromkeys(roots[labelled.axis_labels[axis]].tolist()))
         region.groups = list(order)
         region.fewest = min(
-            (len(torch.unique(roots[followed.axis_labels[axis]])) for axis in region.rows), default=0
+            (len(torch.unique(roots[labelled.axis_labels[axis]])) for axis in region.rows), default=0
         )
         known = torch.tensor(sorted(order))
         for axis in region.columns:
-            own = roots[followed.axis_labels[axis]]
-            hard = own[~soft[axis]] if axis in soft else own
+            own = roots[labelled.axis_labels[axis]]
+            hard = own[~sharable[axis]] if axis in sharable else own
             region.stray |= not bool(torch.isin(hard, known).all())
     return found
 
@@ -158,22 +158,27 @@ def _problem(region: SplitRegion, ranks: int) -> str | None:
 
 
 def _retry(
-    region: SplitRegion, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
+    region: SplitRegion,
+    labelled: LabelledGraph,
+    roots: Tensor,
+    sharable: dict[Axis, Tensor],
+    arguments: set[str],
 ) -> str | None:
     """Change one thing for the next attempt: cut arguments or let ranks share channels (returns ""), or return the
     weight to keep whole: the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
     if not region.columns:
         return None
-    mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
-    met = {name for labels, name in followed.met if torch.isin(roots[labels], mine).any()}
+    mine = roots[torch.cat([labelled.axis_labels[axis] for axis in region.columns])]
+    met = {name for labels, name in labelled.met if torch.isin(roots[labels], mine).any()}
     if region.rows and met - arguments:
         arguments |= met
         return ""
-    if region.rows and not any(axis in soft for axis in region.columns) and _soften(region, followed, soft):
+    tried = any(axis in sharable for axis in region.columns)
+    if region.rows and not tried and _make_sharable(region, labelled, sharable):
         return ""
     for axis in region.columns:
-        soft.pop(axis, None)
-    return min(region.columns, key=lambda axis: len(followed.axis_labels[axis]))[0]
+        sharable.pop(axis, None)
+    return min(region.columns, key=lambda axis: len(labelled.axis_labels[axis]))[0]
 
 
 def _extend(
@@ -193,34 +198,41 @@ def kind_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
+def _make_sharable(region: SplitRegion, labelled: LabelledGraph, sharable: dict[Axis, Tensor]) -> bool:
     """Let several ranks hold the channels that the forward copies (keys and values of grouped heads)."""
     axes = [*region.columns, *region.others]
-    labels = followed.labels
+    labels = labelled.labels
     made: dict[Axis, Tensor] = {}
-    for united, ids in followed.copied:
-        mine = [axis for axis in axes if bool(torch.isin(followed.axis_labels[axis], ids).any())]
+    for united, ids in labelled.copied:
+        mine = [axis for axis in axes if bool(torch.isin(labelled.axis_labels[axis], ids).any())]
         if not mine:
             continue
         early = labels.components(united)
         shared = torch.unique(early[ids])
         for axis in axes:
-            mask = torch.isin(early[followed.axis_labels[axis]], shared)
-            if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
-                made[axis] = mask | made.get(axis, soft.get(axis, torch.zeros_like(mask)))
+            mask = torch.isin(early[labelled.axis_labels[axis]], shared)
+            if mask.any() and not (
+                axis in sharable and bool((sharable[axis] | mask == sharable[axis]).all())
+            ):
+                made[axis] = mask | made.get(axis, sharable.get(axis, torch.zeros_like(mask)))
     # Nothing would be left to assign.
     if all(axis in made and bool(made[axis].all()) for axis in region.columns):
         return False
-    soft |= made
+    sharable |= made
     return bool(made)
 
 
 def _assign(
-    region: SplitRegion, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
+    region: SplitRegion,
+    labelled: LabelledGraph,
+    roots: Tensor,
+    sharable: SharableChannels,
+    ranks: int,
+    grain: int,
 ) -> str | None:
     """Assign the groups to ranks, and cut every parameter accordingly. Returns the obstacle, or None."""
-    needs = _needs(region, followed, roots)
-    own = _shares(region, needs, ranks, grain, followed, roots)
+    needs = _needs(region, labelled, roots)
+    own = _shares(region, needs, ranks, grain, labelled, roots)
     if own is None:
         return "its shared heads cannot be distributed evenly"
     holders = torch.zeros(ranks, len(roots), dtype=torch.bool)
@@ -230,10 +242,10 @@ def _assign(
         if followers:
             holders[rank, torch.tensor(followers)] = True
     for axis in [*region.columns, *region.rows, *region.others]:
-        own_roots = roots[followed.axis_labels[axis]]
+        own_roots = roots[labelled.axis_labels[axis]]
         held = holders[:, own_roots]
-        if axis[0] in followed.arguments:
-            shape = followed.arguments[axis[0]]
+        if axis[0] in labelled.arguments:
+            shape = labelled.arguments[axis[0]]
             used = torch.isin(own_roots, torch.tensor(region.groups)).view(shape)
             problem = _cut_argument(region, axis[0], held.view(ranks, *shape), used)
             if problem is not None:
@@ -264,11 +276,11 @@ def _cut_argument(region: SplitRegion, name: str, held: Tensor, used: Tensor) ->
     return f"its part of the argument {name} is not along one dim"
 
 
-def _needs(region: SplitRegion, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
+def _needs(region: SplitRegion, labelled: LabelledGraph, roots: Tensor) -> dict[int, tuple[int, ...]]:
     """Map each group to the shared groups that it needs."""
     known = set(region.groups)
     found: dict[int, set[int]] = defaultdict(set)
-    for pairs in followed.labels.followers:
+    for pairs in labelled.labels.followers:
         for group, shared in torch.unique(roots[pairs], dim=1).T.tolist():
             if group in known:
                 found[group].add(shared)
@@ -280,14 +292,14 @@ def _shares(
     needs: dict[int, tuple[int, ...]],
     ranks: int,
     grain: int,
-    followed: Followed,
+    labelled: LabelledGraph,
     roots: Tensor,
 ) -> list[list[int]] | None:
     """Return the groups of each rank: consecutive, and as even in number as possible. Groups that need the same shared
     ones get separate ranks. None: there are more such families than ranks, or too few groups in one."""
     if not needs:
         count = len(region.groups)
-        single = all(len(followed.axis_labels[axis]) == count for axis in region.rows)
+        single = all(len(labelled.axis_labels[axis]) == count for axis in region.rows)
         unit = grain if single and count % grain == 0 and count // grain >= ranks else 1
         return _runs(region.groups, even_sizes(count, ranks, unit))
     families: dict[tuple[int, ...], list[int]] = defaultdict(list)

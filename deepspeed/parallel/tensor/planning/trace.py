@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed.parallel.expert.placement import is_ours
+from deepspeed.parallel.expert.placement import is_plain_moe
 from deepspeed.parallel.sequence.layer import DistributedAttention
 from deepspeed.zero.meta import meta_copy
 
@@ -108,7 +108,7 @@ def _prepare(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, DistributedAttention):
             each.spg = None
-        if is_ours(each):  # a layer of deepspeed.moe
+        if is_plain_moe(each):  # a layer of deepspeed.moe
             vars(each)["forward"] = _mixed
         config = getattr(each, "config", None)
         if config is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -14,7 +13,7 @@ from torch.fx import Node
 
 from deepspeed.parallel.tensor.planning.labels import Labels, varies
 
-Soft = Mapping[tuple[str, int], Tensor]
+SharableChannels = Mapping[tuple[str, int], Tensor]
 PLAIN, FREE, SPLIT = "plain", "free", "split"
 MAX_NUMEL = 1 << 22
 """Maximum size of tensors whose elements get individual ids."""
@@ -47,9 +46,9 @@ class Value:
 
 
 @dataclass(slots=True)
-class Followed:
+class LabelledGraph:
     """Result of propagating labels through a graph. ``axis_labels``: labels of a parameter along one dim. ``columns``,
-    ``rows``: weights of linear layers that create, or end, labels -> the dim labelled; ``whole_uses``: parameters used
+    ``rows``: weights of linear layers that create, or end, labels -> the dim labelled; ``used_whole``: parameters used
     whole -> node name."""
 
     labels: Labels
@@ -65,7 +64,7 @@ class Followed:
     """Linear node -> (kind: column or row; its weight; its bias)."""
     adopted: dict[Node, set[Node]] = field(default_factory=dict)
     """Node -> FREE operands that take over the labels that they meet."""
-    whole_uses: dict[str, str] = field(default_factory=dict)
+    used_whole: dict[str, str] = field(default_factory=dict)
     met: list[tuple[Tensor, str]] = field(default_factory=list)
     """(labels, argument): labels united only because the argument varies along them."""
     arguments: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -122,8 +121,6 @@ def is_elementwise(node: Node, *, moves: bool = False) -> bool:
 
 def operation_name(node: Node) -> str:
     """Return the name of the operation, such as "linear"."""
-    if node.target is operator.getitem:
-        return "getitem"
     packet = getattr(node.target, "overloadpacket", None)
     return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
 
@@ -156,7 +153,7 @@ def copies_along(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
     return torch.arange(1, prod(sizes) + 1).view(sizes).expand(shape)
 
 
-def flat(value: Any) -> list[Value]:
+def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

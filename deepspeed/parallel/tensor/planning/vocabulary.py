@@ -52,15 +52,15 @@ def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[Voca
         bias = next(iter(each.biases), None)
         if bias is not None and _holders(run.module, params[bias]) - each.heads - _parents(each.heads):
             continue
-        idle = _holders(run.module, weight) - each.embeddings - each.heads
-        if any(type(run.module.get_submodule(path)) is not nn.Embedding for path in idle):
+        unused = _holders(run.module, weight) - each.embeddings - each.heads
+        if any(type(run.module.get_submodule(path)) is not nn.Embedding for path in unused):
             continue
         if weight.shape[0] < ranks or any(
             not _is_plain_embedding(run.module.get_submodule(p)) for p in each.embeddings
         ):
             continue
         cut = Cut.even(0, weight.shape[0], ranks)
-        embeddings = tuple(sorted(each.embeddings | idle))
+        embeddings = tuple(sorted(each.embeddings | unused))
         found.append(VocabularyPlan(name, cut, embeddings, tuple(sorted(each.heads)), bias))
     return tuple(found)
 

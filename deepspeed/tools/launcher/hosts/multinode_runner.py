@@ -50,6 +50,8 @@ def slots_of(resources: Resources) -> dict[str, list[int]]:
 class MultiNodeRunner(ABC):
     """An external launcher. ``args``: the parsed command line of `deepspeed`; ``world_info_base64``: host -> slots."""
 
+    launcher = ""
+
     def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
         self.args = args
         self.validate_args()
@@ -83,7 +85,7 @@ class MultiNodeRunner(ABC):
     @property
     def name(self) -> str:
         """Name of the launcher, as `--launcher` accepts it."""
-        return type(self).__name__
+        return self.launcher or type(self).__name__
 
     def validate_args(self) -> None:  # noqa: B027 - most have no limits
         """Raise LaunchError (a ValueError) for options that the launcher does not support."""
@@ -99,12 +101,10 @@ class MultiNodeRunner(ABC):
 class PDSHRunner(MultiNodeRunner):
     """Parallel distributed shell, over ssh."""
 
+    launcher = PDSH_LAUNCHER
+
     def backend_exists(self) -> bool:
         return shutil.which("pdsh") is not None
-
-    @property
-    def name(self) -> str:
-        return PDSH_LAUNCHER
 
     def parse_user_args(self) -> list[str]:
         return [_for_pdsh(argument) for argument in self.args.user_args]
@@ -154,13 +154,15 @@ class _StartsRanks(MultiNodeRunner):
     """A launcher that starts the ranks itself. ``resource_pool``: host -> number of slots, for all hosts."""
 
     program = "mpirun"
+    needs: tuple[str, ...] = ()
+    """Other programs by which the launcher is recognised."""
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64)
         self.resource_pool = resource_pool
 
     def backend_exists(self) -> bool:
-        return shutil.which(self.program) is not None
+        return all(shutil.which(program) is not None for program in (*self.needs, self.program))
 
     def validate_args(self) -> None:
         if self.args.no_ssh or self.args.enable_each_rank_log is not None:
@@ -208,12 +210,8 @@ class _StartsRanks(MultiNodeRunner):
 class OpenMPIRunner(_StartsRanks):
     """``mpirun`` of Open MPI."""
 
-    @property
-    def name(self) -> str:
-        return OPENMPI_LAUNCHER
-
-    def backend_exists(self) -> bool:
-        return shutil.which("ompi_info") is not None and super().backend_exists()
+    launcher = OPENMPI_LAUNCHER
+    needs = ("ompi_info",)
 
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
         slots = slots_of(active_resources)
@@ -247,45 +245,40 @@ class _Hydra(_StartsRanks):
 class MPICHRunner(_Hydra):
     """``mpirun`` of MPICH."""
 
-    @property
-    def name(self) -> str:
-        return MPICH_LAUNCHER
+    launcher = MPICH_LAUNCHER
 
 
 class IMPIRunner(_Hydra):
     """``mpirun`` of Intel's MPI."""
+
+    launcher = IMPI_LAUNCHER
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64, resource_pool)
         if args.bind_cores_to_rank:
             self.add_export("I_MPI_PIN", "0")
 
-    @property
-    def name(self) -> str:
-        return IMPI_LAUNCHER
-
 
 class MVAPICHRunner(_Hydra):
     """``mpirun`` of MVAPICH2."""
 
+    launcher = MVAPICH_LAUNCHER
+    needs = ("mpiname",)
+
     def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
         super().__init__(args, world_info_base64, resource_pool)
         # For ranks that use CUDA, and threads besides the communicating one.
-        for name, value in {
-            "MV2_SMP_USE_CMA": "0",
-            "MV2_DEBUG_SHOW_BACKTRACE": "1",
-            "MV2_SUPPORT_DL": "1",
-        }.items():
-            self.add_export(name, value)
-        self.add_export("MV2_ENABLE_AFFINITY", "0")
-
-    @property
-    def name(self) -> str:
-        return MVAPICH_LAUNCHER
+        for name, value in (
+            ("SMP_USE_CMA", 0),
+            ("DEBUG_SHOW_BACKTRACE", 1),
+            ("SUPPORT_DL", 1),
+            ("ENABLE_AFFINITY", 0),
+        ):
+            self.add_export(f"MV2_{name}", str(value))
 
     def backend_exists(self) -> bool:
         """Tell whether ``mpirun`` and MVAPICH2, recognised by the output of ``mpiname``, are installed."""
-        if shutil.which("mpiname") is None or not super().backend_exists():
+        if not super().backend_exists():
             return False
         answer = subprocess.run(
             ["mpiname"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
@@ -296,14 +289,9 @@ class MVAPICHRunner(_Hydra):
 class SlurmRunner(_StartsRanks):
     """``srun``, inside an allocation or not."""
 
+    launcher = SLURM_LAUNCHER
     program = "srun"
-
-    @property
-    def name(self) -> str:
-        return SLURM_LAUNCHER
-
-    def backend_exists(self) -> bool:
-        return shutil.which("sinfo") is not None and super().backend_exists()
+    needs = ("sinfo",)
 
     @classmethod
     def validate_active_resources(cls, active_resources: Resources) -> None:

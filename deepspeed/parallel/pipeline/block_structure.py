@@ -21,7 +21,7 @@ BATCH, LENGTH = 2, 3  # of the sequences
 
 
 @dataclass(slots=True)
-class Anatomy:
+class BlockStructure:
     """Parts of a model. ``blocks``: path of the list of blocks; ``before`` and ``after``: paths of the modules with
     direct parameters called before and after them. ``shapes``: output shapes of those before; None: batch or length."""
 
@@ -43,28 +43,28 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def examine(model: nn.Module) -> Anatomy:
+def trace_blocks(model: nn.Module) -> BlockStructure:
     """Find the parts of ``model``, called with input_ids. PipelineError: it cannot be split between its blocks."""
     lists = {name: sum(p.numel() for p in m.parameters()) for name, m in model.named_modules() if _is_list(m)}
     if not lists:
         raise PipelineError(f"{type(model).__name__} has no list of blocks (nn.ModuleList) to cut between")
-    anatomy = Anatomy(model, max(lists, key=lambda name: lists[name]))
-    with _watched(anatomy) as watch, torch.no_grad():
+    structure = BlockStructure(model, max(lists, key=lambda name: lists[name]))
+    with _traced(structure) as trace, torch.no_grad():
         tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=next(model.parameters()).device)
         model(input_ids=tokens, use_cache=False)
-    watch.finish()
-    return anatomy
+    trace.finish()
+    return structure
 
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and len(module) > 0
 
 
-class _Watch:
+class _BlockTrace:
     """Hooks that trace one forward."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy = anatomy
+    def __init__(self, structure: BlockStructure) -> None:
+        self.structure = structure
         self.passed = 0
         """Number of blocks called so far."""
         self.hidden: Tensor | None = None
@@ -75,7 +75,7 @@ class _Watch:
 
     def error(self, why: str) -> PipelineError:
         return PipelineError(
-            f"{type(self.anatomy.model).__name__} cannot be cut between its blocks ({self.anatomy.blocks}): "
+            f"{type(self.structure.model).__name__} cannot be cut between its blocks ({self.structure.blocks}): "
             f"{why}. Rewrite it as the layers of a PipelineModule"
         )
 
@@ -92,7 +92,7 @@ class _Watch:
             raise self.error(f"block {number} also gets other values from earlier blocks")
 
     def after_block(self, number: int, output: Any) -> None:
-        self.anatomy.in_tuples = isinstance(output, tuple)
+        self.structure.in_tuples = isinstance(output, tuple)
         first, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(first, Tensor):
             raise self.error(f"block {number} returns {type(first).__name__} instead of hidden states")
@@ -101,7 +101,7 @@ class _Watch:
         self.others |= {id(tensor) for tensor in tensors_in(rest)} | {id(first)}
 
     def after_module(self, name: str, output: Any) -> None:
-        begun, over = self.passed > 0, self.passed == len(self.anatomy.block_list())
+        begun, over = self.passed > 0, self.passed == len(self.structure.block_list())
         if begun and not over:
             raise self.error(f"{name} is called between two of them")
         self.called.setdefault(name, set()).add(over)
@@ -110,48 +110,48 @@ class _Watch:
                 raise self.error(f"{name} returns {type(output).__name__}, not a tensor")
             lead = [None if size in (BATCH, 1) else size for size in output.shape[:1]]
             lead += [None if size == LENGTH else size for size in output.shape[1:2]]
-            self.anatomy.shapes[name] = (*lead, *output.shape[2:])
+            self.structure.shapes[name] = (*lead, *output.shape[2:])
 
     def finish(self) -> None:
-        anatomy = self.anatomy
-        if self.passed != len(anatomy.block_list()):
+        structure = self.structure
+        if self.passed != len(structure.block_list()):
             raise self.error(f"only {self.passed} are called")
-        for name, module in _others(anatomy):
+        for name, module in _others(structure):
             places = self.called.get(name, set())
             if len(places) != 1:
                 where = "before and after them" if places else "never, though it has weights"
                 raise self.error(f"{name} ({type(module).__name__}) is called {where}")
-            (anatomy.after if places.pop() else anatomy.before).append(name)
+            (structure.after if places.pop() else structure.before).append(name)
 
 
-def _others(anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
+def _others(structure: BlockStructure) -> list[tuple[str, nn.Module]]:
     """Return the modules outside the blocks that have direct parameters."""
-    inside = f"{anatomy.blocks}."
+    inside = f"{structure.blocks}."
     return [
         (name, module)
-        for name, module in anatomy.model.named_modules()
+        for name, module in structure.model.named_modules()
         if not name.startswith(inside) and next(module.parameters(recurse=False), None) is not None
     ]
 
 
 @contextmanager
-def _watched(anatomy: Anatomy) -> Iterator[_Watch]:
-    watch, handles = _Watch(anatomy), []
-    for number, block in enumerate(anatomy.block_list()):
+def _traced(structure: BlockStructure) -> Iterator[_BlockTrace]:
+    trace, handles = _BlockTrace(structure), []
+    for number, block in enumerate(structure.block_list()):
         handles += [
             block.register_forward_pre_hook(
-                lambda _, args, kwargs, n=number: watch.before_block(n, args, kwargs), with_kwargs=True
+                lambda _, args, kwargs, n=number: trace.before_block(n, args, kwargs), with_kwargs=True
             ),
-            block.register_forward_hook(lambda _, args, output, n=number: watch.after_block(n, output)),
+            block.register_forward_hook(lambda _, args, output, n=number: trace.after_block(n, output)),
         ]
-    for name, module in _others(anatomy):
+    for name, module in _others(structure):
         handles.append(
-            module.register_forward_hook(lambda _, args, output, n=name: watch.after_module(n, output))
+            module.register_forward_hook(lambda _, args, output, n=name: trace.after_module(n, output))
         )
-    training = {module: module.training for module in anatomy.model.modules()}
-    anatomy.model.eval()
+    training = {module: module.training for module in structure.model.modules()}
+    structure.model.eval()
     try:
-        yield watch
+        yield trace
     finally:
         for handle in handles:
             handle.remove()

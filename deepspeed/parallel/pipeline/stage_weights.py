@@ -28,7 +28,7 @@ class StageWeights(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
-class WholeModel:
+class AllStageWeights:
     """``StageWeights`` of all stages: tensors of other stages are received on access. Of weights tied across stages,
     those of the first stage are used.
 
@@ -88,7 +88,7 @@ class WholeModel:
             dist.recv(data, rank, group=self._group)
         return data
 
-    def __enter__(self) -> WholeModel:
+    def __enter__(self) -> AllStageWeights:
         self._own.__enter__()
         return self
 

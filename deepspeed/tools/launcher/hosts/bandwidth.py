@@ -150,7 +150,7 @@ def slow(found: Mapping[Pair, float | str]) -> list[Pair]:
 
 def _command() -> str:
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[4]), os.environ.get("PYTHONPATH"))))
-    words = [sys.executable, "-m", "deepspeed.tools.launcher.hosts.pairs"]
+    words = [sys.executable, "-m", "deepspeed.tools.launcher.hosts.bandwidth"]
     return f"PYTHONPATH={shlex.quote(path)} exec {shlex.join(words)}"
 
 
@@ -186,8 +186,9 @@ class _Machine:
 
     def answer(self) -> Any:
         output: Any = self._process.stdout
-        ready, _, _ = select.select([output], [], [], ANSWER_S)
-        line = output.readline() if ready else ""
+        if not select.select([output], [], [], ANSWER_S)[0]:
+            self._process.kill()  # a late answer would be taken for that of the next pair
+        line = output.readline()
         return json.loads(line) if line.strip() else "no answer"
 
 

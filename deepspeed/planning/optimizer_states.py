@@ -31,7 +31,7 @@ class StateSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFacts:
+class OptimizerProfile:
     """Facts about an optimizer. ``groups[g]``: state sizes of optimizer group g."""
 
     name: str
@@ -44,12 +44,12 @@ class OptimizerFacts:
     """Pieces begin at multiples of this many elements."""
 
 
-ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
+ADAM = OptimizerProfile(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
 """Assumed if no optimizer is known."""
 
 
-def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerFacts:
-    """Collect the facts about ``optimizer``, whose parameters may be on the meta device; it is not changed.
+def profile_optimizer(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerProfile:
+    """Describe ``optimizer``, whose parameters may be on the meta device; it is not changed.
 
     ``master``: dtype of the master weights that it updates; None: the dtype of its parameters.
     """
@@ -58,7 +58,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None
     for group in optimizer.param_groups:
         own = group["params"][0].dtype if group["params"] else torch.float32
         groups.append(_state_size(optimizer, group, master or own))
-    return OptimizerFacts(
+    return OptimizerProfile(
         name=type(optimizer).__name__,
         groups=tuple(groups),
         fused=traits.fused,

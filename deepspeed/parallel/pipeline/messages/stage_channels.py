@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,24 +12,24 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
-from deepspeed.parallel.pipeline.messages.channel import (
-    Handover,
+from deepspeed.parallel.pipeline.messages.channels import (
     LocalReceiver,
     LocalSender,
-    ReceiveLink,
+    ReceiveChannel,
     Receiver,
+    SameStageChannel,
+    SendChannel,
     Sender,
-    SendLink,
 )
+from deepspeed.parallel.pipeline.order_executor import ChunkChannels
 from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import chunk_position, stage_of_position
-from deepspeed.parallel.pipeline.stage_run import ChunkLinks
 
 _ACTIVATIONS, _GRADIENTS = 1, 2  # tags between pieces 0 and 1; each later pair adds 2
 
 
-class Connections:
-    """Creates the ``links`` of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this
+class StageChannels:
+    """Creates the ``channels`` of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this
     pipeline. Collective over ``group``, these ranks."""
 
     def __init__(
@@ -43,12 +44,12 @@ class Connections:
     ) -> None:
         self.layout, self.stage, self.ranks = layout, stage, ranks
         self.group, self.device = group, device
-        self._handovers: dict[Hashable, Handover] = {}
+        self._same_stage: dict[Hashable, SameStageChannel] = {}
         self._local: Mapping[Hashable, NeighbourSender | NeighbourReceiver] = {}
         if layout.stages > 1 and device.type == "cpu":
             self._local = connect(group, self._edges(), may_share_memory=may_share_memory)
         self._groups = {} if device.type == "cpu" else self._groups_of_edges()
-        self.links = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
+        self.channels = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
 
     def _edges(self) -> list[Edge]:
         """Return the edges between different stages, keyed by tag."""
@@ -61,7 +62,7 @@ class Connections:
         return found
 
     def _groups_of_edges(self) -> dict[Hashable, ProcessGroup]:
-        """Create a group for each direction of this stage's links, by tag: NCCL has no tags and queues all transfers
+        """Create a group for each direction of this stage's channels, by tag: NCCL has no tags and queues all transfers
         between two ranks of a group in order, so two ranks that both send first would deadlock."""
         own = self.ranks[self.stage]
         return {
@@ -74,55 +75,46 @@ class Connections:
         """Return the rank that holds a piece of the model."""
         return self.ranks[stage_of_position(number, self.layout.stages, self.layout.zigzag)]
 
-    def _of_chunk(self, chunk: int) -> ChunkLinks:
+    def _of_chunk(self, chunk: int) -> ChunkChannels:
         layout = self.layout
         number = chunk_position(chunk, self.stage, layout.stages, layout.zigzag)
-        links = ChunkLinks()
+        channels = ChunkChannels()
         if number > 0:
-            links.inputs = self._receive_link(number - 1, 2 * (number - 1) + _ACTIVATIONS)
-            links.input_gradients = self._send_link(number - 1, 2 * (number - 1) + _GRADIENTS)
+            tag = 2 * (number - 1)
+            channels.inputs = self._end(number - 1, tag + _ACTIVATIONS, LocalReceiver, Receiver)
+            channels.input_gradients = self._end(number - 1, tag + _GRADIENTS, LocalSender, Sender)
         if number < layout.stages * layout.chunks - 1:
-            links.outputs = self._send_link(number + 1, 2 * number + _ACTIVATIONS)
-            links.output_gradients = self._receive_link(number + 1, 2 * number + _GRADIENTS)
-        return links
+            tag = 2 * number
+            channels.outputs = self._end(number + 1, tag + _ACTIVATIONS, LocalSender, Sender)
+            channels.output_gradients = self._end(number + 1, tag + _GRADIENTS, LocalReceiver, Receiver)
+        return channels
 
-    def _receive_link(self, source: int, tag: int) -> ReceiveLink:
-        """Return the receiving end of a link from the piece ``source``."""
-        peer, local = self._rank_of(source), self._local.get(tag)
+    def _end(self, piece: int, tag: int, local: type[Any], remote: type[Any]) -> Any:
+        """Return this stage's end of a channel from or to ``piece``; its class, unless that is on this stage too, is
+        ``local`` on one host that shares memory, else ``remote``."""
+        peer, end = self._rank_of(piece), self._local.get(tag)
         if peer == self.ranks[self.stage]:
-            return self._handovers.setdefault(tag, Handover())
+            return self._same_stage.setdefault(tag, SameStageChannel())
         return (
-            LocalReceiver(local)
-            if isinstance(local, NeighbourReceiver)
-            else Receiver(peer, self._groups.get(tag, self.group), self.device, tag)
+            remote(peer, self._groups.get(tag, self.group), self.device, tag) if end is None else local(end)
         )
 
-    def _send_link(self, target: int, tag: int) -> SendLink:
-        peer, local = self._rank_of(target), self._local.get(tag)
-        if peer == self.ranks[self.stage]:
-            return self._handovers.setdefault(tag, Handover())
-        return (
-            LocalSender(local)
-            if isinstance(local, NeighbourSender)
-            else Sender(peer, self._groups.get(tag, self.group), self.device, tag)
-        )
-
-    def named(self) -> Iterator[tuple[str, ReceiveLink | SendLink]]:
+    def named(self) -> Iterator[tuple[str, ReceiveChannel | SendChannel]]:
         """Yield each channel to or from a neighbour, with the name of its payload."""
-        for links in self.links:
+        for channels in self.channels:
             for name, channel in (
-                ("activations", links.inputs),
-                ("gradients of activations", links.output_gradients),
-                ("activations", links.outputs),
-                ("gradients of activations", links.input_gradients),
+                ("activations", channels.inputs),
+                ("gradients of activations", channels.output_gradients),
+                ("activations", channels.outputs),
+                ("gradients of activations", channels.input_gradients),
             ):
                 if channel is not None:
                     yield name, channel
 
     def clear(self) -> None:
         """Drop messages left by a failed batch."""
-        for handover in self._handovers.values():
-            handover.clear()
+        for channel in self._same_stage.values():
+            channel.clear()
 
     def close(self) -> None:
         """Release shared memory and groups. The other ranks notice at their next message."""

@@ -37,10 +37,10 @@ class PlannedModel:
         return sum(spec.numel for spec in self.specs)
 
 
-def facts_of(
+def planned_model_of(
     module: nn.Module, plan: Plan, param_groups: Sequence[dict[str, Any]] | None = None
 ) -> PlannedModel:
-    """Collect the facts about ``module``, which may be on the meta device, partitioned, or in use; it is not changed.
+    """Describe ``module``, which may be on the meta device, partitioned, or in use; it is not changed.
 
     ``param_groups``: the optimizer's; default: all parameters that require a gradient, in one group.
     """

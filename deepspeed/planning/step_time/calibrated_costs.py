@@ -26,7 +26,7 @@ def costs_of(found: Calibration) -> Costs:
     )
 
 
-def busy(found: Calibration, ranks_beside: int) -> float:
+def contention(found: Calibration, ranks_beside: int) -> float:
     """Return the slow-down of a rank's compute if ``ranks_beside`` ranks share the calibrated machine's cores."""
     if found.device_type != "cpu":
         return 1.0
@@ -72,16 +72,18 @@ def work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ra
     The calibrated model takes its measured times; another one is scaled by FLOPs at the measured rate. Ranks that
     communicate compute more slowly: their threads also copy what they send and receive.
     """
-    work = replace(_work_of(found, setting, flops, min(2, setting.ranks)), busy=busy(found, ranks_beside))
+    work = replace(
+        _work_of(found, setting, flops, min(2, setting.ranks)), contention=contention(found, ranks_beside)
+    )
     return work if setting.ranks == 1 else work.stretched(_stretch(found, setting, flops))
 
 
 def is_same_model(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -> bool:
-    facts = setting.facts
-    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
+    model = setting.model
+    trained = sum(spec.numel for spec in model.specs[: model.trained])
     return (
         trained == found.elements
-        and len(facts.calls) == len(found.forward_share)
+        and len(model.calls) == len(found.forward_share)
         and math.isclose(sum(flops), found.flops, rel_tol=1e-6)
     )
 
@@ -131,7 +133,7 @@ def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -
     return (low + high) / 2
 
 
-def predicted(
+def predict_step(
     found: Calibration,
     setting: PlanSetting,
     flops: Sequence[float],

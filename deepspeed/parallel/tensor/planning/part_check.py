@@ -20,58 +20,58 @@ from torch.fx import Node
 from deepspeed.parallel.tensor.planning.arguments import change_argument
 from deepspeed.parallel.tensor.planning.attributes import change_attribute
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels, varies
-from deepspeed.parallel.tensor.planning.ordering import Parts
+from deepspeed.parallel.tensor.planning.local_order import Parts
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
 from deepspeed.parallel.tensor.planning.solver import Solution
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, trace
-from deepspeed.parallel.tensor.planning.values import PLAIN, Followed, Value, is_move
+from deepspeed.parallel.tensor.planning.values import PLAIN, LabelledGraph, Value, as_list, is_move
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class Mismatch:
     """A mismatch. ``path``: of the module in which it was found; empty: outside all modules with split layers."""
 
     path: str
     text: str
 
 
-def parts_of(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts | Misfit:
-    """Trace the ranks' parts, once per set of ranks with equal shapes, or return the first misfit."""
+def trace_parts(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts | Mismatch:
+    """Trace the ranks' parts, once per set of ranks with equal shapes, or return the first mismatch."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(plan.ranks if plan.parameters else 0):
         alike[tuple(each.cut.extents[rank] for each in plan.parameters.values())].append(rank)
     found: dict[int, tuple[Trace, list[int]]] = {}
     for first, *others in alike.values():
         part = _of_rank(run, solution, plan, first)
-        if isinstance(part, Misfit):
+        if isinstance(part, Mismatch):
             return part
         found[first] = part, [first, *others]
     return found
 
 
-def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Misfit:
+def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Mismatch:
     own = _meta_part(run.module, plan, rank)
     owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
-    place = _Place(own, [path for path in owners if path])
+    place = _ModuleStack(own, [path for path in owners if path])
     try:
         part = trace(own, run.inputs)
     except TraceError as error:
-        return Misfit(place.path, str(error))
+        return Mismatch(place.path, str(error))
     held = _held(solution, rank)
     for whole, local in zip(_steps(run), _steps(part), strict=False):
         if whole.target != local.target:
-            return Misfit(
-                _owner(whole, owners), f"its operations depend on the number of ranks ({whole.name})"
+            return Mismatch(
+                _innermost(whole, owners), f"its operations depend on the number of ranks ({whole.name})"
             )
-        for expected, actual in _shapes(whole, local, solution.followed, held):
+        for expected, actual in _shapes(whole, local, solution.labelled, held):
             if not _fits(expected, actual):
-                return Misfit(
-                    _owner(whole, owners), f"{whole.name} would have the shape {actual}, not {expected}"
+                return Mismatch(
+                    _innermost(whole, owners), f"{whole.name} would have the shape {actual}, not {expected}"
                 )
     return part
 
 
-class _Place:
+class _ModuleStack:
     """Tracks the module that the forward is in."""
 
     def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class _Place:
     def path(self) -> str:
         return self._stack[-1] if self._stack else ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleStack:
         return self
 
 
@@ -116,11 +116,11 @@ def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Mod
 
 def _held(solution: Solution, rank: int) -> Tensor:
     """Return for each label whether the rank holds it, bool [labels]."""
-    roots = solution.followed.labels.components()
+    roots = solution.labelled.labels.components()
     known, own = torch.zeros(len(roots), dtype=torch.bool), torch.zeros(len(roots), dtype=torch.bool)
     for region in solution.regions:
         for axis, cut in region.cuts.items():
-            labels = roots[solution.followed.axis_labels[axis]]
+            labels = roots[solution.labelled.axis_labels[axis]]
             known[labels] = True
             for low, high in cut.parts[rank]:
                 own[labels[low:high]] = True
@@ -143,23 +143,19 @@ def _steps(run: Trace) -> Iterator[Node]:
 
 
 def _shapes(
-    whole: Node, local: Node, followed: Followed, held: Tensor
+    whole: Node, local: Node, labelled: LabelledGraph, held: Tensor
 ) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
     """Yield (expected, actual) shapes; None: any size."""
     for value, before, after in zip(
-        _several(followed.values.get(whole)),
-        _several(whole.meta.get("val")),
-        _several(local.meta.get("val")),
+        as_list(labelled.values.get(whole)),
+        as_list(whole.meta.get("val")),
+        as_list(local.meta.get("val")),
         strict=False,
     ):
         if not isinstance(value, Value) or not isinstance(after, Tensor) or value.axes:
             continue
         if value.shape == tuple(before.shape):
-            yield _own_shape(value, held, followed.labels), tuple(int(size) for size in after.shape)
-
-
-def _several(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+            yield _own_shape(value, held, labelled.labels), tuple(int(size) for size in after.shape)
 
 
 def _fits(expected: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
@@ -178,7 +174,7 @@ def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, 
         return (None,) * len(value.shape)
     own = held[value.ids] & some
     sizes = [_count(own, some, dim) for dim in range(own.ndim)]
-    if not labels.any_soft(value.ids):
+    if not labels.any_sharable(value.ids):
         return tuple(sizes)
     # Each rank copies shared elements once per head that it has.
     single = [torch.unique(value.ids, dim=dim).shape[dim] == size for dim, size in enumerate(value.shape)]
@@ -191,7 +187,7 @@ def _count(own: Tensor, some: Tensor, dim: int) -> int:
     return int((own | ~some).sum())
 
 
-def _owner(node: Node, owners: Sequence[str]) -> str:
+def _innermost(node: Node, owners: Sequence[str]) -> str:
     """Return the innermost of ``owners`` that contains a node."""
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if path.removeprefix("module.") in owners:

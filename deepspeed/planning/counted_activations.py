@@ -23,7 +23,7 @@ class CannotCount(RuntimeError):
 
 
 @functools.lru_cache(maxsize=4)
-def choice_within(
+def choose_recomputation(
     module: nn.Module, limit: float, micro_batch: int, sequence: int, precision: PrecisionPlan
 ) -> RecomputeChoice:
     """Choose what the blocks of ``module`` keep within the budget ``limit`` for ``micro_batch`` x ``sequence`` tokens.

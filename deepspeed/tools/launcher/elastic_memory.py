@@ -15,7 +15,7 @@ NO_STEP = 0
 _STEPS = struct.Struct("<q")
 
 
-class Memory:
+class ElasticMemory:
     """Shared-memory folder that outlives the ranks, and the count of finished steps in it."""
 
     def __init__(self, folder: Path) -> None:
@@ -30,8 +30,8 @@ class Memory:
 
 
 @contextlib.contextmanager
-def memory() -> Iterator[Memory]:
-    """Create this process's `Memory`, and remove it at the end of the context."""
+def elastic_memory() -> Iterator[ElasticMemory]:
+    """Create this process's `ElasticMemory`, and remove it at the end of the context."""
     with own_folder(memory_folder()) as folder:
         os.environ[ELASTIC_STATE] = str(folder)
-        yield Memory(folder)
+        yield ElasticMemory(folder)

@@ -9,40 +9,50 @@ from torch.fx import Node
 
 from deepspeed.parallel.tensor.planning.labels import Labels
 from deepspeed.parallel.tensor.planning.trace import Trace
-from deepspeed.parallel.tensor.planning.values import SPLIT, Followed, Soft, Value, flat, plain_value
+from deepspeed.parallel.tensor.planning.values import (
+    SPLIT,
+    LabelledGraph,
+    SharableChannels,
+    Value,
+    as_list,
+    operation_name,
+    plain_value,
+)
 
 Operands = list[tuple[Node, Value]]
 """Operands of an operation: nodes, with a value for each of their tensors."""
 
 
-class Tracker:
+class LabelRules:
     """State of one pass through a graph: labels and results."""
 
-    def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft, arguments: frozenset[str]) -> None:
+    def __init__(
+        self, trace: Trace, whole: frozenset[str], sharable: SharableChannels, arguments: frozenset[str]
+    ) -> None:
         self.arguments = arguments
         self.trace = trace
-        self.soft = soft
+        self.sharable = sharable
         self.whole = whole
-        self.second = factors(trace)
+        self.first_factor = factors(trace)
         self.labels = Labels()
-        self.found = Followed(self.labels)
+        self.graph = LabelledGraph(self.labels)
 
     def axis(self, param: str, dim: int, size: int) -> Tensor:
         key = (param, dim)
-        if key not in self.found.axis_labels:
-            self.found.axis_labels[key] = self.labels.fresh(size, soft=self.soft.get(key))
-        return self.found.axis_labels[key]
+        if key not in self.graph.axis_labels:
+            self.graph.axis_labels[key] = self.labels.fresh(size, sharable=self.sharable.get(key))
+        return self.graph.axis_labels[key]
 
     def _give_up(self, value: Any, reason: str) -> None:
-        for each in flat(value):
+        for each in as_list(value):
             if each.kind == SPLIT and each.ids is not None:
                 self.labels.forbid(each.ids, reason)
 
     def _operands(self, node: Node) -> list[tuple[Node, Value]]:
         found: list[tuple[Node, Value]] = []
         for each in node.all_input_nodes:
-            value = self.found.values[each]
-            found += [(each, v) for v in flat(value)]
+            value = self.graph.values[each]
+            found += [(each, v) for v in as_list(value)]
         return found
 
     def _unknown(self, node: Node, name: str, operands: Operands) -> Any:
@@ -53,7 +63,7 @@ class Tracker:
 
     def _use_whole(self, value: Value, node: Node) -> None:
         if value.param is not None and value.kind != SPLIT:
-            self.found.whole_uses.setdefault(value.param, node.name)
+            self.graph.used_whole.setdefault(value.param, node.name)
 
 
 # Factored matrices, such as low-rank adapters (E. Hu et al.: LoRA, 2021).
@@ -96,7 +106,7 @@ def _ends(node: Node) -> list[Node]:
     left = list(node.users)
     while left:
         user = left.pop()
-        name = _name(user)
+        name = operation_name(user)
         if name in _PASSES or name in ("mul", "div", "getitem") and len(user.all_input_nodes) == 1:
             left += user.users
         else:
@@ -106,18 +116,13 @@ def _ends(node: Node) -> list[Node]:
 
 def _weight_of(node: Node, trace: Trace) -> str | None:
     """Return the name of the weight if the node is a linear layer, else None."""
-    if node.op != "call_function" or _name(node) not in _PRODUCTS:
+    if node.op != "call_function" or operation_name(node) not in _PRODUCTS:
         return None
     for each in node.all_input_nodes[1:]:
         place = each
-        while place.op == "call_function" and _name(place) in _TURNS:
+        while place.op == "call_function" and operation_name(place) in _TURNS:
             place = place.all_input_nodes[0]
         name = trace.params.get(place.name)
         if name is not None and len(place.meta["val"].shape) == 2:
             return name
     return None
-
-
-def _name(node: Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))

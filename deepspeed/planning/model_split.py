@@ -8,12 +8,12 @@ from torch import nn
 
 from deepspeed.ops.partitions import partition_balanced
 from deepspeed.planning.activations import TransformerShape
-from deepspeed.planning.model import PlannedModel
+from deepspeed.planning.planned_model import PlannedModel
 from deepspeed.zero.layout import ParamSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class ModelSplit:
     """Model-parallel position of a rank. ``tensor``: tensor-parallel degree. ``stages``: pipeline stages; ``stage``:
     this rank's. ``held``: micro-batches in flight, whose activations the stage holds at the same time."""
 
@@ -27,40 +27,40 @@ class Split:
         """Number of parts into which the model is divided."""
         return self.tensor * self.stages
 
-    def facts(self, facts: PlannedModel, module: nn.Module) -> PlannedModel:
-        """Return the facts for a rank of this stage: every matrix is divided by ``tensor``, other parameters are
+    def local_model(self, model: PlannedModel, module: nn.Module) -> PlannedModel:
+        """Return the model for a rank of this stage: every matrix is divided by ``tensor``, other parameters are
         whole."""
         if self.ways == 1:
-            return facts
-        first, stop = self._calls(facts)
-        calls = facts.calls[first:stop]
+            return model
+        first, stop = self._calls(model)
+        calls = model.calls[first:stop]
         chosen = sorted({i for call in calls for i in call})
         matrices = {name for name, param in module.named_parameters() if param.dim() >= 2}
         place = {old: new for new, old in enumerate(chosen)}
-        specs = [self._cut(facts.specs[old], new, matrices) for old, new in place.items()]
-        trained = sum(old < facts.trained for old in chosen)
+        specs = [self._cut(model.specs[old], new, matrices) for old, new in place.items()]
+        trained = sum(old < model.trained for old in chosen)
         return replace(
-            facts,
+            model,
             specs=specs,
             trained=trained,
-            group_of=[facts.group_of[old] for old in chosen[:trained]],
+            group_of=[model.group_of[old] for old in chosen[:trained]],
             calls=[[place[i] for i in call] for call in calls],
-            built_itemsizes=[facts.built_itemsizes[old] for old in chosen],
+            built_itemsizes=[model.built_itemsizes[old] for old in chosen],
         )
 
     def _cut(self, spec: ParamSpec, index: int, matrices: set[str]) -> ParamSpec:
         parts = self.tensor if spec.name in matrices else 1
         return replace(spec, index=index, numel=-(-spec.numel // parts))
 
-    def _calls(self, facts: PlannedModel) -> tuple[int, int]:
+    def _calls(self, model: PlannedModel) -> tuple[int, int]:
         """Return the range of calls of this stage, balanced by parameters."""
         if self.stages == 1:
-            return 0, len(facts.calls)
-        sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
+            return 0, len(model.calls)
+        sizes = [sum(model.specs[i].numel for i in dict.fromkeys(call)) for call in model.calls]
         bounds = partition_balanced(sizes, self.stages)
         return bounds[self.stage], bounds[self.stage + 1]
 
-    def shape(self, shape: TransformerShape) -> TransformerShape:
+    def local_shape(self, shape: TransformerShape) -> TransformerShape:
         """Return the shape whose activations a rank of this stage holds. Norms and residuals are not divided; logits
         are on the last stage."""
         last = self.stage == self.stages - 1

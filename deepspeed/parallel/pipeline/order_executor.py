@@ -1,4 +1,4 @@
-"""Execution of one batch on one stage: runs an order of actions, with the communication that they need."""
+"""Execution of one batch on one stage: runs the order's actions, with the communication that they need."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import logger
-from deepspeed.parallel.pipeline.messages.channel import ReceiveLink, SendLink
+from deepspeed.parallel.pipeline.messages.channels import ReceiveChannel, SendChannel
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+from deepspeed.parallel.pipeline.schedules.orders import Action, ActionKind
 
 
-class StageWork(Protocol):
+class StageCompute(Protocol):
     """The computation of a stage. An action names its micro-batch and its chunk."""
 
     def begin(self, action: Action) -> None:
@@ -46,13 +46,13 @@ class StageWork(Protocol):
 
 
 @dataclass(slots=True)
-class ChunkLinks:
+class ChunkChannels:
     """The channels of one chunk to the chunks before and after it; None at the ends of the pipeline."""
 
-    inputs: ReceiveLink | None = None
-    outputs: SendLink | None = None
-    output_gradients: ReceiveLink | None = None
-    input_gradients: SendLink | None = None
+    inputs: ReceiveChannel | None = None
+    outputs: SendChannel | None = None
+    output_gradients: ReceiveChannel | None = None
+    input_gradients: SendChannel | None = None
 
     def post_receives(self, forwards: int, backwards: int) -> None:
         """Post the first receives."""
@@ -69,21 +69,15 @@ class ChunkLinks:
 
 
 @dataclass(slots=True)
-class _HeldActivations:
-    inputs: Any
-    outputs: Any
-
-
-@dataclass(slots=True)
-class StageRun:
+class OrderExecutor:
     """Runs one batch on this stage. Results accumulate: create one per batch.
 
-    ``links``: by chunk. ``on_backward()`` is called when a micro-batch's backward is complete on this stage; ``split``:
-    with its later WEIGHTS actions. ``timed``: record the ``seconds`` of every action by kind, without communication.
-    ``peak_held``: the maximum number of (micro-batch, chunk) activations held at a time."""
+    ``channels``: by chunk. ``on_backward()`` is called when a micro-batch's backward is complete on this stage;
+    ``split``: with its later WEIGHTS actions. ``timed``: record the ``seconds`` of every action by kind, without
+    communication. ``peak_held``: the maximum number of (micro-batch, chunk) activations held at a time."""
 
-    work: StageWork
-    links: Sequence[ChunkLinks]
+    work: StageCompute
+    channels: Sequence[ChunkChannels]
     stage: int
     training: bool
     split: bool = False
@@ -92,19 +86,21 @@ class StageRun:
     results: list[Any] = field(default_factory=list)
     """On the stage with the last chunk: results of its ``forward_stage``, by micro-batch."""
     peak_held: int = 0
-    seconds: dict[Kind, list[float]] = field(default_factory=dict)
-    _held: dict[tuple[int, int], _HeldActivations] = field(default_factory=dict)
+    seconds: dict[ActionKind, list[float]] = field(default_factory=dict)
+    _held: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
+    """Inputs and outputs by micro-batch and chunk."""
     _labels: dict[int, Any] = field(default_factory=dict)
     _alive: int = 0
-    _done: dict[int, int] = field(default_factory=dict)
+    _done: Counter[int] = field(default_factory=Counter)
     """Number of chunks whose backward is complete, by micro-batch."""
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
         """Run all ``actions``. The log names the action at which an exception was raised."""
         remaining = Counter((action.kind, action.chunk) for action in actions)
-        for chunk, links in enumerate(self.links):
-            links.post_receives(remaining[Kind.FORWARD, chunk], remaining[Kind.BACKWARD, chunk])
-        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
+        for chunk, channels in enumerate(self.channels):
+            counts = (remaining[kind, chunk] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+            channels.post_receives(*counts)
+        steps = dict(zip(ActionKind, (self._forward, self._backward, self._weights), strict=True))
         for action in actions:
             remaining[action.kind, action.chunk] -= 1
             self.work.begin(action)
@@ -115,58 +111,60 @@ class StageRun:
                     f"stage {self.stage} failed at micro-batch {action.micro_batch} ({action}): {error!r}"
                 )
                 raise
-        for links in self.links:
-            links.flush()
+        for channels in self.channels:
+            channels.flush()
         return self.results
 
     def buffers(self, micro_batches: int) -> dict[str, list[Any]]:
         """Return the held values by index ``chunk * micro_batches + micro_batch``; None where nothing is held."""
         found: dict[str, list[Any]] = {
-            name: [None] * (micro_batches * len(self.links)) for name in ("inputs", "outputs", "labels")
+            name: [None] * (micro_batches * len(self.channels)) for name in ("inputs", "outputs", "labels")
         }
         for (micro_batch, chunk), held in self._held.items():
-            found["inputs"][chunk * micro_batches + micro_batch] = held.inputs
-            found["outputs"][chunk * micro_batches + micro_batch] = held.outputs
+            index = chunk * micro_batches + micro_batch
+            found["inputs"][index], found["outputs"][index] = held
         for micro_batch, labels in self._labels.items():
             found["labels"][micro_batch] = labels
         return found
 
     def _forward(self, action: Action, remaining: int) -> None:
-        links = self.links[action.chunk]
+        channels = self.channels[action.chunk]
         inputs, labels = self._data(action)
-        if links.inputs is not None:
-            inputs = links.inputs.receive(remaining)
+        if channels.inputs is not None:
+            inputs = channels.inputs.receive(remaining)
         # Layers may modify their inputs in place, which autograd forbids for leaves.
         given = writable(inputs) if self.training else inputs
         outputs = self._measured(action, lambda: self.work.forward_stage(action, given, labels))
-        if links.outputs is not None:
-            links.outputs.send(outputs)
+        if channels.outputs is not None:
+            channels.outputs.send(outputs)
         else:
             self.results.append(without_graph(outputs))
         if self.training:
-            self._held[action.micro_batch, action.chunk] = _HeldActivations(inputs, outputs)
+            self._held[action.micro_batch, action.chunk] = inputs, outputs
             self._alive += 1
             self.peak_held = max(self.peak_held, self._alive)
 
     def _data(self, action: Action) -> tuple[Any, Any]:
         """Return inputs for the first chunk and labels for the last; a stage that has both reads the data once."""
-        links = self.links[action.chunk]
-        first, last = links.inputs is None, links.outputs is None
+        channels = self.channels[action.chunk]
+        first, last = channels.inputs is None, channels.outputs is None
         if not (first or last):
             return None, None
         if last and action.micro_batch in self._labels:
             return None, self._labels.pop(action.micro_batch)
         inputs, labels = self.work.load()
-        if first and not last and any(other.outputs is None for other in self.links):
+        if first and not last and any(other.outputs is None for other in self.channels):
             self._labels[action.micro_batch] = labels
         return inputs, labels
 
     def _backward(self, action: Action, remaining: int) -> None:
-        links, held = self.links[action.chunk], self._held.pop((action.micro_batch, action.chunk))
-        gradients = links.output_gradients.receive(remaining) if links.output_gradients is not None else ()
-        self._measured(action, lambda: self.work.backward_stage(action, held.outputs, gradients))
-        if links.input_gradients is not None:
-            links.input_gradients.send(tuple(t.grad for t in tensors_in(held.inputs) if t.requires_grad))
+        channels = self.channels[action.chunk]
+        inputs, outputs = self._held.pop((action.micro_batch, action.chunk))
+        source = channels.output_gradients
+        gradients = source.receive(remaining) if source is not None else ()
+        self._measured(action, lambda: self.work.backward_stage(action, outputs, gradients))
+        if channels.input_gradients is not None:
+            channels.input_gradients.send(tuple(t.grad for t in tensors_in(inputs) if t.requires_grad))
         if not self.split:
             self._finish_backward(action)
 
@@ -176,9 +174,8 @@ class StageRun:
 
     def _finish_backward(self, action: Action) -> None:
         self._alive -= 1
-        done = self._done.get(action.micro_batch, 0) + 1
-        self._done[action.micro_batch] = done
-        if done == len(self.links):
+        self._done[action.micro_batch] += 1
+        if self._done[action.micro_batch] == len(self.channels):
             self.on_backward()
 
     def _measured(self, action: Action, do: Callable[[], Any]) -> Any:

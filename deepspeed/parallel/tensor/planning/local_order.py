@@ -17,21 +17,21 @@ from torch import Tensor
 
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
-from deepspeed.parallel.tensor.planning.propagation import follow
+from deepspeed.parallel.tensor.planning.propagation import propagate_labels
 from deepspeed.parallel.tensor.planning.solver import Axis, Solution, SplitRegion
 from deepspeed.parallel.tensor.planning.trace import Trace
-from deepspeed.parallel.tensor.planning.values import Followed
+from deepspeed.parallel.tensor.planning.values import LabelledGraph
 
 Parts = Mapping[int, tuple[Trace, list[int]]]
 """First rank of those whose parts have equal shapes -> (graph of its part, all of these ranks)."""
 
 
-def in_own_order(plan: TensorParallelPlan, solution: Solution, parts: Parts) -> TensorParallelPlan:
+def in_local_order(plan: TensorParallelPlan, solution: Solution, parts: Parts) -> TensorParallelPlan:
     """Return ``plan`` with each rank's intervals in the order that the forward of its part expects."""
     orders: dict[Axis, dict[int, Tensor]] = defaultdict(dict)
-    roots = solution.followed.labels.components()
+    roots = solution.labelled.labels.components()
     for trace, ranks in parts.values():
-        local = _follow_part(trace, solution, ranks[0])
+        local = _label_part(trace, solution, ranks[0])
         local_roots = local.labels.components()
         for region in solution.regions:
             for rank in ranks:
@@ -46,34 +46,39 @@ def in_own_order(plan: TensorParallelPlan, solution: Solution, parts: Parts) -> 
     return replace(plan, parameters=parameters)
 
 
-def _follow_part(trace: Trace, solution: Solution, rank: int) -> Followed:
+def _label_part(trace: Trace, solution: Solution, rank: int) -> LabelledGraph:
     cuts = {axis: cut for region in solution.regions for axis, cut in region.cuts.items()}
-    soft = {
+    sharable = {
         axis: mask[_positions(cuts[axis], rank)] if axis in cuts else mask
-        for axis, mask in solution.soft.items()
+        for axis, mask in solution.sharable.items()
     }
-    return follow(trace, solution.whole, soft, solution.followed.arguments)
+    return propagate_labels(trace, solution.whole, sharable, solution.labelled.arguments)
 
 
 def _orders(
-    region: SplitRegion, solution: Solution, roots: Tensor, local: Followed, local_roots: Tensor, rank: int
+    region: SplitRegion,
+    solution: Solution,
+    roots: Tensor,
+    local: LabelledGraph,
+    local_roots: Tensor,
+    rank: int,
 ) -> Iterator[tuple[Axis, Tensor]]:
     """Yield, for each dim that feeds channels to the region's sums, the global positions in the rank's local order.
     Dims with indistinguishable channels are skipped."""
     row = region.rows[0]
     if row not in local.axis_labels:
         return
-    whole_groups = roots[solution.followed.axis_labels[row]][_positions(region.cuts[row], rank)]
+    whole_groups = roots[solution.labelled.axis_labels[row]][_positions(region.cuts[row], rank)]
     local_groups = local_roots[local.axis_labels[row]]
     if len(whole_groups) != len(local_groups):
         return
     same = torch.full((len(local_roots),), -1)
     same[local_groups] = whole_groups
     for axis in (*region.columns, *region.others):
-        if axis not in region.cuts or axis not in local.axis_labels or axis in solution.soft:
+        if axis not in region.cuts or axis not in local.axis_labels or axis in solution.sharable:
             continue
         held = _positions(region.cuts[axis], rank)
-        groups = roots[solution.followed.axis_labels[axis]][held]
+        groups = roots[solution.labelled.axis_labels[axis]][held]
         order = _order(held, groups, same[local_roots[local.axis_labels[axis]]])
         if order is not None:
             yield axis, order

@@ -12,10 +12,10 @@ from torch import nn
 
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import make_plan
-from deepspeed.planning import fits, machine
-from deepspeed.planning.fits import MemoryPlanError, check_fits
+from deepspeed.planning import machine, memory_check
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity
+from deepspeed.planning.memory_check import MemoryPlanError, check_fits
 from deepspeed.planning.run_spec import RunSpec
 from tests.planning.memory.models import Gpt, config_for
 from tests.pool import distributed
@@ -57,7 +57,9 @@ def check(
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     def give(host: int, disk: int | None = None) -> None:
-        monkeypatch.setattr(fits, "total_capacity", lambda plan, device_type: Capacity(None, host, disk))
+        monkeypatch.setattr(
+            memory_check, "total_capacity", lambda plan, device_type: Capacity(None, host, disk)
+        )
         monkeypatch.setattr("deepspeed.planning.request.free_disk", lambda folders: disk)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         monkeypatch.delenv("LOCAL_SIZE", raising=False)
@@ -80,7 +82,7 @@ def test_a_run_that_cannot_fit_is_told_what_helps(room: Any, tmp_path: Path) -> 
     assert "host: DOES NOT FIT" in text
     assert "optimizer state" in text
     assert '"device": "nvme"' in text
-    assert fits.SKIP in text
+    assert memory_check.SKIP in text
 
 
 def test_estimates_and_temporaries_refuse_nothing(room: Any) -> None:
@@ -116,7 +118,7 @@ def test_ranks_on_one_host_share_its_memory(room: Any, monkeypatch: pytest.Monke
 
 def test_the_refusal_can_be_overruled(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room(30 * MIB)
-    monkeypatch.setenv(fits.SKIP, "1")
+    monkeypatch.setenv(memory_check.SKIP, "1")
     check(config_for(1))
 
 
@@ -128,13 +130,19 @@ def test_a_plan_that_fails_stops_nothing_and_is_reported(room: Any, monkeypatch:
 
     told = []
     monkeypatch.setattr("deepspeed.planning.run_plan.answer", broken)
-    monkeypatch.setattr(fits.logger, "exception", lambda text: told.append((text, sys.exc_info()[1])))
+    monkeypatch.setattr(memory_check.logger, "exception", lambda text: told.append((text, sys.exc_info()[1])))
     check(config_for(1))
     [(text, error)] = told
     assert "cannot plan the memory" in text and str(error) == "a bug"
-    monkeypatch.setenv(fits.SKIP, "1")
+    monkeypatch.setenv(memory_check.SKIP, "1")
     check(config_for(1))
     assert len(told) == 1  # nothing was planned
+
+
+def test_a_full_disk_is_refused(room: Any, tmp_path: Path) -> None:
+    room(1 << 50, 0)
+    with pytest.raises(MemoryPlanError, match="disk"):
+        check(config_for(3, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}))
 
 
 def test_the_clients_optimizer_is_planned(room: Any) -> None:

@@ -11,11 +11,11 @@ import torch
 
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.machine import Capacity
+from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanRequest, answer
-from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import parallel
-from deepspeed.planning.step_time.choices import Choices, ParallelLayout, StepSearch
 from deepspeed.planning.step_time.hardware import NETWORKS, device, network
+from deepspeed.planning.step_time.layout_search import LayoutRanking, LayoutSearch, ParallelLayout
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import build_shape, shape_flops
 from deepspeed.planning.step_time.work import flops_by_call
@@ -54,18 +54,18 @@ def job(asked: PlanRequest, net: str = "NDR", on: str = "H100") -> ParallelJob:
     )
 
 
-def search(asked: PlanRequest, samples: int, net: str = "NDR") -> StepSearch:
-    return StepSearch(request=asked, job=job(asked, net), samples=samples)
+def search(asked: PlanRequest, samples: int, net: str = "NDR") -> LayoutSearch:
+    return LayoutSearch(request=asked, job=job(asked, net), samples=samples)
 
 
 @pytest.fixture(scope="module")
-def seventy() -> tuple[Choices, float]:
+def seventy() -> tuple[LayoutRanking, float]:
     begin = time.process_time()
     asked = request("gpt:70b", 64, 8)
     return search(asked, 64).run(), time.process_time() - begin
 
 
-def test_seventy_billion(seventy: tuple[Choices, float]) -> None:
+def test_seventy_billion(seventy: tuple[LayoutRanking, float]) -> None:
     found, seconds = seventy
     assert seconds < 5
     assert found.best is not None
@@ -77,7 +77,7 @@ def test_seventy_billion(seventy: tuple[Choices, float]) -> None:
     assert whole.need > 16 * 69e9
 
 
-def test_the_table(seventy: tuple[Choices, float]) -> None:
+def test_the_table(seventy: tuple[LayoutRanking, float]) -> None:
     found, _ = seventy
     lines = found.lines()
     assert lines[0] == "a step of 64 samples (131,072 tokens), fastest fitting first (predicted):"
@@ -120,27 +120,27 @@ def test_processors_have_nothing_to_offload_to() -> None:
 def test_parts_are_the_whole(tensor: int, stages: int) -> None:
     """Matrices are cut, every parameter is on one stage."""
     asked = request("gpt:8x128x4x512", 4, 1, stage=0)
-    whole = answer(asked).setting.facts
+    whole = answer(asked).setting.model
     vectors = sum(spec.numel for spec in whole.specs if spec.numel <= 128)
     numel = 0
     for stage in range(stages):
-        part = answer(replace(asked, ranks=1, split=Split(tensor=tensor, stages=stages, stage=stage)))
-        numel += part.setting.facts.numel
-        assert part.setting.facts.trained == len(part.setting.facts.specs)
-        assert sorted({i for call in part.setting.facts.calls for i in call}) == list(
-            range(len(part.setting.facts.specs))
+        part = answer(replace(asked, ranks=1, split=ModelSplit(tensor=tensor, stages=stages, stage=stage)))
+        numel += part.setting.model.numel
+        assert part.setting.model.trained == len(part.setting.model.specs)
+        assert sorted({i for call in part.setting.model.calls for i in call}) == list(
+            range(len(part.setting.model.specs))
         )
     assert numel == (whole.numel - vectors) // tensor + vectors
 
 
 def test_operations_by_the_closed_formula() -> None:
     asked = request("gpt:8x128x4x512", 1, 1)
-    facts = answer(asked).setting.facts
-    found = flops_by_call(asked.module, facts, 100)
+    model = answer(asked).setting.model
+    found = flops_by_call(asked.module, model, 100)
     assert sum(found) == pytest.approx(shape_flops(asked.shape, 100), rel=0.01)  # type: ignore[arg-type]
-    half = answer(replace(asked, split=Split(tensor=2))).setting.facts
+    half = answer(replace(asked, split=ModelSplit(tensor=2))).setting.model
     assert sum(flops_by_call(asked.module, half, 100)) == pytest.approx(sum(found) / 2)
-    with_scores = flops_by_call(asked.module, facts, 100, 50, asked.shape)
+    with_scores = flops_by_call(asked.module, model, 100, 50, asked.shape)
     assert sum(with_scores) - sum(found) == 2 * 100 * 50 * 128 * 8
 
 
@@ -152,8 +152,8 @@ def test_tied_heads_are_counted_and_lookups_are_not() -> None:
             self.layer = torch.nn.Linear(8, 8, bias=False)
 
     module = Tied()
-    facts = answer(PlanRequest(module=module, config={}, ranks=1)).setting.facts
-    assert sum(flops_by_call(module, facts, 10)) == 2 * 10 * (1000 * 8 + 64)
+    model = answer(PlanRequest(module=module, config={}, ranks=1)).setting.model
+    assert sum(flops_by_call(module, model, 10)) == 2 * 10 * (1000 * 8 + 64)
 
 
 # How long it takes ----------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_long_accumulation_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> N
     found = answer(asked)
     at = job(asked)
     short = seconds_of([found], at).seconds
-    monkeypatch.setattr(parallel, "ALIKE", 100)
+    monkeypatch.setattr(parallel, "SIMULATED", 100)
     assert seconds_of([found], at).seconds == pytest.approx(short, rel=1e-3)
 
 
@@ -216,5 +216,5 @@ def test_names_of_networks() -> None:
 def test_what_a_rank_has_of_the_logits() -> None:
     shape = request("gpt:7b", 1, 1).shape
     assert shape is not None
-    assert Split(stages=2, stage=0).shape(shape).vocabulary == 0
-    assert Split(tensor=2, stages=2, stage=1).shape(shape).vocabulary == -(-shape.vocabulary // 2)
+    assert ModelSplit(stages=2, stage=0).local_shape(shape).vocabulary == 0
+    assert ModelSplit(tensor=2, stages=2, stage=1).local_shape(shape).vocabulary == -(-shape.vocabulary // 2)

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.staged import Staged
 from deepspeed.ops.partitions import partition_balanced, partition_uniform
 from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages.values import map_tensors, tensors_in
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, trained_numel, type_name
 
 
-class Partitioned(Staged):
+class LayerPartition(Staged):
     """The part of ``PipelineModule`` that sets ``parts``."""
 
     num_stages: int
@@ -34,7 +35,7 @@ class Partitioned(Staged):
         Called during construction, once topology and layer specs are known."""
         kind, layers, durations, counts = method.strip().lower(), self._layer_specs, None, None
         if kind == "profile" and self._profile_input is not None:
-            durations = agreed(measure(layers, self._profile_input))
+            durations = broadcast_durations(measure_layers(layers, self._profile_input))
         if kind == "parameters":
             counts = self._count_layer_params()
         self.parts = partition(layers, self.num_stages * self.chunks, method, durations, counts)
@@ -63,7 +64,7 @@ class Partitioned(Staged):
 # Measured time of each layer, for ``partition_method="profile"``.
 
 
-def measure(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[float]:
+def measure_layers(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[float]:
     """Measure one forward and backward per layer in seconds, best of ``repeats``. Layers are built one at a time."""
     found = []
     for layer in layers:
@@ -74,36 +75,24 @@ def measure(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[floa
         for _ in range(repeats):
             start = time.perf_counter()
             with torch.enable_grad():
-                outputs = module(_fresh(inputs))
-            traced = [t for t in _tensors(outputs) if t.requires_grad]
+                outputs = module(_as_input(inputs))
+            traced = [t for t in tensors_in(outputs) if t.requires_grad]
             wanted = list(module.parameters()) if isinstance(module, nn.Module) else []
             leaves = [p for p in wanted if p.requires_grad]
             if traced and leaves:
                 torch.autograd.grad(traced, leaves, [torch.ones_like(t) for t in traced], allow_unused=True)
             times.append(time.perf_counter() - start)
         found.append(min(times))
-        inputs = _fresh(outputs)
+        inputs = _as_input(outputs)
     return found
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
-
-
-def _fresh(value: Any) -> Any:
+def _as_input(value: Any) -> Any:
     """Detach the tensors of a nest; floating-point ones require gradients."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
-    return type(value)(map(_fresh, value)) if isinstance(value, (tuple, list)) else value
+    return map_tensors(value, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()))
 
 
-def agreed(durations: list[float]) -> list[float]:
+def broadcast_durations(durations: list[float]) -> list[float]:
     """Return rank 0's durations on all ranks. Collective."""
     if dist.get_world_size() == 1:
         return durations

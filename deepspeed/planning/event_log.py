@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from deepspeed.comm.pending import DONE, Pending
 from deepspeed.planning.ledger import MemoryPhase
 
 
-class Journal(Protocol):
+class EventLog:
+    """Receives the events of rehearsed steps; this one keeps none."""
+
     def begin_step(self) -> None:
         """Record the beginning of a rehearsed step."""
 
@@ -21,27 +22,14 @@ class Journal(Protocol):
     def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         """Record the start of a collective; waiting on the result records its end. ``nbytes``: size of the full buffer
         that all ranks fill or sum, or that each sends from; ``stride``: between the ranks (1: neighbours)."""
-        ...
-
-
-class _Silent:
-    """A journal that records nothing."""
-
-    def begin_step(self) -> None: ...
-
-    def begin_micro_batch(self) -> None: ...
-
-    def compute(self, phase: MemoryPhase, call: int) -> None: ...
-
-    def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         return DONE
 
 
-SILENT = _Silent()
+NO_LOG = EventLog()
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ComputeCall:
     """Compute of one call of the model; ``call``: its index within a forward."""
 
     phase: MemoryPhase
@@ -49,9 +37,9 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class CollectiveStart:
     """Start of a collective. ``nbytes``: size of the full buffer. ``ranks``: number of participants, with
-    ``stride`` (1: neighbours). ``number``: identifies it in `JournalWait`."""
+    ``stride`` (1: neighbours). ``number``: identifies it in `CollectiveWait`."""
 
     number: int
     operation: str
@@ -61,15 +49,15 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalWait:
+class CollectiveWait:
     number: int
 
 
 @dataclass(slots=True)
-class Notebook:
-    """A journal that keeps the events of the last step, by micro-batch."""
+class EventRecorder(EventLog):
+    """A log that keeps the events of the last step, by micro-batch."""
 
-    parts: list[list[Compute | Start | JournalWait]] = field(default_factory=list)
+    parts: list[list[ComputeCall | CollectiveStart | CollectiveWait]] = field(default_factory=list)
     started: int = 0
 
     def begin_step(self) -> None:
@@ -79,11 +67,11 @@ class Notebook:
         self.parts.append([])
 
     def compute(self, phase: MemoryPhase, call: int) -> None:
-        self.parts[-1].append(Compute(phase, call))
+        self.parts[-1].append(ComputeCall(phase, call))
 
     def collective(self, operation: str, nbytes: float, ranks: int, stride: int = 1) -> Pending:
         number, self.started = self.started, self.started + 1
         if not self.parts:
             return Pending()
-        self.parts[-1].append(Start(number, operation, float(nbytes), ranks, stride))
-        return Pending(lambda: self.parts[-1].append(JournalWait(number)))
+        self.parts[-1].append(CollectiveStart(number, operation, float(nbytes), ranks, stride))
+        return Pending(lambda: self.parts[-1].append(CollectiveWait(number)))

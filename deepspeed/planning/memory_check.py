@@ -40,7 +40,8 @@ def check_fits(run: RunSpec) -> None:
     near = neighbours()
     have = total_capacity(run.plan, device_type)
     numel = sum(full_numel(param) for param in run.module.parameters())
-    if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(n for n in (have.host, have.device, have.disk) if n):
+    known = [nbytes for nbytes in (have.host, have.device, have.disk) if nbytes is not None]
+    if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(known):
         return
     # Import the planner only for runs that exceed this bound.
     from deepspeed.planning.run_plan import shortage
@@ -59,6 +60,6 @@ def write_model_info_if_tuning(run: RunSpec) -> None:
     tuning = run.config.autotuning_config
     asked = tuning.enabled and tuning.model_info_path and tuning.model_info and tuning.model_info.profile
     if asked and is_rank_zero():
-        from deepspeed.planning.model_info import write_model_info  # imports the planner
+        from deepspeed.planning.run_plan import write_model_info  # imports the planner
 
         write_model_info(run)

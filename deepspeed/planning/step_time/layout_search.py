@@ -19,8 +19,8 @@ from deepspeed.base.tables import padded
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.activations import TransformerShape, activation_bytes
 from deepspeed.planning.ledger import MemoryPlace
+from deepspeed.planning.model_split import ModelSplit
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
-from deepspeed.planning.split import Split
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.step import StepTime
 
@@ -57,7 +57,7 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedLayout:
     """A planned and simulated layout. ``need``: peak bytes per rank where the model computes; ``host``: bytes of host
     memory per node."""
 
@@ -75,17 +75,17 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class LayoutRanking:
     """Result of a search. ``rows``: layouts that fit, the fastest first, then the others. ``others``: number of layouts
     that were only ranked. ``samples``: per step; ``tokens``: per sample."""
 
-    rows: Sequence[Planned]
+    rows: Sequence[PlannedLayout]
     others: int
     samples: int
     tokens: int
 
     @property
-    def best(self) -> Planned | None:
+    def best(self) -> PlannedLayout | None:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
     def lines(self) -> list[str]:
@@ -102,7 +102,7 @@ class Choices:
         lines.append(f"fastest that fits: {best.layout}" if best is not None else "no tried layout fits")
         return lines
 
-    def _cells(self, row: Planned) -> tuple[str, ...]:
+    def _cells(self, row: PlannedLayout) -> tuple[str, ...]:
         waits = row.time.exposed / row.time.seconds if row.time.seconds else 0.0
         return (
             str(row.layout),
@@ -130,7 +130,7 @@ class Choices:
 
 
 @dataclass(slots=True, kw_only=True)
-class StepSearch:
+class LayoutSearch:
     """The search. ``request``: the config unchanged, for all ranks and the whole model. ``modules``: by expert-parallel
     degree, the model with its experts spread. ``job``: the hardware."""
 
@@ -142,15 +142,15 @@ class StepSearch:
     numel: dict[int, int] = field(default_factory=dict)
     """Cache of parameter counts by expert-parallel degree."""
 
-    def run(self) -> Choices:
+    def run(self) -> LayoutRanking:
         layouts = list(self.layouts())
-        rough = {layout: self._rough(layout) for layout in layouts}
+        rough = {layout: self._estimate(layout) for layout in layouts}
         layouts.sort(key=lambda layout: (rough[layout], str(layout)))
         chosen = list(layouts[:PLANNED])
         chosen += [layout for layout in layouts[PLANNED:] if layout == ParallelLayout(stage=layout.stage)]
         rows = [row for layout in chosen if (row := self._planned(layout)) is not None]
         rows.sort(key=lambda row: (not row.fits, row.time.seconds if row.fits else row.need))
-        return Choices(
+        return LayoutRanking(
             rows=rows,
             others=len(layouts) - len(chosen),
             samples=self.samples,
@@ -171,9 +171,9 @@ class StepSearch:
             [n for n in _powers(MAX_SEQUENCE) if shape is not None and shape.heads % n == 0] if long else [1]
         )
         has_device_memory = request.device_type != "cpu"
-        again = [request.checkpointing]
+        recompute = [request.checkpointing]
         if shape is not None and request.sequence and not request.checkpointing:
-            again.append(True)
+            recompute.append(True)
         for stage, tp, pp, sp, ep, offload, checkpointing in itertools.product(
             range(4),
             tensor,
@@ -181,7 +181,7 @@ class StepSearch:
             sequence,
             self.modules or [1],
             (0, 1, 2) if has_device_memory else (0,),
-            again,
+            recompute,
         ):
             layout = ParallelLayout(
                 stage=stage,
@@ -220,7 +220,7 @@ class StepSearch:
 
     # Ranking by closed formulas -----------------------------------------------------------------------------
 
-    def _rough(self, layout: ParallelLayout) -> tuple[bool, float]:
+    def _estimate(self, layout: ParallelLayout) -> tuple[bool, float]:
         """Estimate whether the layout exceeds device memory, and its step time in seconds."""
         numel = self._numel(layout.experts) / (layout.tensor * layout.stages)
         data = self.request.ranks // (layout.tensor * layout.stages)
@@ -231,13 +231,13 @@ class StepSearch:
         near += 0.0 if layout.offload else states / data if layout.stage else states
         have = self.request.capacity.device
         need = near + self._activations(layout)
-        seconds = self.job.rough_seconds(
+        seconds = self.job.estimated_seconds(
             (layout.tensor, layout.stages, layout.sequence),
             numel,
             data,
             self.micro_batches(layout),
             layout.stage,
-            again=layout.checkpointing,
+            recompute=layout.checkpointing,
         )
         if layout.offload and self.job.device is not None:
             seconds += states / 12 / max(1, data) * self.job.device.host_update
@@ -247,11 +247,11 @@ class StepSearch:
         shape, sequence = self.request.shape, self.request.sequence
         if shape is None or sequence is None:
             return 0.0
-        split = Split(
+        split = ModelSplit(
             tensor=layout.tensor, stages=layout.stages, held=min(layout.stages, self.micro_batches(layout))
         )
         return activation_bytes(
-            split.shape(shape),
+            split.local_shape(shape),
             micro_batch=self.micro,
             sequence=-(-sequence // layout.sequence),
             ranks_per_sequence=layout.sequence,
@@ -270,7 +270,7 @@ class StepSearch:
 
     # Planning and simulation --------------------------------------------------------------------------------
 
-    def _planned(self, layout: ParallelLayout) -> Planned | None:
+    def _planned(self, layout: ParallelLayout) -> PlannedLayout | None:
         try:
             found = [answer(self._request(layout, stage)) for stage in sorted({0, layout.stages - 1})]
         except (DeepSpeedConfigError, NotImplementedError, ValueError):
@@ -278,7 +278,7 @@ class StepSearch:
         near = MemoryPlace.DEVICE if self.request.device_type != "cpu" else MemoryPlace.HOST
         worst = max(found, key=lambda each: (bool(each.lacking()), each.ledger.peak(near)[0]))
         time = seconds_of(found, self.job, layout.tensor, layout.stages, layout.sequence, layout.experts)
-        return Planned(
+        return PlannedLayout(
             layout,
             worst.ledger.peak(near)[0],
             worst.need(MemoryPlace.HOST)[0],
@@ -300,7 +300,7 @@ class StepSearch:
             checkpointing=layout.checkpointing,
             zero_init=layout.stage == 3,
             micro_batch=self.micro,
-            split=Split(tensor=layout.tensor, stages=layout.stages, stage=stage, held=held),
+            split=ModelSplit(tensor=layout.tensor, stages=layout.stages, stage=stage, held=held),
         )
 
     def _config(self, layout: ParallelLayout) -> dict[str, Any]:
