@@ -333,7 +333,8 @@ class OffloadedTier(ResidentTier):
                 slot.finish_transfers()
         except BaseException:  # finish what is in flight and put tensors back at rest
             for number, _ in parts:
-                self._bind_resting(self.sub_groups[number])
+                for record in self.sub_groups[number].records:
+                    record.bind(record.resting)
             self._finish_ignoring_errors()  # the first one is being raised
             raise
 
@@ -390,10 +391,6 @@ class OffloadedTier(ResidentTier):
         if copied:
             slot.copied = get_accelerator().Event()
             slot.copied.record()
-
-    def _bind_resting(self, sub_group: SubGroup) -> None:
-        for record in sub_group.records:
-            record.bind(record.resting)
 
     def _finish_ignoring_errors(self) -> None:
         for slot in self.slots:
