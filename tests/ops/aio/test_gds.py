@@ -128,11 +128,7 @@ def test_transfers(stand_in: StandIn, tmp_path: Path, parallelism: int) -> None:
 def test_pinned_memory(stand_in: StandIn) -> None:
     handle = gds.gds_handle()
     tensor = handle.new_pinned_device_tensor(100, torch.empty(0, dtype=torch.float16))
-    assert (
-        tensor.shape == (100,)
-        and stand_in.pinned == {tensor.data_ptr(): 200}
-        and handle.is_pinned(tensor)
-    )
+    assert tensor.shape == (100,) and stand_in.pinned == {tensor.data_ptr(): 200} and handle.is_pinned(tensor)
     assert handle.free_pinned_device_tensor(tensor) and not handle.free_pinned_device_tensor(tensor)
     other = torch.zeros(7)
     assert not handle.is_pinned(other) and handle.pin_device_tensor(other) and handle.pin_device_tensor(other)
