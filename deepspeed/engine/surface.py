@@ -276,6 +276,11 @@ class PartAttribute(Generic[_R]):
         setattr(getattr(engine, self._part), self._name, value)
 
 
+def _along(axis: str) -> tuple[Callable[[Any], int], Callable[[Any], int]]:
+    """Make two methods of the engine: this rank's index along ``axis`` of the mesh, and the number of ranks."""
+    return lambda self: self.mesh.rank(axis), lambda self: self.mesh.size(axis)
+
+
 class EngineSurface(EngineSettings):
     """Documented members of ``DeepSpeedEngine`` that its parts implement; config getters are inherited."""
 
@@ -303,15 +308,11 @@ class EngineSurface(EngineSettings):
         """Return the process group of the ranks that share each sequence."""
         return self.seq_parallel_group
 
-    def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks with different data."""
-        return self.mesh.rank("dp")  # type: ignore[attr-defined]
-
-    def get_model_parallel_rank(self) -> int:
-        """Return this rank's index among the tensor-parallel ranks."""
-        return self.mesh.rank("tp")  # type: ignore[attr-defined]
-
-    get_tensor_parallel_rank = get_model_parallel_rank
+    get_data_parallel_rank, get_data_parallel_world_size = _along("dp")
+    get_model_parallel_rank, get_model_parallel_world_size = _along("tp")
+    get_tensor_parallel_rank, get_tensor_parallel_world_size = _along("tp")
+    get_sequence_parallel_rank, get_sequence_parallel_world_size = _along("sp")
+    get_pipeline_parallel_rank, get_pipeline_parallel_world_size = _along("pp")
 
     is_gradient_accumulation_boundary = implemented_by(Accumulation.is_gradient_accumulation_boundary)
     set_gradient_accumulation_boundary = implemented_by(Accumulation.set_gradient_accumulation_boundary)

@@ -268,9 +268,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         # `state_dict`.
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         owners = [(group, param) for group in self.param_groups for param in group["params"]]
+        held = set(self.state)  # by key: an engine that has taken over the state keeps it under its masters
         for saved_id, (group, param) in zip(saved_ids, owners, strict=True):
             saved = state_dict["state"].get(saved_id)
-            if saved is None or param not in self.state:  # the latter: an engine has taken over the state
+            if saved is None or param not in held:
                 continue
             state, dtype = self.state[param], self._state_dtype(param, group)
             for name in self._names_for(group):

@@ -61,10 +61,13 @@ def test_what_the_scale_of_a_config_is() -> None:
     assert (config.cur_scale, config.scale_window, config.cur_hysteresis) == (32.0, 7, 3)
     assert documented.LossScaleConfig(torch.bfloat16, True, 0, args).cur_scale == 1.0
     assert documented.LossScaleConfig(torch.float16, False, 128.0, None).cur_scale == 128.0
-    unfused = documented.LossScaleConfig(
-        torch.float16, True, 0, None, initial_dynamic_scale=2.0**16, minimum=0.25
-    )
+    profiles = documented.LossScaleProfile
+    unfused = documented.LossScaleConfig(torch.float16, True, 0, None, profile=profiles.UNFUSED)
     assert (unfused.cur_scale, unfused.min_loss_scale) == (2.0**16, 0.25)
+    given = documented.LossScaleConfig(
+        torch.float16, True, 0, None, profile=profiles.FUSED, initial_dynamic_scale=8.0
+    )
+    assert (given.cur_scale, given.min_loss_scale) == (8.0, 1.0)
     assert documented.CreateLossScaler(torch.bfloat16, 0, True, None).loss_scale == 1.0
 
 

@@ -90,7 +90,16 @@ def start(unit: str, stage: int = 2, **config: Any) -> Any:
 def test_every_number_counts_data_parallel_ranks(unit: str) -> None:
     engine = start(unit)
     assert (engine.world_size, engine.dp_world_size, engine.seq_dp_world_size) == (4, 2, 4)
-    assert (engine.mesh.size("sp"), engine.get_data_parallel_rank()) == (2, dist.get_rank() // 2)
+    assert (engine.get_sequence_parallel_world_size(), engine.get_sequence_parallel_rank()) == (
+        2,
+        dist.get_rank() % 2,
+    )
+    assert (engine.get_data_parallel_world_size(), engine.get_data_parallel_rank()) == (
+        2,
+        dist.get_rank() // 2,
+    )
+    assert (engine.get_tensor_parallel_world_size(), engine.get_tensor_parallel_rank()) == (1, 0)
+    assert (engine.get_pipeline_parallel_world_size(), engine.get_pipeline_parallel_rank()) == (1, 0)
     assert engine.gradient_accumulation_steps() == 6
     for size in (24, 48, 24):
         engine.set_train_batch_size(size)

@@ -77,7 +77,10 @@ def test_its_state_can_be_saved_and_loaded() -> None:
     first, second = layer().half(), layer().half()
     one, other = (
         FP16_UnfusedOptimizer(
-            torch.optim.Adam(m.parameters(), lr=0.1), dynamic_loss_scale=True, dynamic_loss_args=ARGS
+            torch.optim.Adam(m.parameters(), lr=0.1),
+            dynamic_loss_scale=True,
+            dynamic_loss_args=ARGS,
+            has_moe_layers=False,
         )
         for m in (first, second)
     )

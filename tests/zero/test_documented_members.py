@@ -59,12 +59,15 @@ def test_state_is_found_by_parameter_and_by_flat_group(stage: int) -> None:
     for flat, group in zip(groups, optimizer.param_groups, strict=True):
         parts = [safe_get_local_optimizer_state(param, "exp_avg") for param in group["params"]]
         if flat.numel():
+            assert flat in optimizer.state
             state = optimizer.optimizer.state[flat]
             assert int(state["step"]) == 1
             assert torch.equal(state["exp_avg"].sort().values, torch.cat(parts).sort().values)
         for param, part in zip(group["params"], parts, strict=True):
+            assert (param in optimizer.state) == bool(part.numel())
             if part.numel():
                 assert torch.equal(optimizer.state[param]["exp_avg"].view(-1), part.view(-1))
+    assert nn.Parameter(torch.zeros(1)) not in optimizer.state
     assert len(optimizer.state) == len(engine.core.store.fragments)  # asking adds nothing
     engine.destroy()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.base.logging import logger
-from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
+from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.optim import loss_scaler as core
 from deepspeed.zero.optimizer import DeepSpeedOptimizer, FusedMasters, UnfusedMasters
 from deepspeed.zero.tensor_norms import get_global_norm_of_tensors
@@ -183,8 +183,8 @@ def _master(param: Tensor) -> Tensor:
 
 class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
     """Master copies are individual tensors. The scaler is ``loss_scale_config``, or built from ``low_precision_dtype``,
-    ``static_loss_scale``, ``dynamic_loss_scale`` and ``dynamic_loss_args``. ``deepspeed``, ``verbose`` and
-    ``fused_lamb_legacy`` have no effect.
+    ``static_loss_scale``, ``dynamic_loss_scale`` and ``dynamic_loss_args``. ``deepspeed``, ``verbose``,
+    ``fused_lamb_legacy`` and ``has_moe_layers`` have no effect.
     """
 
     def __init__(
@@ -200,14 +200,14 @@ class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
         mpu: Any = None,
         clip_grad: float = 0.0,
         fused_lamb_legacy: bool = False,
+        has_moe_layers: bool = False,
     ) -> None:
         scale = loss_scale_config or LossScaleConfig(
             low_precision_dtype,
             dynamic_loss_scale,
             static_loss_scale,
             dynamic_loss_args,
-            initial_dynamic_scale=2.0**16,
-            minimum=0.25,
+            profile=LossScaleProfile.UNFUSED,
         )
         super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)
         self.fused_lamb_legacy = fused_lamb_legacy

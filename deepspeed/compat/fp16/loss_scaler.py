@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -70,11 +71,18 @@ class DynamicLossScaler(core.LossScaler):
     has_overflow = has_overflow_serial
 
 
+class LossScaleProfile(str, Enum):
+    """Selects the defaults of a dynamic scale: those of ``FP16_Optimizer`` or of ``FP16_UnfusedOptimizer``."""
+
+    FUSED = "fused"
+    UNFUSED = "unfused"
+
+
 class LossScaleConfig(core.LossScaler):
     """The loss scaler for mixed precision in ``low_precision_dtype``: scale 1 unless that is fp16.
 
     ``dynamic_loss_args``: arguments from the ``fp16`` section (``DeepSpeedFP16Config.dynamic_loss_scale_args``);
-    None: start at ``initial_dynamic_scale``, with the lower limit ``minimum``. ValueError: an invalid value.
+    None: start at ``initial_dynamic_scale`` (None: that of ``profile``). ValueError: an invalid value.
     """
 
     def __init__(
@@ -84,8 +92,8 @@ class LossScaleConfig(core.LossScaler):
         static_loss_scale: float,
         dynamic_loss_args: Mapping[str, Any] | None,
         *,
-        initial_dynamic_scale: float = 2.0**32,
-        minimum: float = 1.0,
+        profile: LossScaleProfile = LossScaleProfile.FUSED,
+        initial_dynamic_scale: float | None = None,
     ) -> None:
         self.use_grad_scaling = low_precision_dtype is torch.float16
         if not self.use_grad_scaling:
@@ -93,7 +101,9 @@ class LossScaleConfig(core.LossScaler):
         elif not dynamic_loss_scale:
             plan = LossScalePlan(static=_finite(static_loss_scale, "fp16.loss_scale"))
         else:
-            given = {INITIAL_LOSS_SCALE: initial_dynamic_scale, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: minimum}
+            start, minimum = (2.0**32, 1.0) if profile == LossScaleProfile.FUSED else (2.0**16, 0.25)
+            start = start if initial_dynamic_scale is None else initial_dynamic_scale
+            given = {INITIAL_LOSS_SCALE: start, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: minimum}
             plan = _dynamic_plan(given if dynamic_loss_args is None else dynamic_loss_args)
         super().__init__(plan)
 

@@ -115,9 +115,6 @@ class PipelineEngineBase(DeepSpeedEngine):
     def agg_train_loss(self, loss: Tensor | None) -> None:
         self.agreed_loss = loss
 
-    def get_pipeline_parallel_rank(self) -> int:
-        return self.stage_id
-
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
 

@@ -135,7 +135,7 @@ def configure(
         if checked.number_checkpoints is None:
             raise DeepSpeedConfigError(
                 f"{SECTION}.contiguous_memory_optimization is true and number_checkpoints is not given: set "
-                f"it to the number of checkpointed regions in a forward pass, whose inputs the buffers hold."
+                f"it to the number of layers that a forward pass checkpoints, whose inputs the buffers hold."
             )
     settings = _current()
     settings.mpu, settings.section, settings.configured = mpu_, checked, True

@@ -234,9 +234,8 @@ class KeepGathered:
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """Yield the engine's bare module, with every parameter gathered and no hooks, for token-by-token generation."""
-    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(
-        model, "optimizer", None
-    )
+    optimizer = getattr(model, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", None) or optimizer
     if not isinstance(offload, DeepSpeedZeRoOffload):
         yield getattr(model, "module", model)
         return

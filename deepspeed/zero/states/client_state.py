@@ -30,6 +30,10 @@ class StateByParam(defaultdict[Any, dict[str, Any]]):
         found = self.access.state_of(key) if isinstance(key, Tensor) else None
         return super().__missing__(key) if found is None else found
 
+    def __contains__(self, key: Any) -> bool:
+        held = super().__contains__(key)
+        return held or (isinstance(key, Tensor) and self.access.state_of(key) is not None)
+
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
 

@@ -116,7 +116,7 @@ class StateStore:
         self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
     ) -> None:
         """Partition the state that the client's optimizer already has for ``params`` like the weights."""
-        old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
+        old = {id(p): self.optimizer.state.pop(p, None) for p in params}
         example = next((p for p in params if old.get(id(p))), None)
         if example is not None:
             group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]

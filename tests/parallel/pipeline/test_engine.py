@@ -150,6 +150,8 @@ def train_both(
     compare(engine, plain)
     assert (engine.global_steps, engine.micro_steps) == (steps, steps * COUNT)
     assert engine._peak_held == min(engine.num_stages - engine.stage_id, COUNT)
+    assert engine.get_pipeline_parallel_rank() == engine.stage_id
+    assert engine.get_pipeline_parallel_world_size() == engine.num_stages
     return engine
 
 

@@ -278,7 +278,7 @@ def test_configure_reads_a_config_and_arguments_override(tmp_path: Path) -> None
     ("options", "key"),
     [
         ({"contiguous_checkpointing": True, "num_checkpoints": 2}, "partition_activations"),
-        ({"contiguous_checkpointing": True, "partition_activations": True}, "number_checkpoints"),
+        ({"contiguous_checkpointing": True, "partition_activations": True}, "number of layers"),
         ({"num_checkpoints": 0}, "number_checkpoints"),
         ({"deepspeed_config": {"activation_checkpointing": {"profile": 3}}}, "profile"),
         ({"deepspeed_config": object()}, "activation_checkpointing"),
