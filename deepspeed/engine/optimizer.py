@@ -188,11 +188,12 @@ def check_optimizer(
 
 def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
     """Check the optimizer against split tensors (tensor and expert parallelism, DTensors), at every stage: parts are
-    allowed if it is elementwise or requests segment sums, and for Muon if no matrix is cut. DeepSpeedConfigError
-    names a tensor; ZeRO's shards are checked by ``check_partitioning``."""
+    allowed if it is elementwise or requests segment sums, and for Muon if no matrix (of ``per_head_muon``: no head) is
+    cut. DeepSpeedConfigError names a tensor; ZeRO's shards are checked by ``check_partitioning``."""
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
-        held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
+        of_matrices = (g for g in optimizer.param_groups if g.get("use_muon") and not g.get("num_heads"))
+        held = [p for group in of_matrices for p in group[PARAMS]]
         cut = [named[id(p)] for p in held if id(p) in named and is_partial(p, matrices=True)]
         if cut:
             raise DeepSpeedConfigError(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.base.sharded import full_shape
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.optimizers import (
     BUILT_IN,
     COMPACT_KEYS,
@@ -119,11 +121,10 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     per_head = bool((getattr(config_class, "optimizer_params", None) or {}).get("per_head_muon"))
     found = False
     for name, param in model.named_parameters():
-        shape = getattr(param, "ds_shape", param.shape)  # under zero.Init the parameter itself is empty
         flags = vars(param)
-        matrix = len(shape) - bool(flags.get(STACKED))  # a stack of vectors is no matrix
+        matrix = len(full_shape(param)) - bool(flags.get(STACKED))  # a stack of vectors is no matrix
         flags["use_muon"] = matrix >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)
-        flags["muon_num_heads"] = _heads(name, shape, model) if per_head and flags["use_muon"] else None
+        flags["muon_num_heads"] = _heads(name, param, model) if per_head and flags["use_muon"] else None
         found = found or flags["muon_num_heads"] is not None
     if per_head and not found:
         raise DeepSpeedConfigError(
@@ -144,9 +145,10 @@ def kind_of_param(param: torch.nn.Parameter) -> tuple[bool, int | None]:
     return bool(getattr(param, "use_muon", False)), getattr(param, "muon_num_heads", None)
 
 
-def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:
-    """Return the number of heads in the outputs of a matrix; None: it is no attention projection, or its shape does
-    not fit."""
+def _heads(name: str, param: torch.nn.Parameter, model: torch.nn.Module) -> int | None:
+    """Return the number of heads in this rank's outputs of a matrix; None: it is no attention projection, or its
+    shape does not fit."""
+    shape = placement_of(param).global_shape
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     layer = name.removesuffix(".weight").rpartition(".")[2]
@@ -163,7 +165,8 @@ def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:
         return None
     widths = _widths(layer, config, queries)
     fits = shape[0] in [heads * width for width in widths] if widths else shape[0] % heads == 0
-    return heads if fits else None
+    own, cut = divmod(heads * full_shape(param)[0], shape[0])  # tensor-parallel ranks share the heads
+    return own if fits and not cut else None
 
 
 def _widths(layer: str, config: Any, queries: int) -> list[int]:

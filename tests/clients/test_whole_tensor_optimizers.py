@@ -80,6 +80,40 @@ def test_what_cannot_be_right_is_refused_at_stage_0(split: str) -> None:
         )
 
 
+def trained_by_heads(stage: int, shared: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole weights after two steps of Muon on the heads of attention, and Adam on all others."""
+    model = llama()
+    heads = [p for name, p in model.named_parameters() if name.rpartition("_proj")[0][-1:] in ("q", "k", "v")]
+    others = [p for p in model.parameters() if all(p is not head for head in heads)]
+    engine = deepspeed.initialize(
+        model=model,
+        model_parameters=[{"params": heads, "use_muon": True}, {"params": others, "use_muon": False}],
+        config={
+            **config(stage, None),
+            **shared,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.01, "per_head_muon": True}},
+        },
+    )[0]
+    tokens = torch.arange(24).view(2, 12)
+    for _ in range(2):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    weights = {
+        name: whole_tensor(safe_get_full_fp32_param(p), engine.replica_groups, of=p).clone()
+        for name, p in engine.module.named_parameters()
+    }
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_heads_that_ranks_share_are_matrices_of_their_own(stage: int) -> None:
+    expected = trained_by_heads(0, {})
+    for key, value in trained_by_heads(stage, LAYERS).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @distributed(world_size=2)
 def test_torchs_muon_is_refused_where_ranks_share_matrices(stage: int) -> None:

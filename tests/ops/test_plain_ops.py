@@ -77,6 +77,10 @@ def test_the_gate_is_applied_with_gradients(dtype):
     assert gate.grad is not None and up.grad is not None
     with pytest.raises(ValueError, match="same shape"):
         swiglu(gate, up[:, :3])
+    with pytest.raises(
+        ValueError, match=r"the same shape and dtype, not gate torch\.\w+ .*, up torch\.float64"
+    ):
+        swiglu(gate, up.double())
 
 
 def test_an_op_over_lists_is_called_with_its_chunk_size():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.checkpoint.placement import interval, place
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.zero.layout import BucketLayout, Slot
@@ -470,6 +471,31 @@ def test_heads_are_counted_where_the_shape_is_that_of_heads(
         SimpleNamespace(optimizer_name="Muon", optimizer_params={"per_head_muon": True}), model
     )
     assert model.get_parameter(f"{layer}.weight").muon_num_heads == heads  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "heads"),
+    [
+        ("q_proj", [8, 8], 2),
+        ("q_proj", [12, 4], 3),
+        ("qkv_proj", [16, 16], 4),
+        ("q_proj", [6, 10], None),  # a head in two parts
+    ],
+)
+def test_heads_are_those_of_the_rank_s_part_of_a_layer(
+    layer: str, rows: list[int], heads: int | None
+) -> None:
+    model = nn.Module()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=4)  # type: ignore[assignment]
+    setattr(model, layer, nn.Linear(12, rows[0], bias=False))
+    weight = model.get_parameter(f"{layer}.weight")
+    place(weight, interval((rows[0], 12), 0, rows, 0))
+    model.wv = nn.Linear(12, 8, bias=False)
+    set_optimizer_flags(
+        SimpleNamespace(optimizer_name="Muon", optimizer_params={"per_head_muon": True}), model
+    )
+    assert weight.muon_num_heads == heads  # type: ignore[attr-defined]
+    assert model.wv.weight.muon_num_heads == 2  # type: ignore[union-attr]
 
 
 def test_no_heads_to_be_found_is_an_error() -> None:

@@ -39,6 +39,9 @@ class HybridEngineRolloutConfig:
     enable_profiling: bool = False
 
 
+_UNUSED = "use_shared_prefill align_decode_fronts enable_cache_trimming continuous_cache_capacity".split()
+
+
 class HybridEngineRollout(RolloutEngine):
     """Generates by ``engine.generate`` in evaluation mode, and restores the engine's mode afterwards.
 
@@ -59,13 +62,7 @@ class HybridEngineRollout(RolloutEngine):
         self._last_profile: dict[str, Any] | None = None
         if self.use_graph_capture:
             note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
-        unused = (
-            "use_shared_prefill",
-            "align_decode_fronts",
-            "enable_cache_trimming",
-            "continuous_cache_capacity",
-        )
-        for name in unused:
+        for name in _UNUSED:
             if getattr(cfg, name, None):
                 note(f"rollout: {name} has no effect on the hybrid engine: use RolloutConfig('serving')")
 
@@ -84,11 +81,13 @@ class HybridEngineRollout(RolloutEngine):
         ends, padding = special_tokens(self.tokenizer, self.engine.module)
         trained = self.engine.training
         self.engine.eval()
+        each = sampling.n_samples_per_prompt  # Transformers refuses num_return_sequences without sampling
+        prompts = request.prompt_attention_mask.repeat_interleave(each, 0)
         self._mark()
         try:
             made = self.engine.generate(
-                input_ids=request.prompt_ids,
-                attention_mask=request.prompt_attention_mask,
+                input_ids=request.prompt_ids.repeat_interleave(each, 0),
+                attention_mask=prompts,
                 **_settings(sampling),
                 eos_token_id=ends or None,
                 pad_token_id=padding,
@@ -99,7 +98,6 @@ class HybridEngineRollout(RolloutEngine):
         tokens = made.sequences if sampling.log_probs else made
         width = request.prompt_ids.shape[1]
         answers = until_the_end(tokens[:, width:], ends)
-        prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
         batch = RolloutBatch(
             tokens,
             torch.cat([prompts, answers.to(prompts.dtype)], 1),
@@ -143,7 +141,6 @@ def _settings(sampling: SamplingConfig) -> dict[str, Any]:
     """Return the arguments of ``generate``."""
     settings: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
-        "num_return_sequences": sampling.n_samples_per_prompt,
         "do_sample": sampling.temperature > 0,
     }
     if sampling.temperature > 0:

@@ -10,8 +10,9 @@ from deepspeed.ops import gpu
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up``, with gradients. The activation of the gate is computed in fp32."""
-    if gate.shape != up.shape:
-        raise ValueError(f"gate [{tuple(gate.shape)}] and up [{tuple(up.shape)}] must have the same shape")
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        given = f"gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)}"
+        raise ValueError(f"gate and up must have the same shape and dtype, not {given}")
     if gate.numel() and gpu.usable(gate, up):
         from deepspeed.ops.gpu import gates  # imports Triton
 

@@ -70,11 +70,11 @@ class Autotuner(TuningResults):
         section = self.autotuning_config = section_of(self.user_config)
         self.given, self.metric_name = given, section.metric
         self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
-        self.num_nodes = section.num_nodes or len(active_resources)
-        self.num_gpus = section.num_gpus or min(map(len, active_resources.values()))
-        hosts = list(active_resources)[: self.num_nodes]
+        self.exp_num_nodes = section.num_nodes or len(active_resources)
+        self.exp_num_gpus = section.num_gpus or min(map(len, active_resources.values()))
+        hosts = list(active_resources)[: self.exp_num_nodes]
         self.rm = ResourceManager(
-            args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
+            args, hosts, self.exp_num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
         )
         self.rm.overwrite = section.overwrite
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
@@ -125,7 +125,7 @@ class Autotuner(TuningResults):
         return self.autotuning_config.num_tuning_micro_batch_sizes
 
     def _data_parallel(self) -> int:
-        return max(1, self.num_gpus * self.num_nodes // self.mp_size())
+        return max(1, self.exp_num_gpus * self.exp_num_nodes // self.mp_size())
 
     def get_val_from_user_args(self, ds_name: str) -> str | None:
         """Return the value of a config key in the script's arguments, by ``arg_mappings``."""
@@ -217,8 +217,8 @@ class Autotuner(TuningResults):
             self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
         )
         self.choices = without_ineffective_sizes(self.choices, self.get_model_num_params(), space)
-        if not self.fast_enabled() and not self.search.has_device_memory and self.num_nodes == 1:
-            threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
+        if not self.fast_enabled() and not self.search.has_device_memory and self.exp_num_nodes == 1:
+            threads = threads_to_try(os.cpu_count() or 1, self.exp_num_gpus)
             self.choices = replace(self.choices, speed=(*self.choices.speed, threads))
 
     def get_model_num_params(self) -> int:
@@ -325,8 +325,8 @@ class Autotuner(TuningResults):
         return {
             "name": place,
             "ds_config": config,
-            "num_gpus": self.num_gpus,
-            "num_nodes": self.num_nodes,
+            "num_gpus": self.exp_num_gpus,
+            "num_nodes": self.exp_num_nodes,
             "result_dir": str(folder),
             "environment": {key: str(value) for key, value in point.changes.items() if key.isupper()},
         }

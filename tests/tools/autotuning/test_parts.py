@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.tools.autotuning import scheduler, utils
+from deepspeed.tools.autotuning import Autotuner, scheduler, utils
 from deepspeed.tools.autotuning.arguments import arguments_for, given_config, launcher_command, section_of
 from deepspeed.tools.autotuning.command import run_autotuning
 from deepspeed.tools.autotuning.step_model import StepTimeModel
@@ -231,6 +231,14 @@ def test_micro_batches_end_where_the_data_do(
     assert best["train_micro_batch_size_per_gpu"] == max(size for size in sizes if size <= 6) > 1
     assert sum(size > 6 for size in sizes) == (0 if known else 1), sizes
     assert found.max_train_micro_batch_size_per_gpu() == 6
+
+
+def test_experiments_take_as_many_slots_of_each_machine_as_the_smallest_has(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"autotuning": {"enabled": True}}))
+    args = argparse.Namespace(user_script="train.py", user_args=["--deepspeed_config", str(file)])
+    made = Autotuner(args, {"a": [0], "b": [0, 1, 2], "c": [4, 5]})
+    assert (made.exp_num_nodes, made.exp_num_gpus) == (3, 1)
 
 
 def test_machines_and_slots(tmp_path: Path) -> None:
