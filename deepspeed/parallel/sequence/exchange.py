@@ -74,7 +74,7 @@ class Exchange:
             sent,
             [
                 [
-                    self._shape(tensor, len(each[self.comm.rank]), length)
+                    self.shape(tensor, len(each[self.comm.rank]), length)
                     for tensor, each in zip(tensors, heads, strict=True)
                 ]
                 for length in self.lengths
@@ -90,7 +90,7 @@ class Exchange:
             [[cut[to] for cut in cuts] for to in range(self.comm.size)],
             [
                 [
-                    self._shape(tensor, len(each[source]), own)
+                    self.shape(tensor, len(each[source]), own)
                     for tensor, each in zip(tensors, heads, strict=True)
                 ]
                 for source in range(self.comm.size)
@@ -101,7 +101,8 @@ class Exchange:
             for shards, each in zip(zip(*received, strict=True), heads, strict=True)
         )
 
-    def _shape(self, like: Tensor, heads: int, tokens: int) -> list[int]:
+    def shape(self, like: Tensor, heads: int, tokens: int) -> list[int]:
+        """Return the shape of ``like`` with other sizes of the two dims."""
         shape = list(like.shape)
         shape[self.heads_dim], shape[self.tokens_dim] = heads, tokens
         return shape
