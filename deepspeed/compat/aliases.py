@@ -178,9 +178,7 @@ _NAMES_BY_MODULE = {
         "deepspeed.compression.compress": "init_compression redundancy_clean",
     },
     # earlier builds installed it as the entry point of `ds_check`
-    "deepspeed.config_check": {
-        "deepspeed.tools.config.command": "check_config main",
-    },
+    "deepspeed.config_check": {"deepspeed.tools.config.command": "check_config main"},
     "deepspeed.elasticity": {
         "deepspeed.tools.elastic.elastic_agent": "DSElasticAgent",
         "deepspeed.config.elastic_batch": """

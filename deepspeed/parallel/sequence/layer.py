@@ -195,12 +195,10 @@ class _SeqAllToAll:
     """`single_all_to_all` with gradients, under its documented name, for attention layers of scripts."""
 
     @staticmethod
-    def apply(
-        group: Any, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, *overlap: Any
-    ) -> Tensor:
+    def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, *unused: Any) -> Tensor:
         """Scatter one dim over the ranks and gather another; backward does the reverse, exactly: it returns gradients
-        to the ranks that the parts came from, of whatever size. The stream, handle and type of overlapped communication
-        (``overlap``) are accepted and not used: the result is complete when returned. Collective, also in backward."""
+        to the ranks that the parts came from, of whatever size. The dim of the batch and the stream, handle and type of
+        overlapped communication are accepted: the result is complete when returned. Collective, also in backward."""
         comm = communicator_of(group)
         ends = list(accumulate(shard_lengths(input.shape[scatter_idx], comm.size), initial=0))
         parts = tuple(tuple(range(*ends[rank : rank + 2])) for rank in range(comm.size))
