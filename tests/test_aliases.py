@@ -46,6 +46,17 @@ def test_a_submodule_row_is_an_attribute(package: str, name: str) -> None:
     assert inspect.ismodule(getattr(importlib.import_module(package), name))
 
 
+def test_constants_arrive_with_a_star() -> None:
+    """Serving and profiling tools import them so; those of config keys are looked up on use otherwise."""
+    names: dict[str, object] = {}
+    exec("from deepspeed.runtime.constants import *", names)
+    assert names["ZERO_OPTIMIZATION"] == "zero_optimization" and names["GRADIENT_CLIPPING_DEFAULT"] == 1.0
+    assert names["FP16_HYSTERESIS"] == "hysteresis" and names["ROUTE_TRAIN"] == "train"
+    assert "ValidationMode" in names
+    exec("from deepspeed.checkpoint.constants import *", names)
+    assert names["DS_VERSION"] == "ds_version" and names["PARAM_SHAPES"] == "param_shapes"
+
+
 def test_an_error_about_a_name_of_release_0_19_says_what_to_use() -> None:
     """In each form of import, and none where nothing is known of the name."""
     from deepspeed.module_inject import layers

@@ -3,9 +3,9 @@
 The script `zero_to_fp32.py` that release 0.19 puts into its checkpoints imports some of these.
 """
 
-from deepspeed.checkpoint.names import DS_CONFIG, DS_VERSION, OPTIMIZER_STATE
+from deepspeed.checkpoint import names
 
-__all__ = ["DS_CONFIG", "DS_VERSION"]
+DS_CONFIG, DS_VERSION = names.DS_CONFIG, names.DS_VERSION
 
 # Files
 MODEL_FILE_PREFIX = "mp_rank_"
@@ -15,7 +15,7 @@ FP16_ZERO_FILE_PREFIX = f"fp16_{ZERO_FILE_PREFIX}"
 LAYER_FILE_PREFIX = "layer_"
 
 # Keys of the optimizer file
-OPTIMIZER_STATE_DICT = OPTIMIZER_STATE
+OPTIMIZER_STATE_DICT = names.OPTIMIZER_STATE
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = f"{BASE_OPTIMIZER_STATE}_step"
@@ -36,8 +36,7 @@ FROZEN_PARAM_SHAPES = "frozen_param_shapes"
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
 
 CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
-CHECKPOINT_PP_DEGREE = "pp_degree"
-CHECKPOINT_TP_DEGREE = "tp_degree"
+CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE = "pp_degree", "tp_degree"
 
 # Universal checkpoints
 FP32_WEIGHT_KEY = "fp32"
@@ -46,11 +45,9 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
 UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
 VOCAB_TENSOR = "vocab_tensor"
-PADDED_VOCAB_SIZE = "padded_vocab_size"
-ORIGINAL_VOCAB_SIZE = "original_vocab_size"
+PADDED_VOCAB_SIZE, ORIGINAL_VOCAB_SIZE = "padded_vocab_size", "original_vocab_size"
 PARAM_N_SUB_PARAMS = "param_n_sub_params"
-SUB_PARAM_SHAPE = "sub_param_shape"
-SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
+SUB_PARAM_SHAPE, SUB_PARAM_SHARD_WIDTHS = "sub_param_shape", "sub_param_shard_widths"
 
 # A model's description of its parameters: regular expressions that match their names
 VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
@@ -79,9 +76,7 @@ FOLDING_METADATA_KEY = "folding"
 FOLDING_TP_SIZE, FOLDING_TP_RANK = "tp_size", "tp_rank"
 FOLDING_EP_SIZE, FOLDING_EP_RANK = "ep_size", "ep_rank"
 FOLDING_ETP_SIZE, FOLDING_ETP_RANK = "etp_size", "etp_rank"
-FOLDING_ZERO_PARTITION_GROUP = "zero_partition_group"
-FOLDING_ZERO_PARTITION_COUNT = "zero_partition_count"
+FOLDING_ZERO_PARTITION_GROUP, FOLDING_ZERO_PARTITION_COUNT = "zero_partition_group", "zero_partition_count"
 FOLDING_DISPATCH_STRATEGY = "dispatch_strategy"
 FOLDING_SHARED_EXPERT_PLACEMENT = "shared_expert_placement"
-FOLDING_FAMILY = "family"
-FOLDING_PARAM_FAMILIES = "param_families"
+FOLDING_FAMILY, FOLDING_PARAM_FAMILIES = "family", "param_families"

@@ -139,6 +139,7 @@ MODULES = {
     "deepspeed.utils.types": "deepspeed.compat.types",
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.gathering.leaf_modules",
     "deepspeed.utils.zero_to_fp32": "deepspeed.tools.zero_to_fp32",
+    "deepspeed.utils.zero_to_torch": "deepspeed.tools.zero_to_torch",
 }
 # The documents also name these two packages without `runtime`.
 MODULES |= {
@@ -167,34 +168,32 @@ _NAMES_BY_MODULE = {
         "deepspeed.compat.checkpoint.utils": """
             get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         """,
-        "deepspeed.compat.checkpoint.reshape_3d_utils": "get_model_3d_descriptor model_3d_desc",
+        "deepspeed.compat.checkpoint.reshape_3d_utils": """
+            get_model_3d_descriptor model_3d_desc reshape_meg_2d_parallel
+        """,
+        "deepspeed.compat.checkpoint.reshape_utils": "merge_state",
     },
     "deepspeed.compression": {
         "deepspeed.compression.scheduler": "compression_scheduler",
         "deepspeed.compression.compress": "init_compression redundancy_clean",
     },
     # earlier builds installed it as the entry point of `ds_check`
-    "deepspeed.config_check": {
-        "deepspeed.tools.config.command": "check_config main",
-    },
+    "deepspeed.config_check": {"deepspeed.tools.config.command": "check_config main"},
     "deepspeed.elasticity": {
         "deepspeed.tools.elastic.elastic_agent": "DSElasticAgent",
         "deepspeed.config.elastic_batch": """
             compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
         """,
     },
-    "deepspeed.inference": {
-        "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": """
-            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
-        """,
-    },
-    "deepspeed.inference.v2": {
-        "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
-        "deepspeed.inference.v2.engine_v2": """
-            InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
-        """,
-    },
+    **dict.fromkeys(
+        ("deepspeed.inference", "deepspeed.inference.v2"),
+        {
+            "deepspeed.inference.v2.config_v2": "DeepSpeedTPConfig RaggedInferenceEngineConfig",
+            "deepspeed.inference.v2.engine_v2": """
+                InferenceEngineV2 build_engine_from_ds_checkpoint build_hf_engine
+            """,
+        },
+    ),
     "deepspeed.inference.v2.checkpoint": {
         "deepspeed.inference.v2.checkpoint.huggingface_engine": """
             CheckpointEngineBase HuggingFaceCheckpointEngine InMemoryModelEngine
@@ -210,12 +209,10 @@ _NAMES_BY_MODULE = {
     "deepspeed.module_inject.auto_tp": {
         "deepspeed.parallel.tensor.planning.autotp_config": "AutoTPConfig PartitionType TPLayerSpec",
     },
-    "deepspeed.module_inject.containers": {
-        "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
-    },
-    "deepspeed.module_inject.containers.gpt2": {
-        "deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy",
-    },
+    **dict.fromkeys(
+        ("deepspeed.module_inject.containers", "deepspeed.module_inject.containers.gpt2"),
+        {"deepspeed.compat.module_inject.replace_policy": "HFGPT2LayerPolicy"},
+    ),
     "deepspeed.module_inject.replace_module": {
         "deepspeed.compat.module_inject.replacing": """
             replace_transformer_layer revert_transformer_layer=revert_layers
@@ -302,6 +299,7 @@ _NAMES_BY_MODULE = {
         "deepspeed.parallel.sequence.autosp_vit": "UlyssesSPViTAttention",
         "deepspeed.parallel.sequence.auto_sp": "auto_wrap_model_for_sp detect_model_sp_info",
     },
+    "deepspeed.sequence.layer": {"deepspeed.parallel.expert.sharded_moe": "_DimZeroAllToAll=AllToAll"},
     "deepspeed.utils": {
         "deepspeed.data.loader": "RepeatingLoader",
         "deepspeed.comm.record": "get_caller_func",

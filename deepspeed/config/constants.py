@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.config.sections.checkpoint import ValidationMode
-
-__all__ = ["ValidationMode"]
+from deepspeed.config.sections.checkpoint import ValidationMode as ValidationMode
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
@@ -58,7 +56,12 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the constant of a config key from the schema, imported late because it imports this module."""
+    """Return the constant of a config key from the schema, imported late because it imports this module; as
+    ``__all__`` the names of all constants, for ``import *``."""
+    if name == "__all__":
+        from deepspeed.config.getters import constants_of_keys
+
+        return [own for own in globals() if not own.startswith("_")] + constants_of_keys()
     if name.isupper() and not name.startswith("_"):
         from deepspeed.config.getters import constant_of_key
 

@@ -38,6 +38,14 @@ def constant_of_key(name: str) -> Any:
     return constant_of(name, {prefix: section for prefix, section in sections.items() if section})
 
 
+def constants_of_keys() -> list[str]:
+    """Return all names that `constant_of_key` takes."""
+    keys = keys_of(TrainingConfig)
+    owned = ((prefix, section) for prefix, own in _PREFIXES.items() if (section := keys[own].section))
+    names = [*keys, *(f"{prefix}_{key}" for prefix, section in owned for key in keys_of(section))]
+    return [name.upper() + end for name in names for end in ("", "_DEFAULT")]
+
+
 _PREFIXES = {
     "FP16": "fp16",
     "BFLOAT16": "bf16",

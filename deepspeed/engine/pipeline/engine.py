@@ -184,7 +184,8 @@ class PipelineEngine(InstructionExecutor):
             return_logits: return (result, outputs of the last stage for the last micro-batch).
             compute_loss: False: results are the outputs of the model, not of ``loss_fn``.
             reduce_output: "avg": the mean over micro-batches, and of the loss over replicas; None: a list.
-            bcast_loss: every rank gets the loss; otherwise only the last stage, and the others None.
+            bcast_loss: every rank gets the loss; otherwise only the last stage, and the others None. False where
+                ``loss_fn`` returns several losses, of which each is averaged.
             num_micro_batches: number of micro-batches.
         """
         if reduce_output not in ("avg", None):
@@ -220,10 +221,13 @@ class PipelineEngine(InstructionExecutor):
         self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Any:
         agreed = self._batch_losses
+        several = not bcast_loss and bool(results) and isinstance(results[0], (list, tuple))
+        if reduce_output is None and (several or not compute_loss):
+            return results if self.has_loss else None
         if not compute_loss:
-            if not self.has_loss:
-                return None
-            return mean_of(results) if reduce_output == "avg" else results
+            return mean_of(results) if self.has_loss else None
+        if several:
+            return [self._reduced(list(one), count, True, "avg", False) for one in zip(*results, strict=True)]
         if reduce_output is None:
             losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
             if bcast_loss:

@@ -69,7 +69,7 @@ class HeadExchange:
             sent,
             [
                 [
-                    self._shape(tensor, len(each[self.comm.rank]), length)
+                    self.shape(tensor, len(each[self.comm.rank]), length)
                     for tensor, each in zip(tensors, heads, strict=True)
                 ]
                 for length in self.lengths
@@ -85,7 +85,7 @@ class HeadExchange:
             [[cut[to] for cut in cuts] for to in range(self.comm.size)],
             [
                 [
-                    self._shape(tensor, len(each[source]), own)
+                    self.shape(tensor, len(each[source]), own)
                     for tensor, each in zip(tensors, heads, strict=True)
                 ]
                 for source in range(self.comm.size)
@@ -96,7 +96,8 @@ class HeadExchange:
             for shards, each in zip(zip(*received, strict=True), heads, strict=True)
         )
 
-    def _shape(self, like: Tensor, heads: int, tokens: int) -> list[int]:
+    def shape(self, like: Tensor, heads: int, tokens: int) -> list[int]:
+        """Return the shape of ``like`` with other sizes of the two dims."""
         shape = list(like.shape)
         shape[self.heads_dim], shape[self.tokens_dim] = heads, tokens
         return shape

@@ -6,6 +6,7 @@ models, 2023.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -171,11 +172,8 @@ def single_all_to_all(
     parts = [count * width for count in shard_lengths(units, comm.size)]
     joined = gather_lengths(input.shape[gather_idx], comm, input.device)
     outgoing = torch.cat([part.reshape(-1) for part in input.split(parts, scatter_idx)])
-    shapes = []
-    for length in joined:
-        shape = list(input.shape)
-        shape[scatter_idx], shape[gather_idx] = parts[comm.rank], length
-        shapes.append(shape)
+    exchange = Exchange(comm, joined, scatter_idx, gather_idx)
+    shapes = [exchange.shape(input, parts[comm.rank], length) for length in joined]
     received = [torch.Size(shape).numel() for shape in shapes]
     sent = [outgoing.numel() // max(1, sum(parts)) * part for part in parts]
     incoming = outgoing.new_empty(sum(received))
@@ -192,3 +190,18 @@ def single_all_to_all(
         raise ValueError("single_all_to_all: async_op needs handle, a dict, and type, the prefix of its keys")
     handle |= {f"{type}_work": work, f"{type}_grad": incoming, f"{type}_post_all2all_func": finish}
     return incoming
+
+
+class _SeqAllToAll:
+    """`single_all_to_all` with gradients, under its documented name, for attention layers of scripts."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, *unused: Any) -> Tensor:
+        """Scatter one dim over the ranks and gather another; backward does the reverse, exactly: it returns gradients
+        to the ranks that the parts came from, of whatever size. The dim of the batch and the stream, handle and type of
+        overlapped communication are accepted: the result is complete when returned. Collective, also in backward."""
+        comm = communicator_of(group)
+        ends = list(accumulate(shard_lengths(input.shape[scatter_idx], comm.size), initial=0))
+        parts = tuple(tuple(range(*ends[rank : rank + 2])) for rank in range(comm.size))
+        lengths = gather_lengths(input.shape[gather_idx], comm, input.device)
+        return Exchange(comm, lengths, scatter_idx, gather_idx).to_heads((input,), (parts,))[0]

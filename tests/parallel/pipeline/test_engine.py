@@ -262,6 +262,20 @@ def test_any_message_of_any_shape() -> None:
     engine.destroy()
 
 
+@distributed(world_size=4)
+def test_evaluation_of_several_losses() -> None:
+    """Each is the mean over micro-batches and replicas, on the last stage, which alone knows how many there are."""
+    module = PipelineModule(layers(), num_stages=2, loss_fn=lambda out, labels: (out.mean(), 10 * out.mean()))
+    engine = make_engine(module)
+    pairs = [next(batches(0)) for _ in range(COUNT)]
+    with torch.no_grad():
+        mean = torch.stack([Plain(layers(), lr=0.01).forward(inputs).mean() for inputs, _ in pairs]).mean()
+    found = engine.eval_batch(iter(pairs), bcast_loss=False)
+    torch.testing.assert_close(found, [mean, 10 * mean] if engine.is_last_stage() else None)
+    found = engine.eval_batch(iter(pairs), bcast_loss=False, reduce_output=None)
+    assert (found is not None and [len(each) for each in found] == [2] * COUNT) == engine.is_last_stage()
+
+
 @distributed(world_size=2)
 def test_evaluation() -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)

@@ -396,6 +396,29 @@ def test_single_all_to_all() -> None:
         single_all_to_all(mine, 2, 1, 0, dist.group.WORLD, True)
 
 
+@distributed(world_size=3)
+def test_the_exchange_of_scripts_has_gradients_for_uneven_parts() -> None:
+    """Weighting each element of the result by a number of its place gives the same numbers at its place before."""
+    from deepspeed.sequence.layer import _DimZeroAllToAll, _SeqAllToAll
+
+    whole, weights = torch.randn(2, 7, 4, 3), torch.randn(2, 7, 4, 3)
+    lengths, parts = (2, 4, 1), (2, 1, 1)
+    rank = dist.get_rank()
+    for scatter, gather, sent, kept in ((2, 1, lengths, parts), (1, 2, parts, (3, 2, 2))):
+        mine = whole.split(sent, gather)[rank].clone().requires_grad_()
+        found = _SeqAllToAll.apply(dist.group.WORLD, mine, scatter, gather, 0, None, {}, "q")
+        assert torch.equal(found, whole.split(kept, scatter)[rank])
+        (found * weights.split(kept, scatter)[rank]).sum().backward()
+        assert torch.equal(mine.grad, weights.split(sent, gather)[rank])
+    rows = (torch.arange(3.0) + 10 * rank).requires_grad_()
+    swapped = _DimZeroAllToAll.apply(dist.group.WORLD, rows)
+    assert swapped.tolist() == [rank, 10 + rank, 20 + rank]
+    (swapped**2).sum().backward()
+    assert torch.equal(rows.grad, 2 * rows.detach())
+    with pytest.raises(ValueError, match="over 3 ranks"):
+        _SeqAllToAll.apply(dist.group.WORLD, whole[:, :, :2], 2, 1, 0)
+
+
 @distributed(world_size=2)
 def test_what_cannot_be_told_from_shards_is_refused() -> None:
     layer = attention(2, 2, seq_length_is_variable=False, local_seq_length=4)
