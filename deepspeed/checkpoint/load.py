@@ -187,6 +187,22 @@ class Restorer:
             )
         self.report.notes.append(text)
 
+    def check_states(self) -> None:
+        """Raise CheckpointError if strict and there is no optimizer state, or none of a parameter frozen then."""
+        folder, trained = self.catalog.folder, self.catalog.index.get("trained")
+        if self.strict and not self.catalog.has_optimizer:
+            raise CheckpointError(
+                f"{folder} holds no optimizer state. load_optimizer_states=False loads the weights alone"
+            )
+        bare = [entry.name for entry in self.entries if not self._has_state(self._find(entry))]
+        known = [name for name in bare if self.catalog.find([name]) is not None]
+        thawed = [name for name in known if trained is not None and name not in trained]
+        if self.strict and thawed and len(bare) < len(self.entries):
+            raise CheckpointError(
+                f"{thawed[0]} is trainable now, but was frozen when {folder} was saved: it has no optimizer state. "
+                "load_module_strict=False initializes it"
+            )
+
     def load_weights_through_module(self) -> None:
         """Load weights and buffers through the model's ``load_state_dict``, then refresh the masters from them."""
         self._fill_shards(trained=True)
@@ -245,11 +261,6 @@ class Restorer:
         """Load per-element state by intersection, other values as saved, and the optimizer's groups."""
         assert self.state is not None
         if not self.catalog.has_optimizer:
-            if self.strict:
-                raise CheckpointError(
-                    f"{self.catalog.folder} holds no optimizer state. load_optimizer_states=False loads the weights "
-                    "alone"
-                )
             self.report.notes.append("no optimizer state was saved")
             return
         with_state = {entry.name for entry in self.entries if self._has_state(self._find(entry))}
@@ -278,7 +289,7 @@ class Restorer:
     def _check_kinds(self) -> None:
         """Raise CheckpointError if the saved state is of a different optimizer."""
         saved = self.catalog.kinds()
-        for index, tensors in self._shards():
+        for _, tensors in self._shards():
             wanted = {kind for kind in tensors if kind != MASTER}
             if wanted - saved:
                 raise CheckpointError(
@@ -286,18 +297,6 @@ class Restorer:
                     f"{', '.join(sorted(saved))}: it was saved with another optimizer. "
                     "load_optimizer_states=False loads the weights alone"
                 )
-            if not self._has_state(self._name_of(index)):
-                self._check_missing_state(index.name)
-
-    def _check_missing_state(self, name: str) -> None:
-        in_module = self.catalog.find([name]) is not None
-        trained = self.catalog.index.get("trained")
-        was_trained = trained is None or name in trained
-        if self.strict and in_module and not was_trained:
-            raise CheckpointError(
-                f"{name} is trainable now, but was frozen when {self.catalog.folder} was saved: it has no "
-                "optimizer state. load_module_strict=False initializes it"
-            )
 
     def _has_state(self, name: str | None) -> bool:
         """Return whether the saved parameter ``name`` has optimizer state: not if it never had a gradient."""

@@ -103,6 +103,8 @@ def _load(
         )
         _fetch(engine, restorer, selection, ranks, everything=call.custom is not None)
         restorer.check_names()
+        if selection.optimizer and engine.core is not None:
+            restorer.check_states()
     if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
         _check_common_parameters(restorer, ranks)
     with engine.load_guard.until_loaded(catalog.folder, optimizer=selection.optimizer):

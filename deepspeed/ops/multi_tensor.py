@@ -77,8 +77,8 @@ class Table:
         self.others: list[int] = []  # indices of tensors that no kernel supports
         self._sort_into_launches(has_kernel)
 
-    def _current_state(self) -> list[Tensor]:
-        return [state[name] for state in self.states for name in self.names]
+    def _current_state(self) -> list[Any]:
+        return [state.get(name) for state in self.states for name in self.names]  # a script may empty states
 
     def _sort_into_launches(self, has_kernel: Callable[[Tensor], bool]) -> None:
         launches: dict[Any, Launch] = {}

@@ -50,8 +50,8 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether the module normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with
     statistics, and similar classes of other packages."""
-    buffers = module._buffers
-    return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
+    # a scripted module's table of buffers has no get()
+    return all(getattr(module, name, None) is not None for name in ("running_mean", "running_var"))
 
 
 def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:

@@ -6,7 +6,8 @@ Used for gradients outside of buckets: stage 0 with the caller's own training lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,25 +76,46 @@ def clip_grad_norm_(
     the data-parallel ranks, so that all ranks scale by the same factor.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    params = [param for param in given if param.grad is not None]
-    group, rank = _model_parallel(mpu)
-    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
-    counted = [p for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
-    norm = _norm([p.grad for p in counted if p.grad is not None], float(norm_type), group, device)
+    norm = _norm_over_model(given, attrgetter("grad"), float(norm_type), mpu)
     if torch.distributed.is_initialized() and any(not getattr(p, "allreduce", True) for p in given):
         mean = get_norm_with_moe_layers_fast(norm, groups._get_data_parallel_group())
         norm = torch.full_like(norm, mean)
-    _scale_down([p.grad for p in params if p.grad is not None], norm, max_norm, CLIP_EPSILON)
+    _scale_down([p.grad for p in given if p.grad is not None], norm, max_norm, CLIP_EPSILON)
     return norm
 
 
 def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
     """Return the norm of the weights (0-dim fp32), over the whole model if a model-parallel unit is given."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return _norm_over_model(params, Tensor.detach, float(norm_type), mpu)
+
+
+def norm_of_gradients(params: Sequence[Tensor], mpu: Any) -> float:
+    """Return the 2-norm of all gradients of the model: as ``clip_grad_norm_``, but experts distributed over ranks
+    count on each of these. Inf if one is not finite. Collective, also for ranks without gradients."""
+    by_group: dict[str, list[Tensor]] = {}
+    for param in params:
+        name = "" if getattr(param, "allreduce", True) else getattr(param, "group_name", None) or "ep_size_1"
+        by_group.setdefault(name, []).append(param)
+    everyone, norms = groups._get_data_parallel_group(), list[Tensor]()
+    for name, alike in sorted(by_group.items()):
+        norm = _norm_over_model(alike, attrgetter("grad"), 2.0, mpu)
+        if name and everyone is not None:  # each expert is on as many ranks as there are copies of all
+            copies = everyone.size() / groups._expert_parallel_size(name)
+            norm = _norm([norm], 2.0, everyone, norm.device) / math.sqrt(copies)
+        norms.append(norm)
+    return get_global_norm(map(float, norms))
+
+
+def _norm_over_model(
+    params: Sequence[Tensor], value_of: Callable[[Tensor], Tensor | None], norm_type: float, mpu: Any
+) -> Tensor:
+    """Return the norm of the values that there are, over the model-parallel ranks. Replicated ones count once."""
     group, rank = _model_parallel(mpu)
     device = params[0].device if params else torch.device(get_accelerator().current_device_name())
-    counted = [p.detach() for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
-    return _norm(counted, float(norm_type), group, device)
+    counted = [p for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
+    values = [value for value in map(value_of, counted) if value is not None]
+    return _norm(values, norm_type, group, device)
 
 
 def get_global_norm_of_tensors(

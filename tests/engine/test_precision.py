@@ -453,3 +453,26 @@ def test_each_output_keeps_its_dtype(name: str, dtype: torch.dtype, stage: int) 
     found = [each.dtype for each in (outputs["loss"], outputs["y"], wide, mask, outputs["ids"])]
     assert found == [torch.float32, dtype, torch.float64, torch.bool, torch.int64]
     engine.destroy()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=1)
+def test_a_scripted_part_of_a_model_trains(stage: int, mode: str) -> None:
+    torch.manual_seed(0)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": mode == "bf16"},
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Sequential(scripted, nn.Linear(WIDTH, 1)), config=config)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16 if mode == "bf16" else torch.float32)
+    losses = []
+    for _ in range(4):
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]

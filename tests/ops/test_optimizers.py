@@ -35,6 +35,22 @@ def test_matches_the_oracle_in_fp64(case: Case, isa: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+def test_states_that_a_script_empties_begin_anew(case: Case) -> None:
+    """As torch's do: in place, for an optimizer whose state is reset during training."""
+    emptied, new = parameters(), parameters()
+    optimizer = case.ours(emptied)
+    train(optimizer, emptied)
+    for state in optimizer.state.values():
+        state.clear()
+    with torch.no_grad():
+        for p, q in zip(new, emptied, strict=True):
+            p.copy_(q)
+    train(optimizer, emptied)
+    train(case.ours(new), new)
+    assert all(map(same_bits, emptied, new))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_torch_path_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is None:
         pytest.skip("built without native kernels")

@@ -248,6 +248,33 @@ def test_resumes_exactly(kind: str, tmp_path: Path) -> None:
         assert all(map(torch.equal, weights_of(resumed), weights_of(engine)))
 
 
+class SmallGroupLast(Model):
+    """The small group lies in the last shard, of which the first rank has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = nn.ParameterList([self.scale])
+        del self.scale
+
+    def __getattr__(self, name: str) -> Any:
+        return self.end[0] if name == "scale" and "end" in self._modules else super().__getattr__(name)
+
+
+@distributed(world_size=2)
+def test_resumes_between_exchanges_of_a_group_that_the_first_rank_has_nothing_of(tmp_path: Path) -> None:
+    zero = groups_of(1, 2)
+    engine = start("ZeroOneAdam", zero, in_full=False, model=SmallGroupLast())
+    train(engine, 0, 7)
+    store = engine.core.store
+    held = [store.params[owned.param_index] is engine.module.end[0] for owned in store.fragments]
+    assert any(held) == (dist.get_rank() == 1)
+    engine.save_checkpoint(tmp_path)
+    resumed = start("ZeroOneAdam", zero, in_full=False, model=SmallGroupLast())
+    resumed.load_checkpoint(tmp_path)
+    assert train(resumed, 7, 10) == train(engine, 7, 10)
+    assert all(map(torch.equal, weights_of(resumed), weights_of(engine)))
+
+
 def save(kind: str, zero: dict[str, Any], path: Path) -> tuple[list[Any], list[Any]]:
     engine = start(kind, zero, in_full=False)
     train(engine, 0, 6)

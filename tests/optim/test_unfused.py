@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig
+from tests.pool import distributed
 
 ARGS = {"init_scale": 64.0, "scale_window": 2, "min_scale": 1.0, "delayed_shift": 1}
 
@@ -116,3 +120,47 @@ def test_flat_groups_of_the_fused_one() -> None:
     )
     with pytest.raises(ValueError, match="fused_adam_legacy"):
         FP16_Optimizer(torch.optim.SGD([model.weight], lr=1.0), fused_adam_legacy=True)
+
+
+def filled(value: float, marks: dict[str, object]) -> nn.Parameter:
+    """Four fp16 elements with this gradient."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    param.grad = torch.full_like(param, value)
+    for name, mark in marks.items():
+        setattr(param, name, mark)
+    return param
+
+
+@pytest.mark.parametrize("kind", [FP16_UnfusedOptimizer, FP16_Optimizer])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@distributed(world_size=4)
+def test_all_experts_count_in_the_norm(kind: type, size: int) -> None:
+    """Each once, on ranks that hold them and on ranks that do not; and a step is skipped by all ranks."""
+    number = dist.get_rank() % size
+    dense = filled(3.0, {})
+    expert = filled(4.0 + number, {"allreduce": False, "group_name": f"ep_size_{size}"})
+    wrapped = kind(torch.optim.SGD([dense, expert], lr=1.0), static_loss_scale=1.0, clip_grad=1.0)
+    wrapped.step()
+    expected = math.sqrt(4 * 3.0**2 + sum(4 * (4.0 + each) ** 2 for each in range(size)))
+    assert wrapped._global_grad_norm == pytest.approx(expected, rel=1e-6)
+    assert torch.allclose(dense, torch.full_like(dense, -3.0 / expected), rtol=1e-3)
+    dense.grad = torch.ones_like(dense)
+    expert.grad = torch.full_like(expert, float("inf")) if number == size - 1 else None
+    assert wrapped.step() is True
+
+
+@pytest.mark.parametrize("kind", [FP16_UnfusedOptimizer, FP16_Optimizer])
+@distributed(world_size=2)
+def test_replicated_weights_count_once_among_model_parallel_ranks(kind: type) -> None:
+    """Also if one rank has no gradient at all."""
+    mpu = SimpleNamespace(
+        get_model_parallel_group=lambda: dist.group.WORLD, get_model_parallel_rank=dist.get_rank
+    )
+    whole, part = filled(3.0, {}), filled(4.0, {"model_parallel": True})
+    wrapped = kind(torch.optim.SGD([whole, part], lr=1.0), static_loss_scale=1.0, mpu=mpu)
+    wrapped.step()
+    assert wrapped._global_grad_norm == pytest.approx(math.sqrt(4 * 9.0 + 2 * 4 * 16.0), rel=1e-6)
+    if dist.get_rank() == 0:
+        part.grad = torch.ones_like(part)
+    wrapped.step()
+    assert wrapped._global_grad_norm == pytest.approx(2.0, rel=1e-6)

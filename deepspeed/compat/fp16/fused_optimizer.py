@@ -16,7 +16,7 @@ from deepspeed.base.logging import logger
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.optim import loss_scaler as core
 from deepspeed.zero.optimizer import DeepSpeedOptimizer, FusedMasters, UnfusedMasters
-from deepspeed.zero.tensor_norms import get_global_norm_of_tensors
+from deepspeed.zero.tensor_norms import norm_of_gradients
 
 # A torch optimizer over fp32 master copies of 16-bit weights.
 
@@ -34,11 +34,14 @@ class MasterCopies(DeepSpeedOptimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        scale: core.LossScaler,
-        low_precision_dtype: torch.dtype,
+        scale: core.LossScaler | None,
         mpu: Any,
         clip_grad: float,
+        low_precision_dtype: torch.dtype,
+        *settings: Any,
+        **defaults: Any,
     ) -> None:
+        scale = scale or LossScaleConfig(low_precision_dtype, *settings, **defaults)
         self.optimizer = optimizer
         self.low_precision_dtype = low_precision_dtype
         self.loss_scale_config = scale
@@ -69,8 +72,7 @@ class MasterCopies(DeepSpeedOptimizer):
         if closure is not None:
             raise ValueError("closure is not supported: call backward() and step()")
         scale = self.loss_scale_config.scale
-        grads = [param.grad for param, _ in self._pairs() if param.grad is not None]
-        norm = float(get_global_norm_of_tensors(grads, mpu=self.mpu)) if grads else 0.0
+        norm = norm_of_gradients([param for param, _ in self._pairs()], self.mpu)
         self.overflow = not math.isfinite(norm)
         self._update_scale(self.overflow)
         if self.overflow:
@@ -202,14 +204,9 @@ class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
         fused_lamb_legacy: bool = False,
         has_moe_layers: bool = False,
     ) -> None:
-        scale = loss_scale_config or LossScaleConfig(
-            low_precision_dtype,
-            dynamic_loss_scale,
-            static_loss_scale,
-            dynamic_loss_args,
-            profile=LossScaleProfile.UNFUSED,
-        )
-        super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)
+        settings = low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args
+        profile = LossScaleProfile.UNFUSED
+        super().__init__(init_optimizer, loss_scale_config, mpu, clip_grad, *settings, profile=profile)
         self.fused_lamb_legacy = fused_lamb_legacy
 
     def _unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
@@ -251,14 +248,9 @@ class FP16_Optimizer(MasterCopies, abc.ABC):
             raise ValueError(
                 "fused_adam_legacy=True: pass an optimizer whose step() needs no gradients as arguments"
             )
-        scale = loss_scale_config or LossScaleConfig(
-            low_precision_dtype,
-            dynamic_loss_scale,
-            static_loss_scale,
-            dynamic_loss_args,
-            initial_dynamic_scale=initial_dynamic_scale,
-        )
-        super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)
+        settings = low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args
+        defaults = {"initial_dynamic_scale": initial_dynamic_scale}
+        super().__init__(init_optimizer, loss_scale_config, mpu, clip_grad, *settings, **defaults)
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:

@@ -287,7 +287,10 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         found = saved[0] if len(saved) else {}
         self.variance_updates = int(found.get("variance_updates", self.updates))
         self.exchanges = int(found.get("exchanges", 0))
-        self.rate_sums = dict(found.get("rate_sums", {}))
+        self.rate_sums = {}
+        for entry in saved:  # 0 on a rank that holds nothing of a group, else the same on all
+            for number, total in entry.get("rate_sums", {}).items():
+                self.rate_sums[number] = max(total, self.rate_sums.get(number, 0.0))
         if any(self.rate_sums.values()):  # the saved weights are the first rank's
             for master, state in self.state.items():
                 if LOCAL in state:
