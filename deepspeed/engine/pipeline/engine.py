@@ -132,13 +132,13 @@ class PipelineEngine(ByInstructions):
                 on_backward=self._stage.count_micro_batch,
             )
             self._run = run
+            self._connections.begin()
             losses = run.run(order.actions[self.stage_id])
             self._peak_held = run.peak_held
             core.reducer.resume_sums()
             core.reducer.finish()  # overlaps with the last backwards of earlier stages
         except BaseException as error:
             self.abandon_update(error)
-            self._connections.clear()
             raise
         finally:
             self._run = None
@@ -212,6 +212,7 @@ class PipelineEngine(ByInstructions):
         layout = self.layout
         order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
         run = StageRun(self._stage, self._links, self.stage_id, training=False)
+        self._connections.begin()
         return run.run(order.actions[self.stage_id])
 
     def _reduced(

@@ -121,6 +121,7 @@ class ByInstructions(PipelineFacts):
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
+        self._connections.begin()
         try:
             for step in pipe_schedule:
                 for instruction in step:

@@ -119,10 +119,10 @@ class Connections:
                 if channel is not None:
                     yield name, channel
 
-    def clear(self) -> None:
-        """Drop messages left by a failed batch."""
-        for handover in self._handovers.values():
-            handover.clear()
+    def begin(self) -> None:
+        """Begin a batch, which all stages do: what is left of a failed one is dropped."""
+        for _, channel in self.named():
+            channel.begin()
 
     def close(self) -> None:
         """Release shared memory and groups. The other ranks notice at their next message."""
