@@ -201,7 +201,7 @@ _NAMES_BY_MODULE = {
         """,
     },
     "deepspeed.inference.v2.ragged": {
-        "deepspeed.inference.v2.ragged.manager_configs": "DSStateManagerConfig",
+        "deepspeed.inference.v2.ragged.manager_configs": "AllocationMode DSStateManagerConfig MemoryConfig",
     },
     "deepspeed.module_inject": {"deepspeed.compat.module_inject.replacing": "replace_transformer_layer"},
     "deepspeed.module_inject.auto_ep_config": {
