@@ -221,6 +221,12 @@ _NAMES_BY_MODULE = {
             replace_transformer_layer revert_transformer_layer=revert_layers
         """,
     },
+    "deepspeed.moe.sharded_moe": {
+        "deepspeed.compat.moe_gating": """
+            TUTEL_INSTALLED _capacity=capacity _one_hot_to_float=one_hot_to_float _top_idx=top_idx
+            exp_selection_uniform_map gumbel_rsample
+        """,
+    },
     "deepspeed.ops": {
         "deepspeed.ops.transformer.transformer": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
     },

@@ -135,7 +135,7 @@ def top1gating(
     """
     routes = top1_routes(
         logits,
-        _capacity(logits, capacity_factor, min_capacity, drop_tokens),
+        _limit_of(logits, capacity_factor, min_capacity, drop_tokens),
         used_token=used_token,
         rsample=noisy_gate_policy == "RSample",
         random_selection=use_rts,
@@ -157,7 +157,7 @@ def top2gating(
 
     ``top2_2nd_expert_sampling``: choose the second expert by logits with Gumbel noise.
     """
-    capacity = _capacity(logits, 2 * capacity_factor, min_capacity, drop_tokens)
+    capacity = _limit_of(logits, 2 * capacity_factor, min_capacity, drop_tokens)
     routes = top2_routes(logits, capacity, sample_second=top2_2nd_expert_sampling)
     return _documented(routes, ep_group, sparse_routes)
 
@@ -175,11 +175,11 @@ def topkgating(
     """Route each token of ``logits`` [S, E] to ``k`` experts; an expert takes at most
     ``max(ceil(S / E x k capacity_factor), min_capacity)`` tokens: those of the largest softmax (``drop_policy``
     "probs") or the first ("position"). Returns the same as ``top1gating``."""
-    capacity = _capacity(logits, k * capacity_factor, min_capacity, drop_tokens)
+    capacity = _limit_of(logits, k * capacity_factor, min_capacity, drop_tokens)
     return _documented(topk_routes(logits, k, capacity, drop_policy=drop_policy), ep_group, sparse_routes)
 
 
-def _capacity(logits: Tensor, factor: float, minimum: int, drop_tokens: bool = True) -> int | None:
+def _limit_of(logits: Tensor, factor: float, minimum: int, drop_tokens: bool = True) -> int | None:
     return capacity_of(len(logits), logits.shape[1], factor, minimum) if drop_tokens else None
 
 
@@ -266,7 +266,7 @@ class TopKGate(nn.Module):
             scores = multiplicative_jitter(scores, input.device)
         logits = self.wg(scores)
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        capacity = _capacity(logits, factor * self.k, self.min_capacity, self.drop_tokens)
+        capacity = _limit_of(logits, factor * self.k, self.min_capacity, self.drop_tokens)
         if self.k == 1:
             return top1_routes(
                 logits,
