@@ -301,6 +301,7 @@ _NAMES_BY_MODULE = {
         """,
         "deepspeed.zero.gathering.gathered": "unwrap_model_for_generation",
     },
+    "deepspeed.sequence.layer": {"deepspeed.compat.sequence_all_to_all": "_SeqAllToAll=SeqAllToAll"},
     "deepspeed.sequence": {
         "deepspeed.parallel.sequence.autosp_fusion": """
             InternVLFusionAdapter LlavaFusionAdapter Qwen2VLFusionAdapter

@@ -413,3 +413,20 @@ def test_what_cannot_be_told_from_shards_is_refused() -> None:
         layer(module, q, k, v, None, is_causal=False, sliding_window=2)
     with pytest.raises(ValueError, match="does not support dropout"):
         attention(1, 1)(module, q[:, :1], k[:, :1], v[:, :1], None, dropout=0.1)
+
+
+@distributed(world_size=2)
+def test_an_all_to_all_of_scripts_has_gradients() -> None:
+    """From tokens to heads and back, with shards of different lengths and a number of heads that 2 does not divide."""
+    from deepspeed.sequence.layer import _SeqAllToAll
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    whole = torch.randn(2, 7, 3, 4, generator=torch.Generator().manual_seed(0))
+    heads, tokens = (slice(0, 2), slice(2, 3))[rank], (slice(0, 4), slice(4, 7))[rank]
+    own = whole[:, tokens].clone().requires_grad_()
+    spread = _SeqAllToAll.apply(group, own, 2, 1, 0)
+    assert torch.equal(spread, whole[:, :, heads])
+    back = _SeqAllToAll.apply(group, spread * 2, 1, 2, 0, None, None, "o")
+    assert torch.equal(back, 2 * own)
+    back.square().sum().backward()
+    torch.testing.assert_close(own.grad, 8 * own.detach())
