@@ -200,7 +200,7 @@ _NAMES_BY_MODULE = {
         """,
     },
     "deepspeed.inference.v2.ragged": {
-        "deepspeed.inference.v2.ragged.manager_configs": "DSStateManagerConfig",
+        "deepspeed.inference.v2.ragged.manager_configs": "AllocationMode DSStateManagerConfig MemoryConfig",
     },
     "deepspeed.module_inject": {"deepspeed.compat.module_inject.replacing": "replace_transformer_layer"},
     "deepspeed.module_inject.auto_ep_config": {
@@ -216,6 +216,12 @@ _NAMES_BY_MODULE = {
     "deepspeed.module_inject.replace_module": {
         "deepspeed.compat.module_inject.replacing": """
             replace_transformer_layer revert_transformer_layer=revert_layers
+        """,
+    },
+    "deepspeed.moe.sharded_moe": {
+        "deepspeed.compat.moe_gating": """
+            TUTEL_INSTALLED _capacity=capacity _one_hot_to_float=one_hot_to_float _top_idx=top_idx
+            exp_selection_uniform_map gumbel_rsample
         """,
     },
     "deepspeed.ops": {

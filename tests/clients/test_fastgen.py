@@ -122,6 +122,25 @@ def test_what_can_be_scheduled() -> None:
         engine.put([1, 1], [torch.tensor([1])] * 2)
 
 
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize("wrong", [96, -2])
+def test_a_put_that_fails_leaves_nothing_behind(name: str, wrong: int) -> None:
+    """Tokens outside the vocabulary, which native kernels read unchecked; blocks that a new sequence shares."""
+    model = make(name).eval()
+    engine, common = engine_of(model), [(7 * i + 3) % 96 for i in range(64)]
+    engine.put([1], [torch.tensor([*common, 5])])  # publishes a block that others begin with
+    with pytest.raises(IndexError):
+        engine.put([2], [torch.tensor([*common, wrong])])
+    with pytest.raises(IndexError):
+        engine.put([1], [torch.tensor([wrong])])
+    for uid, tokens, more in ((2, [4, 5, 6], [4, 5, 6]), (1, [*common, 5, 8], [8])):
+        with torch.no_grad():
+            wanted = model(torch.tensor([tokens])).logits[0, -1]
+        torch.testing.assert_close(engine.put([uid], [torch.tensor(more)])[0], wanted, rtol=1e-3, atol=1e-4)
+        engine.flush(uid)
+    assert engine.free_blocks.tolist() == [16]
+
+
 def test_sequences_that_begin_alike_share_blocks() -> None:
     model = make("llama").eval()
     engine, common = engine_of(model), (torch.arange(130) * 7) % 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -225,6 +226,15 @@ def test_caches_grow_and_are_given_back(runs: list[int], monkeypatch: pytest.Mon
     assert made[-1] == 2 * made[-2]
     gc.collect()
     assert not alive
+
+
+@pytest.mark.parametrize("wrong", [96, -3])
+def test_a_token_outside_the_vocabulary_is_an_error(wrong: int, runs: list[int]) -> None:
+    """As in the module's own generate; native kernels would read beyond the embedding."""
+    module = make("llama").eval()
+    for generate in (module.generate, functools.partial(FusedGeneration().generate, module)):
+        with pytest.raises(IndexError):
+            generate(torch.tensor([[5, 6, wrong]]), max_new_tokens=2, pad_token_id=0)
 
 
 def test_a_streamer_is_fed() -> None:

@@ -224,7 +224,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "data/data_sampling/variable_batch_size_and_lr.py:_packs": ("data",),
     "engine/parts/accumulation.py:Accumulation.set_train_batch_size": ("call",),
-    "engine/parts/info.py:EngineInfo.communication_data_type": ("call",),
     "engine/parts/data.py:EngineData.random_ltd_initialize": ("call",),
     "engine/optimizer.py:check_optimizer": ("optimizer",),
     "engine/optimizer.py:require_optimizer": ("call",),

@@ -266,13 +266,23 @@ def test_gradients_of_stage_0_can_be_clipped_by_hand() -> None:
     engine.destroy()
 
 
-@distributed(world_size=1)
-def test_the_wire_dtype_is_decided_before_initialize() -> None:
-    engine = start(1, communication_data_type="bf16")
-    assert engine.communication_data_type is torch.bfloat16
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_the_wire_dtype_set_by_a_trainer(stage: int) -> None:
+    """Pipeline trainers set it on the engine. At stage 2 its buffers are made already."""
+    engine = start(stage)
     engine.communication_data_type = torch.bfloat16
-    with pytest.raises(ValueError, match="communication_data_type"):
-        engine.communication_data_type = torch.float32
+    engine.backward(engine(data(dist.get_rank())).square().sum())
+    plain = make_model()
+    for rank in range(2):
+        (plain(data(rank)).square().sum() / 2).backward()
+    rounded = []
+    for param, whole in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        found = deepspeed.utils.safe_get_full_grad(param)
+        torch.testing.assert_close(found, whole.grad, rtol=1e-2, atol=1e-2)
+        rounded.append(torch.equal(found, found.bfloat16().float()))
+    assert all(rounded) if stage < 2 else not all(rounded)
+    assert engine.communication_data_type is (torch.bfloat16 if stage < 2 else torch.float32)
     engine.destroy()
 
 

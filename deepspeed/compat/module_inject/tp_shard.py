@@ -43,6 +43,10 @@ def set_num_kv_heads(num: int | None) -> None:
     _numbers.kv_heads = num
 
 
+def set_num_attention_heads(num: int | None) -> None:
+    """Accept the number of query heads, which no cut depends on: their groups are those of the key heads."""
+
+
 def set_n_embd(num: int | None) -> None:
     _numbers.n_embd = num
 

@@ -347,8 +347,8 @@ class ReductionProof:
         if whole is None or not param.numel() and not full_numel(param):
             return 0.0
         terms = all_ranks.size + self._passes.get(index, 1) + 1
-        rounding = max(torch.finfo(dtype).eps for dtype in (bucket.dtype, bucket.layout.wire_dtype))
-        bound = size * (terms * rounding) + torch.finfo(bucket.layout.wire_dtype).tiny
+        rounding = max(torch.finfo(dtype).eps for dtype in (bucket.dtype, bucket.wire_dtype))
+        bound = size * (terms * rounding) + torch.finfo(bucket.wire_dtype).tiny
         got = whole.reshape(-1).double()
         excess = (got - expected).abs() / bound
         finite = expected.isfinite() & got.isfinite()

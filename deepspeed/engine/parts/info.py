@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.config.plan import GradientPlan
+from deepspeed.config.section import note
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -24,6 +25,7 @@ class EngineInfo:
         self.applied = False
         """True if the last step updated the weights."""
         self._averages: bool | None = None
+        self._sent_as: torch.dtype | None = None
 
     # The last step and the optimizer --------------------------------------------------------------------------
 
@@ -96,16 +98,25 @@ class EngineInfo:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Dtype of gradients on the wire. ValueError on setting another dtype."""
+        """Dtype of gradients on the wire: as set, else that of the config, else the training dtype. Trainers set it
+        after ``initialize``; at stages 2 and 3, and with compressed gradients, the buffers keep theirs, with a
+        warning."""
         precision = self._engine.plan.precision
-        return precision.reduce or precision.param or torch.float32
+        return self._sent_as or precision.reduce or precision.param or torch.float32
 
     @communication_data_type.setter
     def communication_data_type(self, value: torch.dtype) -> None:
-        if value != self.communication_data_type:
-            raise ValueError(
-                f"communication_data_type={value} cannot be changed on an engine, whose buffers use "
-                f"{self.communication_data_type}: set the config key communication_data_type before initialize."
+        core, groups = self._engine.core, self._engine.replica_groups
+        buckets = core.reducer.buckets if core is not None else ()
+        sent = [bucket for bucket in buckets if groups[bucket.layout.replica_group].all_ranks.size > 1]
+        changed = [bucket.send_as(value) for bucket in sent]
+        if all(changed):
+            self._sent_as = value
+        else:
+            known = ", ".join(sorted({str(bucket.wire_dtype) for bucket in sent}))
+            note(
+                f"communication_data_type={value} has no effect on this engine, whose buffers are made for {known}: "
+                "set the config key before initialize"
             )
 
     @property

@@ -132,13 +132,13 @@ class PipelineEngine(InstructionExecutor):
                 on_backward=self._stage.count_micro_batch,
             )
             self._run = run
+            self._stage_channels.begin()
             losses = run.run(order.actions[self.stage_id])
             self._peak_held = run.peak_held
             core.reducer.resume_sums()
             core.reducer.finish()  # overlaps with the last backwards of earlier stages
         except BaseException as error:
             self.abandon_update(error)
-            self._stage_channels.clear()
             raise
         finally:
             self._run = None
@@ -215,6 +215,7 @@ class PipelineEngine(InstructionExecutor):
         layout = self.layout
         order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
         run = OrderExecutor(self._stage, self._channels, self.stage_id, training=False)
+        self._stage_channels.begin()
         return run.run(order.actions[self.stage_id])
 
     def _reduced(

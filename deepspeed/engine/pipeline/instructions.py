@@ -122,6 +122,7 @@ class InstructionExecutor(PipelineEngineBase):
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
+        self._stage_channels.begin()
         try:
             for step in pipe_schedule:
                 for instruction in step:

@@ -108,11 +108,18 @@ class DecoderProgram:
         return not watch.is_disturbed() and watch.addresses() == self._addresses
 
     def run(self, pieces: Sequence[PagePiece], rows: int, last: Sequence[int]) -> Tensor:
-        """Return the logits [last, vocabulary] after the rows ``last``."""
+        """Return the logits [last, vocabulary] after the rows ``last``.
+
+        IndexError: a token is outside the vocabulary.
+        """
         described = PagedPieces(
             [(each.blocks, each.start, each.count) for each in pieces], [True] * len(pieces)
         )
         tokens = [token for piece in pieces for token in piece.tokens]
+        known = self.decoder.embedding.num_embeddings
+        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < known]
+        if wrong:  # the native library reads the embedding's memory without a check
+            raise IndexError(f"token {wrong[0]} is outside the vocabulary, 0 to {known - 1}")
         positions = [at for piece in pieces for at in range(piece.start, piece.stop)]
         logits = torch.empty(len(last), self.decoder.head.out_features, dtype=self.decoder.dtype)  # type: ignore[arg-type]
         self._logits.output = logits.data_ptr()

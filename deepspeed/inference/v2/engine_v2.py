@@ -112,7 +112,8 @@ class InferenceEngineV2:
             Logits [sequences, vocabulary] after the last token of each.
 
         Raises:
-            SchedulingError: a limit is exceeded; nothing has changed then.
+            SchedulingError: a limit is exceeded. After this or any other error, new sequences are unknown again.
+            IndexError: a token is outside the vocabulary.
             ValueError: a uid occurs twice or without tokens, or a sequence would grow beyond a length at which its
                 rotations change and the model's ``generate`` is wrong.
         """
@@ -130,8 +131,13 @@ class InferenceEngineV2:
             if uid in self._sequences:
                 known = len(self._sequences[uid].tokens)
                 self.runner.rotations.check_growth(known, known + len(new))
-        pieces = self._reserve(uids, tokens)
-        logits = self.runner.forward(pieces)
+        begun = [uid for uid in uids if uid not in self._sequences]
+        try:
+            logits = self.runner.forward(self._reserve(uids, tokens))
+        except BaseException:
+            for uid in begun:
+                self.flush(uid)
+            raise
         for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.pop(uid)
             self._sequences[uid] = sequence  # now the most recently put
@@ -209,13 +215,12 @@ class InferenceEngineV2:
     # -------------------------------------------------------------------------------------------------- parts
 
     def _reserve(self, uids: Sequence[int], tokens: Sequence[list[int]]) -> list[PagePiece]:
-        """Reserve blocks for all sequences. SchedulingError: they do not fit, and none are reserved."""
-        pieces, begun = [], []
+        """Begin new sequences, and reserve blocks for all. SchedulingError: they do not fit."""
+        pieces = []
         for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.get(uid)
             if sequence is None:
                 sequence = self._sequences[uid] = TrackedSequence()
-                begun.append(uid)
                 sequence.computed = self._blocks.match_prefix(sequence.table, new)
             known = len(sequence.tokens)
             if (
@@ -223,8 +228,6 @@ class InferenceEngineV2:
                 or not self._restart_grown(sequence, known + len(new), uids)
                 or not self._room_for(sequence, known + len(new), uids)
             ):
-                for each in begun:
-                    self.flush(each)
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             table, start = sequence.table, sequence.computed
             fresh = new if start == known else (sequence.tokens + new)[start:]

@@ -35,6 +35,16 @@ class Routes:
     capacity: int | None
     by_choice: bool = False
 
+    @classmethod
+    def of_dense(cls, l_aux: Tensor, combine: Tensor, mask: Tensor, exp_counts: Tensor) -> Routes:
+        """Return the routes in the documented ``combine_weights`` and ``dispatch_mask``, [S, E, capacity]."""
+        chosen = mask.bool().any(dim=2)
+        most = int(chosen.sum(1).max()) if len(chosen) else 0
+        experts = chosen.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, most)]
+        kept = chosen.gather(1, experts)
+        weights = combine.sum(2).gather(1, experts).masked_fill(~kept, 0.0)
+        return cls(experts, weights, kept, exp_counts, l_aux, mask.shape[2])
+
     def positions(self) -> Tensor:
         """Return the slot of each kept choice in its expert, in token order: [S, k], int64."""
         experts = torch.where(self.kept, self.experts, len(self.exp_counts))

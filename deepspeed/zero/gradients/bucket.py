@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero.bucket import BufferPool
-from deepspeed.zero.gradients.sums import GradientSum, InFlight
+from deepspeed.zero.gradients.sums import DenseSum, GradientSum, InFlight
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies
 
@@ -136,6 +136,19 @@ class GradBucket:
     def summed_over_ranks(self) -> GradientSum:
         """Return the format of sums over all ranks, in use or not."""
         return self._formats[1]
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of this bucket's gradients on the wire, between all ranks."""
+        return getattr(self._formats[1], "dtype", self.layout.wire_dtype)
+
+    def send_as(self, dtype: torch.dtype) -> bool:
+        """Send the elements of later sums over ranks as ``dtype``. Returns False, changing nothing, if the format or
+        the buffers are made for another one."""
+        chosen = self._formats[1]
+        if self.keep_local and type(chosen) is DenseSum:
+            chosen.dtype = dtype
+        return self.wire_dtype == dtype
 
     def sum_over_ranks(self, enabled: bool) -> None:
         """Set whether later launches sum over ranks or keep this rank's own sum. Frees the scratch memory of the

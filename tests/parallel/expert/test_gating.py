@@ -229,3 +229,19 @@ def test_evaluation_draws_nothing() -> None:
     gates[0].train()
     found = {tuple(gates[0](tokens)[2].nonzero().flatten().tolist()) for _ in range(8)}
     assert len(found) > 1
+
+
+def test_helpers_for_gates_of_scripts() -> None:
+    """A gate as public scripts write theirs gives what ours does."""
+    from deepspeed.moe.sharded_moe import _capacity, _one_hot_to_float, _top_idx, einsum, gumbel_rsample
+
+    logits = torch.randn(20, 4)
+    gates = logits.softmax(1)
+    limit = _capacity(gates, torch.tensor(0.7), torch.tensor(2))
+    mask = torch.nn.functional.one_hot(gates.argmax(1), 4)
+    places = torch.cumsum(mask, 0) - 1
+    mask = mask * (places < limit)
+    combine = einsum("se,sc->sec", gates * mask, _one_hot_to_float((places * mask).sum(1), limit))
+    torch.testing.assert_close(combine, top1gating(logits, 0.7, 2, use_rts=False)[1])
+    assert torch.equal(_top_idx(gates, limit), gates.argsort(0, descending=True)[: int(limit)])
+    assert gumbel_rsample((20_000,), device="cpu").mean().item() == pytest.approx(0.5772, abs=0.05)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.parallel.expert.layer import Experts, MoE
+from deepspeed.parallel.expert.sharded_moe import TopKGate
 from deepspeed.parallel.expert.utils import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -69,6 +72,62 @@ def test_equals_the_documented_products(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     for (name, own), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class OwnGate(TopKGate):
+    """Routes by the angle between token and expert, and adds to the loss, as gates of public scripts do."""
+
+    def forward(self, input: Tensor, used_token: Tensor | None = None, use_tutel: bool = False) -> Any:  # type: ignore[override]
+        own = functional.normalize(input.float(), dim=-1)
+        l_aux, *rest = super().forward(own, used_token, use_tutel)
+        return (0.1 * l_aux + functional.linear(own, self.wg.weight).square().mean(), *rest)
+
+
+class Foreign(nn.Module):
+    """Not derived from ours: each token goes to two slots of expert 1, odd ones also to expert 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def _set_ep_group(self, ep_group: Any) -> None:
+        pass
+
+    def forward(self, input: Tensor, used_token: Tensor | None = None) -> Any:
+        combine = torch.zeros(len(input), EXPERTS, 2 * len(input))
+        rows = torch.arange(len(input))
+        combine[rows, 1, 2 * rows], combine[rows, 1, 2 * rows + 1] = 1.0, 2.0
+        combine[rows[1::2], 3, rows[1::2]] = 4.0
+        combine = combine * self.scale
+        return self.scale * 2, combine, combine.bool(), torch.tensor([0, len(input), 0, len(input) // 2])
+
+
+@pytest.mark.parametrize("kind", ["derived", "foreign", "patched", "hooked"])
+def test_a_gate_is_what_its_forward_says(kind: str) -> None:
+    layer, heard = layer_of(k=2, top2_2nd_expert_sampling=False), []
+    if kind in ("derived", "foreign"):
+        gate = OwnGate(HIDDEN, EXPERTS, 2, top2_2nd_expert_sampling=False) if kind == "derived" else Foreign()
+        layer.deepspeed_moe.gate = gate
+    elif kind == "patched":
+        gate = layer.deepspeed_moe.gate
+        gate.forward = types.MethodType(lambda self, x, used: TopKGate.forward(self, -x, used), gate)
+    twin = copy.deepcopy(layer)
+    if kind == "hooked":
+        layer.deepspeed_moe.gate.register_forward_hook(lambda *given: heard.append(given[2][1].shape))
+    tokens = torch.randn(7, HIDDEN)
+    mine, theirs = tokens.clone().requires_grad_(), tokens.clone().requires_grad_()
+    output, l_aux, counts = layer(mine)
+    wanted, wanted_aux, wanted_counts = densely(twin, theirs)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(l_aux, wanted_aux) and torch.equal(counts, wanted_counts)
+    direction = torch.randn(output.shape)
+    ((output * direction).sum() + l_aux).backward()
+    ((wanted * direction).sum() + wanted_aux).backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    for (name, own), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+        if own.grad is not None or other.grad is not None:
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert len(heard) == (kind == "hooked")
 
 
 def test_no_token_is_dropped_or_padded_without_dropping() -> None:

@@ -80,7 +80,7 @@ def test_a_lost_message_is_noticed() -> None:
     receiver = Receiver(other, None, torch.device("cpu"), other)
     receiver.received = 1
     sender.send(torch.ones(1))
-    with pytest.raises(PipelineError, match="sent message 0, but 1 was expected"):
+    with pytest.raises(PipelineError, match="sent message 0 in batch 0, but 1 was expected"):
         receiver.receive()
     dist.recv(torch.empty(4, dtype=torch.uint8), other, tag=other)
     sender.flush()
@@ -91,7 +91,7 @@ def test_a_lost_message_is_noticed_in_shared_memory() -> None:
     sender, receiver = over_memory()
     receiver.received = 1
     sender.send(torch.ones(1))
-    with pytest.raises(PipelineError, match="sent message 0, but 1 was expected"):
+    with pytest.raises(PipelineError, match="sent message 0 in batch 0, but 1 was expected"):
         receiver.receive()
     dist.barrier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -468,5 +469,26 @@ def test_a_failure_names_its_place_and_the_next_batch_is_right(layout: dict[str,
     own, same = batches(0), batches(0)
     for _ in range(2):
         assert engine.train_batch(own).item() == pytest.approx(plain.step([same]), rel=1e-5)
+    compare(engine, plain)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@distributed(world_size=2)
+def test_messages_of_a_batch_that_ran_out_of_data_are_dropped(shared: bool) -> None:
+    """The last stage has sent a gradient by then, which nobody received; in the first batch and in a later one."""
+    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+    engine, plain = make_engine(module, comm={"shared_memory": shared}), Plain(layers(), lr=0.01)
+    own, same = batches(0), batches(0)
+    for left in (1, 3):
+        with pytest.raises(StopIteration):
+            engine.train_batch(itertools.islice(batches(9), left))
+        found = engine.eval_batch(batches(5))
+        with torch.no_grad():
+            pairs = list(itertools.islice(batches(5), COUNT))
+            wanted = torch.stack([loss_of(plain.forward(inputs), labels) for inputs, labels in pairs]).mean()
+        torch.testing.assert_close(found, wanted)
+        for _ in range(2):
+            assert engine.train_batch(own).item() == pytest.approx(plain.step([same]), rel=1e-5)
     compare(engine, plain)
     engine.destroy()

@@ -8,6 +8,8 @@ needed costs gloo milliseconds. On a GPU, a receive pending for a future message
 with the device. The frame has the number of bytes, and the description of the message (``describe``) only if that
 changed; a description too long for the frame follows separately.
 
+Messages carry the number of their batch: those of a batch that failed, and which nobody received then, are dropped.
+
 gloo aborts the process if a receive buffer is too small. So the buffer posted ahead has the size of the previous
 message, and a message of another size is preceded by that many padding bytes.
 """
@@ -37,13 +39,16 @@ from deepspeed.parallel.pipeline.messages.encoding import (
 )
 
 FRAME = 64
-_NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # offsets of the frame's header fields
+_NUMBER, _BATCH, _BYTES, _WORDS, _INLINE = range(5)  # offsets of the frame's header fields
 _SAME = -1
 """Word count that means: same description as the previous message."""
 
 
 class SendChannel(Protocol):
-    """The sending end of a channel between stages."""
+    """The sending end of a channel between stages. ``begin``: a batch begins, on all stages. ``flush`` waits for what
+    was sent since."""
+
+    def begin(self) -> None: ...
 
     def send(self, value: Any) -> None: ...
 
@@ -51,7 +56,10 @@ class SendChannel(Protocol):
 
 
 class ReceiveChannel(Protocol):
-    """The receiving end of a channel between stages."""
+    """The receiving end of a channel between stages. ``begin``: a batch begins, and messages of earlier ones are
+    dropped."""
+
+    def begin(self) -> None: ...
 
     def post_receives(self, messages: int) -> None: ...
 
@@ -73,8 +81,7 @@ class SameStageChannel:
     def receive(self, left: int = 0) -> Any:
         return self._waiting.popleft()
 
-    def clear(self) -> None:
-        """Drop pending messages after a failed batch."""
+    def begin(self) -> None:
         self._waiting.clear()
 
     def post_receives(self, messages: int) -> None:
@@ -89,15 +96,18 @@ class LocalSender:
 
     def __init__(self, link: NeighbourSender) -> None:
         self.link, self.peer = link, link.peer
-        self.sent = 0
+        self.sent = self.batch = self._sent_before = 0
         self.described = 0
         self._words: list[int] | None = None
         self._specs: list[TensorSpec] = []
 
+    def begin(self) -> None:
+        self.batch, self._sent_before = self.batch + 1, self.sent
+
     def send(self, value: Any) -> None:
         """Send ``value``, a nest that ``describe`` supports."""
         words, tensors = describe(value)
-        note = array("q", (self.sent,))
+        note = array("q", (self.sent, self.batch))
         if words != self._words:
             self._words, self._specs = words, specs(words)
             self.described += 1
@@ -107,8 +117,9 @@ class LocalSender:
         self.sent += 1
 
     def flush(self) -> None:
-        """Wait until the peer can receive everything without this rank."""
-        self.link.flush()
+        """Wait until the peer can receive everything of this batch without this rank."""
+        if self.sent > self._sent_before:
+            self.link.flush()
 
 
 class LocalReceiver:
@@ -116,34 +127,44 @@ class LocalReceiver:
 
     def __init__(self, link: NeighbourReceiver) -> None:
         self.link, self.peer = link, link.peer
-        self.received = 0
+        self.received = self.batch = 0
         self._words: Sequence[int] | None = None
         self._specs: list[TensorSpec] = []
+
+    def begin(self) -> None:
+        self.batch += 1
 
     def post_receives(self, messages: int) -> None:
         """Do nothing: shared memory needs no posted receives."""
 
     def receive(self, left: int = 0) -> Any:
         """Return the next message, as ``Receiver`` does."""
-        note, data = self.link.receive()
-        number, *words = memoryview(note).cast("q")
-        _check_number(number, self.received, self.peer)
-        self.received += 1
-        if words:
-            self._words, self._specs = words, specs(words)
+        batch, data = self._next()
+        while batch != self.batch:
+            batch, data = self._next()
         if self._words is None or data.numel() != total_bytes(self._specs):
             raise PipelineError(
                 f"rank {self.peer} sent {data.numel()} bytes, but described {total_bytes(self._specs)}"
             )
         return rebuild(self._words, unpack(data, self._specs))
 
+    def _next(self) -> tuple[int, Tensor]:
+        """Return the batch and the bytes of the next message."""
+        note, data = self.link.receive()
+        number, batch, *words = memoryview(note).cast("q")
+        _check_order(number, batch, self)
+        self.received += 1
+        if words:
+            self._words, self._specs = words, specs(words)
+        return batch, data
 
-def _check_number(number: int, expected: int, peer: int) -> None:
-    """Raise PipelineError unless the message is the ``expected`` one."""
-    if number != expected:
+
+def _check_order(number: int, batch: int, end: LocalReceiver | Receiver) -> None:
+    """Raise PipelineError unless a message is the next one, and of the batch that runs or of an earlier one."""
+    if number != end.received or batch > end.batch:
         raise PipelineError(
-            f"rank {peer} sent message {number}, but {expected} was expected: the stages do not run the same order of "
-            "micro-batches"
+            f"rank {end.peer} sent message {number} in batch {batch}, but {end.received} was expected in batch "
+            f"{end.batch}: the stages do not run the same order of micro-batches"
         )
 
 
@@ -152,17 +173,20 @@ class Sender:
 
     def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
         self.peer, self.group, self.device, self.tag = peer, group, device, tag
-        self.sent = 0
+        self.sent = self.batch = self._sent_before = 0
         self.described = 0
         self._words: list[int] | None = None
         self._specs: list[TensorSpec] = []
         self._last_bytes = 0
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
+    def begin(self) -> None:
+        self.batch, self._sent_before = self.batch + 1, self.sent
+
     def send(self, value: Any) -> None:
         """Send ``value``, a nest that ``describe`` supports. Its tensors must not change before ``flush``."""
         words, tensors = describe(value)
-        frame = [self.sent, 0, _SAME]
+        frame = [self.sent, self.batch, 0, _SAME]
         rest: list[int] = []
         if words != self._words:
             self._words, self._specs = words, specs(words)
@@ -196,8 +220,8 @@ class Sender:
             self._pending.popleft()[0].wait()
 
     def flush(self) -> None:
-        """Wait until everything has been received."""
-        while self._pending:
+        """Wait until everything of this batch has been received."""
+        while self._pending and self.sent > self._sent_before:
             self._pending.popleft()[0].wait()
 
 
@@ -206,13 +230,16 @@ class Receiver:
 
     def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
         self.peer, self.group, self.device, self.tag = peer, group, device, tag
-        self.received = 0
+        self.received = self.batch = 0
         self._words: Sequence[int] | None = None
         self._specs: list[TensorSpec] = []
         self._ahead: list[tuple[Any, Tensor]] = []
         """Posted receives of the next frame, and of as many bytes as the last message had, if any."""
         self._last_bytes = 0
         self._posts_ahead = device.type == "cpu"
+
+    def begin(self) -> None:
+        self.batch += 1
 
     def post_receives(self, messages: int) -> None:
         """Post the receives of the next message ahead, if ``messages`` are still to come."""
@@ -232,12 +259,21 @@ class Receiver:
     def receive(self, left: int = 0) -> Any:
         """Return the next message; its tensors require gradients if they did at the sender. ``left``: messages still to
         come after this one. PipelineError: a message was lost."""
+        batch, data = self._next()
+        while batch != self.batch:
+            batch, data = self._next()
+        self.post_receives(left)
+        assert self._words is not None
+        return rebuild(self._words, unpack(data, self._specs))
+
+    def _next(self) -> tuple[int, Tensor]:
+        """Return the batch and the bytes of the next message."""
         self._post_next()
         (work, frame), *ahead = self._ahead
         self._ahead = []
         work.wait()
         head = frame.tolist()
-        _check_number(head[_NUMBER], self.received, self.peer)
+        _check_order(head[_NUMBER], head[_BATCH], self)
         self.received += 1
         for work, _ in ahead:  # before posting the receives of what follows
             work.wait()
@@ -253,8 +289,7 @@ class Receiver:
         as_expected = bool(ahead) and head[_BYTES] == self._last_bytes
         data = ahead[0][1] if as_expected else self._take(head[_BYTES], torch.uint8)
         self._last_bytes = head[_BYTES]
-        self.post_receives(left)
-        return rebuild(self._words, unpack(data, self._specs))
+        return head[_BATCH], data
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not numel:

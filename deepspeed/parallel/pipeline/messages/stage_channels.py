@@ -111,10 +111,10 @@ class StageChannels:
                 if channel is not None:
                     yield name, channel
 
-    def clear(self) -> None:
-        """Drop messages left by a failed batch."""
-        for channel in self._same_stage.values():
-            channel.clear()
+    def begin(self) -> None:
+        """Begin a batch, which all stages do: what is left of a failed one is dropped."""
+        for _, channel in self.named():
+            channel.begin()
 
     def close(self) -> None:
         """Release shared memory and groups. The other ranks notice at their next message."""

@@ -59,7 +59,9 @@ def plan_module(
         why = f"the forward of {type(module).__name__} could not be traced: {error}"
         others = rules if rules.rules else author_rules(module, ranks)
         if others is None:
-            raise PlanError(f"{why}; set tensor_parallel.partition_config to choose what to split") from error
+            raise PlanError(
+                f"{why}; choose what to split: tensor_parallel.partition_config, or injection_policy of init_inference"
+            ) from error
         plan = plan_by_rules(module, ranks, others, why)
         return plan if rules.rules else replace(plan, example=_untraced_example(module, inputs, plan))
     plan = apply_rules(expand_plan(_plan_by_graph(traced, ranks, kept, grain), repeated), rules, module)
