@@ -223,8 +223,13 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected) -> I
                     read = functools.partial(_loss, cell, each.replica, step, micro)
                     if far := _off(ours, read, expected, allowed.loss, floor=0.1):
                         yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {far}"
-                # the oracle has no gradient of one rank's part of a sequence, or of the tokens that experts divide
-                divided = cell.axis("sp") > 1 or (cell.model == "moe" and cell.axis("tp") > 1)
+                # the oracle has no gradient of one rank's part of a sequence, of the tokens that experts divide, or
+                # of one stage's use of a tied weight
+                divided = (
+                    cell.axis("sp") > 1
+                    or (cell.model == "moe" and cell.axis("tp") > 1)
+                    or ("tied" in cell.parameters and cell.axis("pp") > 1)
+                )
                 known = not (divided and wants_local_gradients(cell, step))
                 if known and (
                     far := _off(each.norms[at], lambda it, at=step: it.norms[at], expected, allowed.norm)

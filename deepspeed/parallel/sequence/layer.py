@@ -172,7 +172,7 @@ def single_all_to_all(
     parts = [count * width for count in shard_lengths(units, comm.size)]
     joined = gather_lengths(input.shape[gather_idx], comm, input.device)
     outgoing = torch.cat([part.reshape(-1) for part in input.split(parts, scatter_idx)])
-    exchange = Exchange(comm, joined, scatter_idx, gather_idx)
+    exchange = HeadExchange(comm, joined, scatter_idx, gather_idx)
     shapes = [exchange.shape(input, parts[comm.rank], length) for length in joined]
     received = [torch.Size(shape).numel() for shape in shapes]
     sent = [outgoing.numel() // max(1, sum(parts)) * part for part in parts]
@@ -204,4 +204,4 @@ class _SeqAllToAll:
         ends = list(accumulate(shard_lengths(input.shape[scatter_idx], comm.size), initial=0))
         parts = tuple(tuple(range(*ends[rank : rank + 2])) for rank in range(comm.size))
         lengths = gather_lengths(input.shape[gather_idx], comm, input.device)
-        return Exchange(comm, lengths, scatter_idx, gather_idx).to_heads((input,), (parts,))[0]
+        return HeadExchange(comm, lengths, scatter_idx, gather_idx).to_heads((input,), (parts,))[0]
