@@ -36,7 +36,7 @@ from deepspeed.engine.parts.accumulation import (
 )
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
-from deepspeed.engine.parts.info import EngineInfo
+from deepspeed.engine.parts.facts import EngineFacts
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.scheduler_choice import advance, resolve_scheduler
@@ -169,7 +169,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
 
     def _create_parts(self) -> None:
         """Create the parts, which read the rest of the engine on use."""
-        self.info = EngineInfo(self)
+        self.facts = EngineFacts(self)
         self.accumulation = Accumulation(self)
         self.zero_grads = ZeroGrads(self)
         self.compilation = Compilation(self)
@@ -373,7 +373,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
         self._recover()
         self._network.phase = "step"
         self.events.emit("before_step")
-        self.info.applied = False
+        self.facts.applied = False
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
@@ -399,7 +399,7 @@ class DeepSpeedEngine(EngineSurface, ObserverAttributes, nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
-        self.info.norm, self.info.applied = result.norm, result.applied
+        self.facts.norm, self.facts.applied = result.norm, result.applied
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
 

@@ -36,7 +36,7 @@ class Engine(Protocol):
     events: Events
     clock: AccumulationClock
     load_guard: LoadGuard
-    info: Any  # parts.info.EngineInfo and parts.compiling.Compilation, which import this module
+    facts: Any  # parts.facts.EngineFacts and parts.compiling.Compilation, which import this module
     compilation: Any
 
     accelerator: DeepSpeedAccelerator

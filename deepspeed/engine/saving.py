@@ -163,7 +163,7 @@ def state_to_save(engine: Engine, client_state: Mapping[str, Any], *, exclude_fr
             "global_samples": engine.global_samples,
             "data_sampler": _curriculum(engine),
             RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
-            "sparse_tensor_module_names": sorted(engine.info.sparse_tensor_module_names),
+            "sparse_tensor_module_names": sorted(engine.facts.sparse_tensor_module_names),
             **_described(engine.module),
         },
         client_state=client_state,

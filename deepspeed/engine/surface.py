@@ -12,7 +12,7 @@ import torch
 from deepspeed.engine.parts.accumulation import Accumulation, SparseSums, ZeroGrads
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
-from deepspeed.engine.parts.info import EngineInfo
+from deepspeed.engine.parts.facts import EngineFacts
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ _R = TypeVar("_R")
 
 
 PARTS = {
-    EngineInfo: "info",
+    EngineFacts: "facts",
     Accumulation: "accumulation",
     ZeroGrads: "zero_grads",
     EngineData: "data",
@@ -284,25 +284,25 @@ def _along(axis: str) -> tuple[Callable[[Any], int], Callable[[Any], int]]:
 class EngineSurface(EngineSettings):
     """Documented members of ``DeepSpeedEngine`` that its parts implement; config getters are inherited."""
 
-    get_global_grad_norm = implemented_by(EngineInfo.get_global_grad_norm)
-    was_step_applied = implemented_by(EngineInfo.was_step_applied)
-    get_lr = implemented_by(EngineInfo.get_lr)
-    get_type = implemented_by(EngineInfo.get_type)
-    get_mom = implemented_by(EngineInfo.get_mom)
-    get_wall_clock_timers = implemented_by(EngineInfo.get_wall_clock_timers)
+    get_global_grad_norm = implemented_by(EngineFacts.get_global_grad_norm)
+    was_step_applied = implemented_by(EngineFacts.was_step_applied)
+    get_lr = implemented_by(EngineFacts.get_lr)
+    get_type = implemented_by(EngineFacts.get_type)
+    get_mom = implemented_by(EngineFacts.get_mom)
+    get_wall_clock_timers = implemented_by(EngineFacts.get_wall_clock_timers)
     micro_steps = PartAttribute[int]("clock")
-    position_in_batch = implemented_by(EngineInfo.position_in_batch)
-    progressive_layer_drop: PartAttribute[ProgressiveLayerDrop | None] = PartAttribute("info")
-    get_pld_theta = implemented_by(EngineInfo.get_pld_theta)
-    get_data_types = implemented_by(EngineInfo.get_data_types)
-    sparse_tensor_module_names = PartAttribute[set[str]]("info")
-    communication_data_type = PartAttribute[torch.dtype]("info")
-    gradient_average = PartAttribute[bool]("info")
+    position_in_batch = implemented_by(EngineFacts.position_in_batch)
+    progressive_layer_drop: PartAttribute[ProgressiveLayerDrop | None] = PartAttribute("facts")
+    get_pld_theta = implemented_by(EngineFacts.get_pld_theta)
+    get_data_types = implemented_by(EngineFacts.get_data_types)
+    sparse_tensor_module_names = PartAttribute[set[str]]("facts")
+    communication_data_type = PartAttribute[torch.dtype]("facts")
+    gradient_average = PartAttribute[bool]("facts")
     data_parallel_group = property(lambda engine: engine.mesh.group("dp"))
     seq_data_parallel_group = property(lambda engine: engine.mesh.group("dp", "sp"))
     seq_parallel_group = property(lambda engine: engine.mesh.group("sp"))
-    expert_parallel_group = PartAttribute[dict[str, Any]]("info")
-    expert_data_parallel_group = PartAttribute[dict[str, Any]]("info")
+    expert_parallel_group = PartAttribute[dict[str, Any]]("facts")
+    expert_data_parallel_group = PartAttribute[dict[str, Any]]("facts")
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the process group of the ranks that share each sequence."""

@@ -341,7 +341,9 @@ class ReductionProof:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=self.engine.device)
         if all_ranks.size > 1:
             dist.all_reduce(seen, group=all_ranks.group)
-        before, after = self.engine.info.gradient_rule().factors(self.engine.replica_groups.of(param).divisor)
+        before, after = self.engine.facts.gradient_rule().factors(
+            self.engine.replica_groups.of(param).divisor
+        )
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):

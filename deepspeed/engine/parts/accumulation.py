@@ -208,8 +208,8 @@ class SparseSums:
         all ranks, sent as ``communication_data_type``."""
         indices, values, _ = sparse.parts()
         ranks = dp_world_size or torch.distributed.get_world_size(group=dp_group)
-        sent = values.to(self._engine.info.communication_data_type) / (
-            ranks if self._engine.info.gradient_average else 1
+        sent = values.to(self._engine.facts.communication_data_type) / (
+            ranks if self._engine.facts.gradient_average else 1
         )
         sparse.indices = torch.cat(_gathered(indices, dp_group))
         sparse.values = torch.cat(_gathered(sent, dp_group)).to(values.dtype)

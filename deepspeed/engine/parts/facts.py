@@ -1,4 +1,4 @@
-"""Queries about an engine: ``engine.info``."""
+"""Queries about an engine: ``engine.facts``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
 
 
-class EngineInfo:
+class EngineFacts:
     """Answers queries about the last step, the optimizer's groups, dtypes, and groups of ranks."""
 
     def __init__(self, engine: Engine) -> None:
