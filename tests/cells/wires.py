@@ -138,18 +138,19 @@ def has_formula(cell: Cell) -> bool:
 
 
 def imagined(cell: Cell, named: Gradients, seed: int) -> list[Wire]:
-    """Wires of gradients like the cell's, with tensors in an order drawn from ``seed``: for what their codes change
-    where the engine's layout is not known."""
-    kind = {"qgz": "parts", "int8": "both ways", "bf16": "bf16"}.get(cell.wire)
-    if kind is None or cell.replicas == 1:
+    """Wires like the cell's, with tensors in an order drawn from ``seed``: for what their codes change where the
+    engine's layout is not known."""
+    kind = {"qgz": "parts", "int8": "both ways", "bf16": "bf16", "qwz": "weights"}.get(cell.wire)
+    rows = cell.ranks // cell.axis("tp") // cell.axis("pp") if cell.wire == "qwz" else cell.replicas
+    if kind is None or rows == 1:
         return []
     order = random.Random(seed).sample(list(named), len(named))
     *starts, end = itertools.accumulate((named[name].numel() for name in order), initial=0)
-    end += -end % cell.replicas
+    end += -end % rows
     bits = 4 if cell.wire == "qgz" else 8
     often = cell.stage >= 2
     feedback = cell.wire == "int8"
-    return [Wire(kind, tuple(order), tuple(starts), end, cell.replicas, bits, feedback, often=often)]
+    return [Wire(kind, tuple(order), tuple(starts), end, rows, bits, feedback, often=often)]
 
 
 def wires_of(cell: Cell, engine: Any, name_of: Callable[[str], str]) -> list[Wire]:
