@@ -35,6 +35,9 @@ def main() -> int:
     parser.add_argument(
         "--families", action="store_true", help="each tenth is a model of Transformers (installed?)"
     )
+    parser.add_argument(
+        "--rare", action="store_true", help="begin with the pairs that the results of other seeds have seldom"
+    )
     parser.add_argument("--cell", help="run this one alone, such as 'ranks=2 stage=3 tier=nvme'")
     parser.add_argument("--minutes", type=float, help="begin no other cell after so many")
     parser.add_argument(
@@ -47,7 +50,9 @@ def main() -> int:
     if given.cell is not None:
         return _one(parse(given.cell), given.seed)
     file = given.results or RESULTS / f"seed_{given.seed}.jsonl"
-    drawn = draw.cells(given.seed, families=given.families)
+    others = [other for other in sorted(RESULTS.glob("*.jsonl")) if given.rare and other != file]
+    before = [parse(row["cell"]) for other in others for row in rows_of(other)]
+    drawn = draw.cells(given.seed, families=given.families, before=before)
     known = {row["cell"]: row for row in rows_of(file)}
     rows: list[dict[str, Any]] = []
     begun, ran = time.monotonic(), 0

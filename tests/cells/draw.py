@@ -119,13 +119,16 @@ def _ranks(source: random.Random) -> int:
     return 4 if drawn < FOUR_RANKS else 2 if drawn < 0.85 else 1
 
 
-def cells(seed: int, *, families: bool = False) -> Iterator[Cell]:
-    """Cells without end; the same ones for the same seed. Each has the pair that was drawn least so far, and of some
-    such cells it is the one with the most pairs that were drawn seldom. With ``families`` each tenth one is a model
-    of Transformers."""
+def cells(seed: int, *, families: bool = False, before: Iterable[Cell] = ()) -> Iterator[Cell]:
+    """Cells without end; the same ones for the same seed. Each has the pair that was drawn least so far, ``before``
+    included, and of some such cells it is the one with the most pairs that were drawn seldom. With ``families`` each
+    tenth one is a model of Transformers."""
     source, others = random.Random(seed), of_families(seed)
     order = source.sample(pairs(), len(pairs()))
     counts = dict.fromkeys(order, 0)
+    for pair in itertools.chain.from_iterable(map(pairs_of, before)):
+        if pair in counts:
+            counts[pair] += 1
     while True:
         for _ in range(EACH_FAMILY - 1 if families else 1):
             pair = min(order, key=counts.__getitem__)
