@@ -69,7 +69,7 @@ STATE = {
     "transforms/recompute/scope.py:PROCESS": "stands for the settings of the process",
     "transforms/recompute/scope.py:running": "whose forward runs, per thread",
     "transforms/recompute/offload_activations.py:_contexts": "open contexts, and the patch while there are",
-    "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
+    "inference/model/packed.py:_current": "the forward whose layers call our attention, per thread",
     "inference/serving/bodies.py:_parsing": "one long body at a time: they share the interpreter lock",
     "config/section.py:_notes": "collects notes while one config is read, per thread",
     "zero/active_contexts.py:active_contexts": "patches of an active zero.Init",

@@ -413,7 +413,8 @@ def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
         return group
     if group is None or group.size() == 1:
         return Communicator(None)
-    return process_network.communicator(group).prepare()
+    found = process_network.communicator(group)
+    return found if torch.compiler.is_compiling() else found.prepare()
 
 
 def histories() -> list[OperationHistory]:

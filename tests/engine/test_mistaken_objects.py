@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import deepspeed
-from deepspeed.engine import notes as engine_steps
+from deepspeed.engine import misuse as engine_steps
 from tests.pool import distributed
 
 STAGES = [0, 1, 2, 3]

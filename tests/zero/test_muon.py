@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,8 +190,8 @@ def test_owner_holds_most() -> None:
     assert matrices[0] == Matrix(0, (4, 5), (MatrixPart(0, 0, 20),), 0)
     assert matrices[1] == Matrix(1, (6, 10), (MatrixPart(1, 0, 32), MatrixPart(2, 32, 60)), 1)
     assert matrices[2].owner == 3
-    assert [len(run) for run in batches(matrices, 80)] == [2, 1]
-    assert [len(run) for run in batches(matrices, 1)] == [1, 1, 1]
+    assert [len(run) for run in batches(matrices, attrgetter("numel"), 80)] == [2, 1]
+    assert [len(run) for run in batches(matrices, attrgetter("numel"), 1)] == [1, 1, 1]
 
 
 # Training ---------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class UpstreamFiles:
     def param_groups(self, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         saved = [materialize(group.options) for group in self.catalog.groups]
         pairs = zip(saved, numbers, strict=True)
-        return [{**TORCH_OPTIONS, **own, "params": list(members)} for own, members in pairs]
+        return [{**own, **(TORCH_OPTIONS | own), "params": list(members)} for own, members in pairs]
 
     def scaler_entries(self) -> dict[str, Any]:
         scaler = self.settings.loss_scaler(self.catalog)

@@ -87,8 +87,8 @@ def test_the_cheapest_that_fits(
 def test_adapters_are_what_is_trained() -> None:
     args = arguments.parse(["--model", "gpt:1.3b", "--goal", "lora", "--device-memory", "8G"])
     decision = choices.decide(args)
-    facts = decision.answer.setting.facts
-    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
+    model = decision.answer.setting.model
+    trained = sum(spec.numel for spec in model.specs[: model.trained])
     inner = 16 * (2048 + 3 * 2048 + 2048 + 2048 + 2 * (2048 + 8192))  # rank times (in + out), of a block
     assert trained == 24 * inner
     assert decision.config["zero_optimization"]["stage"] == 0

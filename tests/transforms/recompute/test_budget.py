@@ -100,13 +100,13 @@ def test_bytes_instead_of_a_share() -> None:
     whole = budget_blocks(model, 1.0, None)
     model(batch)
     assert whole.choice is not None and whole.choice.extra == 0
-    assert all(way.chosen is None for way in whole.choice.ways)
+    assert all(way.chosen is None for way in whole.choice.options)
     limit = int(0.5 * whole.choice.counted.everything)
     bytes_, by_share = gpt(), gpt()
     in_bytes, share = budget_blocks(bytes_, float(limit), None), budget_blocks(by_share, 0.5, None)
     bytes_(batch), by_share(batch)
     assert in_bytes.choice is not None and share.choice is not None
-    assert in_bytes.choice.ways == share.choice.ways and in_bytes.choice.extra > 0
+    assert in_bytes.choice.options == share.choice.options and in_bytes.choice.extra > 0
 
 
 # --- The same training ----------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def train(stage: int, limit: float | None, *, rows: int = 4, **config: Any) -> l
         assert choice is not None and choice.peak <= choice.budget
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            seen, [None if w.chosen is None else sorted(map(str, w.chosen)) for w in choice.ways]
+            seen, [None if w.chosen is None else sorted(map(str, w.chosen)) for w in choice.options]
         )
         assert all(each == seen[0] for each in seen)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
