@@ -297,8 +297,8 @@ def partition(
         if has_been_updated:
             sync_shard_dtype(each)
             each.ds_owner.write_param(each.ds_position, each.data)
-        gathered = getattr(each.ds_owner, "views", None)
-        if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():
+        reattach = getattr(each.ds_owner, "reattach", None)
+        if reattach is not None and reattach(each.ds_position):
             continue  # whole because of another holder
         each.ds_status = ZeroParamStatus.NOT_AVAILABLE
         if free_data:

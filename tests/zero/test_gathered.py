@@ -118,3 +118,35 @@ def test_an_error_where_nothing_is_kept_stays_on_its_rank() -> None:
     except KeyError:
         assert dist.get_rank() == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(params), before, strict=True))
+
+
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("init", [False, True])
+@distributed(world_size=2)
+def test_replaced_data_is_kept(init: bool, live: str) -> None:
+    """`param.data = ...` and `vector_to_parameters` leave parameters that are no views of their bucket."""
+    model = start(init, **LIVE[live])
+    inputs = torch.ones(2, 6)
+    if not init:
+        model(inputs)  # so that the buckets may stay gathered
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        nn.utils.vector_to_parameters(torch.full((sum(p.numel() for p in params),), 0.25), params)
+        params[1].data = torch.full_like(params[1], 0.5)
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+    for param, value in zip(plain.parameters(), (0.25, 0.5, 0.25, 0.25), strict=True):
+        nn.init.constant_(param, value)
+    found = weights(params)
+    assert all(torch.equal(each, param) for each, param in zip(found, plain.parameters(), strict=True))
+    engine = (
+        deepspeed.initialize(model=model, config={"train_batch_size": 4, "zero_optimization": {"stage": 3}})[
+            0
+        ]
+        if init
+        else model
+    )
+    assert torch.equal(engine(inputs), plain(inputs))
+    with deepspeed.zero.GatheredParameters(params):  # dropped
+        params[0].data = torch.zeros_like(params[0])
+    assert torch.equal(engine(inputs), plain(inputs))
+    engine.destroy()

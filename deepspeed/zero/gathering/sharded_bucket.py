@@ -119,6 +119,13 @@ class ShardedBucket(ParamBucket):
         self.full.untyped_storage().resize_(0)
         self.status = Status.SHARDED
 
+    def reattach(self, position: int) -> bool:
+        """Make a parameter, whose data may have been replaced, a view of the whole bucket again. Return whether the
+        bucket is gathered."""
+        if self.status is Status.GATHERED:
+            self.params[position].data = self.views[position]
+        return self.status is Status.GATHERED
+
     def shards_written(self) -> None:
         """Notify the shard server, after every rank wrote its shard outside a step."""
         torch.autograd.graph.increment_version(self.params)
