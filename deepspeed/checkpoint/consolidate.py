@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import SavedFragment
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
-from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.files.tags import given_tag, read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.load import FragmentReader
 from deepspeed.checkpoint.originals import ORIGINALS, Expression, Originals, Weight
@@ -68,7 +68,7 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
             raise CheckpointNotFoundError(
                 f"{checkpoint_dir} has no file 'latest' with the tag of the latest checkpoint: pass tag="
             )
-    return find_folder(checkpoint_dir, tag)
+    return find_folder(checkpoint_dir, given_tag(tag))
 
 
 def consolidate(folder: Path, *, exclude_frozen: bool = False) -> ConsolidatedWeights:

@@ -16,20 +16,12 @@ from deepspeed.base.exceptions import DeprecatedException
 from deepspeed.comm.mesh import ProcessMesh, meshes
 
 
-@dataclass(frozen=True)
-class _ExpertGroups:
-    """This rank's groups: ranks that share one set of experts, and ranks that hold the same ones."""
-
-    sharing: ProcessGroup
-    same: ProcessGroup
-    world: ProcessGroup | None
-    """The default group at their creation; they become invalid when it is destroyed."""
-
-
 @dataclass
 class _Registered:
-    # Created by ``_create_expert_and_data_parallel`` before there is an engine, by name.
-    experts: dict[str, _ExpertGroups] = field(default_factory=dict)
+    # This rank's groups of experts by name, which scripts may change: those that share one set, and those that hold
+    # the same ones.
+    sharing: dict[str, ProcessGroup] = field(default_factory=dict)
+    same: dict[str, ProcessGroup] = field(default_factory=dict)
     # This rank's other groups, made by the functions further below: by name, with their default group.
     groups: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
 
@@ -45,7 +37,8 @@ def set_mesh(mesh: ProcessMesh | None) -> None:
     meshes.by_hand = mesh
     if mesh is None:
         meshes.engines.clear()
-        _registered.experts.clear()
+        _registered.sharing.clear()
+        _registered.same.clear()
         _registered.groups.clear()
     meshes.tensor_parallel.clear()
 
@@ -257,24 +250,50 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
         for same in (False, True):
             mesh.among(mesh.sharing_experts(size, same=same), same=same)
         return
-    if _custom_experts(name) is not None:
+    if name in _expert_groups(same=True):
         return
     everyone = torch.distributed.get_world_size()
     replicas = everyone // (tensor * stages)
     if size < 1 or replicas % size:
         raise ValueError(f"expert_parallel_size_={size} does not divide the {replicas} ranks")
     sharing, same_experts = _get_expert_parallel_ranks(everyone, tensor, size, stages, data_before_experts)
-    mine: list[ProcessGroup] = []
-    for parts in (sharing, same_experts):
+    for parts, registered in ((sharing, _registered.sharing), (same_experts, _registered.same)):
         # Every rank creates all of them.
         made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
-        mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
-    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
+        registered[name] = next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks)
 
 
-def _custom_experts(group_name: str) -> _ExpertGroups | None:
-    found = _registered.experts.get(group_name)
-    return found if found is not None and found.world is torch.distributed.group.WORLD else None
+def _expert_groups(*, same: bool) -> dict[str, ProcessGroup]:
+    """Return this rank's groups of experts by name: those made by hand that still exist, to which the caller may add
+    some; or a copy, with those of the newest engine's layers."""
+    made, mesh = _registered.same if same else _registered.sharing, get_mesh()
+    for name in [name for name, group in made.items() if not _exists(group)]:
+        del made[name]
+    if mesh is None or not mesh.expert_sizes:
+        return made
+    of = {
+        n: mesh.among(mesh.sharing_experts(n, same=same), same=same).group for n in sorted(mesh.expert_sizes)
+    }
+    return made | {f"ep_size_{n}": group for n, group in of.items() if group is not None}
+
+
+def _exists(group: ProcessGroup) -> bool:
+    try:
+        return bool(torch.distributed.get_process_group_ranks(group))
+    except KeyError:
+        return False
+
+
+def __getattr__(name: str) -> Any:
+    """Return the tables of expert groups, which scripts read and write."""
+    table, ranks, _ = name.partition("_RANKS")
+    if table not in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+        advice = "its _get_..._group() functions return the groups of the newest engine"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
+    found = _expert_groups(same="DATA" in table)
+    return (
+        {name: torch.distributed.get_process_group_ranks(g) for name, g in found.items()} if ranks else found
+    )
 
 
 def _expert_parallel_size(group_name: str) -> int:
@@ -288,9 +307,9 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
     size, mesh = _expert_parallel_size(group_name), get_mesh()
     if mesh is not None:
         return list(mesh.sharing_experts(size, same=same))
-    made = _custom_experts(group_name)
+    made = _expert_groups(same=same).get(group_name)
     if made is not None:
-        return torch.distributed.get_process_group_ranks(made.same if same else made.sharing)
+        return torch.distributed.get_process_group_ranks(made)
     everyone = _ranks("dp")
     place = everyone.index(_rank("dp"))
     return everyone[place % size :: size] if same else everyone[place - place % size :][:size]
@@ -301,8 +320,7 @@ def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     if not _initialized():
         return None
     if mesh is None:
-        made = _custom_experts(group_name)
-        return None if made is None else made.same if same else made.sharing
+        return _expert_groups(same=same).get(group_name)
     return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same), same=same).group
 
 
@@ -312,13 +330,13 @@ def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
 
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Return by name the groups that ``_create_expert_and_data_parallel`` created without an engine."""
-    return {name: made.sharing for name, made in _registered.experts.items() if _custom_experts(name)}
+    """Return by name the groups of ranks that share one set of experts."""
+    return _expert_groups(same=False)
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
-    """Return by name the groups of ranks with the same experts, created likewise."""
-    return {name: made.same for name, made in _registered.experts.items() if _custom_experts(name)}
+    """Return by name the groups of ranks with the same experts."""
+    return _expert_groups(same=True)
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
@@ -348,7 +366,7 @@ def _global_rank() -> int:
 
 
 def _get_max_expert_size() -> int | None:
-    """Return the largest expert-parallel size of the groups created by hand; None: there are none."""
+    """Return the largest expert-parallel size of the groups; None: there are none."""
     return max(map(_expert_parallel_size, _get_expert_parallel_group_dict()), default=None)
 
 
@@ -441,5 +459,13 @@ def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
     return _call_getter(mpu, TENSOR, "world_size", 1)
 
 
+def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
+    return _call_getter(mpu, TENSOR, "group", None)
+
+
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     return _call_getter(mpu, PIPELINE, "world_size", 1)
+
+
+def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+    return _call_getter(mpu, PIPELINE, "group", None)

@@ -79,6 +79,8 @@ class ProcessMesh:
         """Whether ranks with the same experts are neighbours; otherwise ranks that share a layer's experts are."""
         self.splits_experts = False
         """Whether experts of any layer are split over the tensor-parallel ranks."""
+        self.expert_sizes: set[int] = set()
+        """Over how many ranks the experts of the layers are distributed."""
 
     def in_network(self, network: Network) -> ProcessMesh:
         """Return a mesh of the same ranks and groups, with communicators of `network`."""

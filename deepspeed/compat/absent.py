@@ -51,6 +51,7 @@ INSTEAD = {
     "deepspeed.runtime.utils": "The engine does this itself; training scripts need not.",
     "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
+    "deepspeed.utils.debug": "Use print() or deepspeed.utils.log_dist, and debug_param2name(), debug_module2name().",
     "deepspeed.utils.link_hp_params": "Engines link by themselves; see deepspeed.utils.safe_get_full_fp32_param.",
     "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
     "deepspeed.utils.tensor_fragment": "Use deepspeed.utils.safe_get_full_fp32_param and its siblings.",

@@ -18,7 +18,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.contents import RankCoordinates
 from deepspeed.checkpoint.errors import CheckpointError, malformed_as_errors
-from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.files.tags import given_tag, read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
 from deepspeed.checkpoint.foreign.splits import WantedParts
@@ -287,7 +287,7 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     """Return the tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist. With
     ``universal``, ``latest_universal`` takes precedence over ``latest``."""
     with ranks.together("looking for the checkpoint"):
-        own = str(tag) if tag is not None else None
+        own = given_tag(tag) if tag is not None else None
         if own is None and universal:
             own = read_latest(load_dir, names.LATEST_UNIVERSAL)
         if own is None:

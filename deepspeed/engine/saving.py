@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.contents import CheckpointFiles, RankCoordinates, StateToSave
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.background import BackgroundWriter
+from deepspeed.checkpoint.files.tags import given_tag
 from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import SaveRequest, check_client_state, save
@@ -110,7 +111,7 @@ def save_checkpoint(
         raise ValueError("save_dir is empty: save_checkpoint needs a folder")
     client_state = client_state or {}
     check_client_state(client_state)
-    tag = names.default_tag(engine.global_steps) if tag is None else str(tag)
+    tag = names.default_tag(engine.global_steps) if tag is None else given_tag(tag)
     info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
     ranks = ranks_of(engine) if mirror is None else Ranks(node_local=True)
     settings = engine._config.checkpoint_config

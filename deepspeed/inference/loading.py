@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.base.tables import first_of
+from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
 from deepspeed.checkpoint.contents import shared_names
+from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.foreign.hub_weights import compute_buffers, converted_tensors
 from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader
 from deepspeed.checkpoint.foreign.packed_weights import (
@@ -34,7 +36,8 @@ def checkpoint_tensors(checkpoint: Checkpoint, base_dir: str = "") -> Iterator[t
     - an object {"type", "checkpoints", "version", "base_dir"}: such a list; for the type "Megatron" the files of the
       tensor-parallel ranks, in rank order; or the description that ``save_mp_checkpoint_path`` wrote;
     - a JSON file with such an object, or with a list;
-    - the weights themselves: a file, or a folder written by ``save_pretrained`` or ``save_mp_checkpoint_path``.
+    - the weights themselves: a file, or a folder of such files, written by ``save_pretrained``,
+      ``save_mp_checkpoint_path`` or ``engine.save_checkpoint`` (its latest checkpoint, in fp32).
 
     Relative paths start from ``base_dir``, which defaults to the folder of a JSON file.
 
@@ -59,14 +62,18 @@ def checkpoint_tensors(checkpoint: Checkpoint, base_dir: str = "") -> Iterator[t
 
 
 def _from_path(path: Path, base_dir: str) -> Iterator[tuple[str, Tensor]]:
-    plain = find_plain(path)
+    plain = path if path.is_file() and path.suffix != ".json" else find_plain(path)
     if plain is not None:
         return tensors_in([plain])
     if (path / DESCRIPTION).is_file():
         path = path / DESCRIPTION
+    elif path.is_dir() and read_latest(path) is not None:
+        return iter(consolidate(resolve_folder(path, None)).mapped(materialize).items())
+    elif files := sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")):
+        return tensors_in(files)
     if path.suffix != ".json" or not path.is_file():
         raise DeepSpeedConfigError(
-            f"checkpoint={str(path)!r}: neither weights (.safetensors, .bin, or a save_pretrained folder) "
+            f"checkpoint={str(path)!r}: neither weights (a file, or a folder of .safetensors or .bin files) "
             "nor a JSON file listing them"
         )
     try:

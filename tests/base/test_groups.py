@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +91,15 @@ def test_groups_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups._get_zero_param_intra_parallel_group() is None
 
 
+def test_the_groups_of_a_model_parallel_unit() -> None:
+    from deepspeed.utils.bwc import bwc_pipeline_parallel_group, bwc_tensor_model_parallel_group
+
+    stages, layers = object(), object()
+    unit = SimpleNamespace(get_pipe_parallel_group=lambda: stages, get_slice_parallel_group=lambda: layers)
+    assert bwc_pipeline_parallel_group(unit) is stages and bwc_tensor_model_parallel_group(unit) is layers
+    assert bwc_pipeline_parallel_group() is bwc_tensor_model_parallel_group(mpu=None) is None
+
+
 def test_groups_of_experts_need_processes() -> None:
     with pytest.raises(RuntimeError, match="init_distributed"):
         groups._create_expert_and_data_parallel(2)
@@ -129,3 +140,27 @@ def test_tensor_parallel_size_by_hand() -> None:
     assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (4, 3)
     groups.set_mesh(None)
     assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (1, 0)
+
+
+@distributed(world_size=2)
+def test_scripts_put_their_own_groups_of_experts_in_the_tables() -> None:
+    own, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in (0, 1)][dist.get_rank()]
+    tables = groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP
+    tables[0]["ep_size_2"], tables[1]["ep_size_2"] = own, alone
+    groups._EXPERT_PARALLEL_GROUP_RANKS["ep_size_2"] = [0, 1]
+    assert groups._get_expert_parallel_group("ep_size_2") is own
+    assert groups._get_expert_data_parallel_group("ep_size_2") is alone
+    assert groups._get_expert_parallel_world_size("ep_size_2") == 2
+    assert groups._get_max_expert_size_name() == "ep_size_2"
+    groups._create_expert_and_data_parallel(2)  # finds them
+    assert list(groups._EXPERT_PARALLEL_GROUP.values()) == [own]
+    assert {"ep_size_2": [dist.get_rank()]} == groups._EXPERT_DATA_PARALLEL_GROUP_RANKS
+    dist.destroy_process_group(own)
+    assert groups._EXPERT_PARALLEL_GROUP == {}
+    groups.set_mesh(None)
+    assert groups._EXPERT_DATA_PARALLEL_GROUP == {}
+
+
+def test_a_table_of_groups_that_is_not_here_names_the_getters() -> None:
+    with pytest.raises(AttributeError, match=r"_ALL_TO_ALL_GROUP.*_get_\.\.\._group\(\)"):
+        _ = groups._ALL_TO_ALL_GROUP

@@ -102,7 +102,7 @@ def test_what_is_saved_comes_back_and_older_tags_go(tmp_path: Path) -> None:
         at.wait()
     assert list(at.complete()) == ["step1", "step2"]
     assert fetched(tmp_path) == {"a.pt": "a2", "b.pt": "b"}
-    assert fetched(tmp_path, "step1") == {"a.pt": "a1", "b.pt": "b"}
+    assert fetched(tmp_path, "step1/") == {"a.pt": "a1", "b.pt": "b"}
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'step0'; complete there: step1, step2"):
         fetched(tmp_path, "step0")
     assert [path.name for path in at.local.glob("step*")] == ["step2"], "copies of older saves are removed"

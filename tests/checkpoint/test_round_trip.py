@@ -26,6 +26,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive_reader import deserialize, read_archive
 from deepspeed.checkpoint.files.archive_writer import serialize, write_archive
 from deepspeed.checkpoint.reader import materialize
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed
 
@@ -298,3 +299,19 @@ def test_client_state_schedule_and_data_position(tmp_path):
     assert engine.lr_scheduler.milestones == Counter({2: 2, 5: 1})
     with pytest.raises(CheckpointError, match=r"Settings under 'mine'\['deep'\]\[0\]"):
         engine.save_checkpoint(tmp_path, client_state={"mine": {"deep": [Settings()]}})
+
+
+@distributed(world_size=2)
+def test_a_tag_may_end_in_a_slash(tmp_path):
+    engine = make_engine(config(1))
+    engine.save_checkpoint(tmp_path, tag="one/two/")
+    latest = tmp_path / "latest"
+    assert latest.read_text() == "one/two" and engine.load_checkpoint(tmp_path, "one/two/")[0]
+    assert (
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "one/two/").keys()
+        == engine.module_state_dict().keys()
+    )
+    torch.distributed.barrier()
+    latest.write_text("one/two/")  # as release 0.19 writes it
+    torch.distributed.barrier()
+    assert engine.load_checkpoint(tmp_path)[0]

@@ -125,6 +125,17 @@ def test_the_older_format(tmp_path: Path, impl: str) -> None:
         data[4]
 
 
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(None, np.int32), (65_499, np.uint16), (65_500, np.int32)])
+def test_a_builder_for_a_vocabulary(tmp_path: Path, vocab_size: int | None, dtype: type) -> None:
+    builder = module.make_builder(str(tmp_path / "v.bin"), impl="mmap", vocab_size=vocab_size)
+    builder.add_item(torch.tensor([1, 2]))
+    builder.finalize(tmp_path / "v.idx")
+    data = make_dataset(tmp_path / "v", "infer")
+    assert data.dtype is dtype and data[0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match="'cached': only 'mmap'"):
+        module.make_builder(str(tmp_path / "v.bin"), impl="cached")
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     assert (
         make_dataset(tmp_path / "no", "mmap") is None and module.infer_dataset_impl(tmp_path / "no") is None

@@ -20,6 +20,7 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, IntegerLinear, inject_kernels
 from deepspeed.ops import huge_pages, native
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.pool import distributed
 
 
@@ -165,6 +166,11 @@ def test_weights_come_from_files_for_a_module_without_them(tmp_path: Path) -> No
     save_file(state, tmp_path / "model.safetensors")
     listed = {"type": "GPT", "checkpoints": ["one.bin", "two.safetensors"], "version": 1.0}
     (tmp_path / "files.json").write_text(json.dumps(listed))
+    torch.save(state, tmp_path / "all.pt")
+    torch.save({"module": state, "optimizer": None}, tmp_path / "trained.pt")
+    (tmp_path / "parts").mkdir()
+    for number, half in enumerate(halves):
+        torch.save(half, tmp_path / f"parts/part-{number}.bin")
     inputs = torch.randn(2, 4)
     checkpoints: list[tuple[Any, dict[str, Any]]] = [
         ([str(tmp_path / "one.bin"), str(tmp_path / "two.safetensors")], {}),
@@ -173,12 +179,34 @@ def test_weights_come_from_files_for_a_module_without_them(tmp_path: Path) -> No
         (str(tmp_path / "files.json"), {}),
         (str(tmp_path), {}),
         ("model.safetensors", {"base_dir": str(tmp_path)}),
+        (str(tmp_path / "all.pt"), {}),
+        (str(tmp_path / "trained.pt"), {}),
+        (str(tmp_path / "parts"), {}),
     ]
     for checkpoint, more in checkpoints:
         with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
             module = Small()
         engine = deepspeed.init_inference(module, dtype="fp32", checkpoint=checkpoint, **more)
         torch.testing.assert_close(engine(inputs), source.eval()(inputs))
+
+
+@distributed(world_size=2)
+def test_weights_come_from_the_latest_checkpoint_of_a_training(tmp_path: Path) -> None:
+    trained = Small()
+    training, *_ = deepspeed.initialize(
+        model=trained,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam"},
+            "zero_optimization": {"stage": 3},
+        },
+    )
+    training.save_checkpoint(tmp_path)
+    expected = {name: safe_get_full_fp32_param(param) for name, param in training.module.named_parameters()}
+    training.destroy()
+    engine = deepspeed.init_inference(Small().to("meta"), dtype="fp32", checkpoint=str(tmp_path))
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param, expected[name])
 
 
 def test_missing_and_unreadable_weights_are_named(tmp_path: Path) -> None:

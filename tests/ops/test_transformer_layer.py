@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,11 +172,13 @@ def test_new_weights() -> None:
     assert (made.norm_w == 1).all() and not made.attn_qkvb.any()
 
 
-def test_configs() -> None:
+def test_configs(tmp_path: Path) -> None:
     values = {"hidden_size": 32, "heads": 4, "pre_layer_norm": False}
     made = DeepSpeedTransformerConfig.from_dict(values)
     assert (made.hidden_size, made.heads, made.pre_layer_norm) == (32, 4, False)
     assert (made.intermediate_size, made.layer_norm_eps) == (128, 1e-12)
+    (tmp_path / "layer.json").write_text(json.dumps({**values, "intermediate_size": -1}))
+    assert vars(DeepSpeedTransformerConfig.from_json_file(str(tmp_path / "layer.json"))) == vars(made)
     first = config(return_tuple=True, max_seq_length=128)
     early = DeepSpeedTransformerLayer(3, first)  # as scripts of early releases do
     assert early.config.layer_id == 3 and isinstance(early(torch.randn(1, 4, HIDDEN), None), tuple)

@@ -17,6 +17,11 @@ _MAX_NAME_BYTES = 255
 _SHOWN = 80
 
 
+def given_tag(tag: object) -> str:
+    """Return the tag that a caller gave, without the slash that the completion of a folder's name leaves."""
+    return str(tag).rstrip("/") or str(tag)
+
+
 def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
     """Return ``tag`` if it names a folder inside the checkpoint folder: a name, or several separated by slashes.
 
@@ -73,7 +78,7 @@ def read_latest(load_dir: Path, name: str = LATEST) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. {_REMEDY}") from error
     try:
-        tag = content.decode().strip()
+        tag = given_tag(content.decode().strip())
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{path} does not hold a tag: it starts with {content[:20]!r}, which is not text. {_REMEDY}"

@@ -116,7 +116,8 @@ def _add(catalog: Catalog, value: Tensor, source: SavedFragment) -> None:
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
+    """Yield name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file. Of a file that has
+    more than weights, those under its key "module" or "model"."""
     for name, value, _ in _stored(path):
         yield name, value
 
@@ -131,7 +132,9 @@ def _stored(path: Path) -> Iterator[tuple[str, Tensor, Archive]]:
         return
     for file in _files(path):
         archive = _open(file)
-        for name, value in archive.content.items():
+        nested = (archive.content.get(key) for key in ("module", "model"))
+        content = next((each for each in nested if isinstance(each, dict)), archive.content)
+        for name, value in content.items():
             if isinstance(value, Tensor):
                 yield name, value, archive
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.base.logging import log_dist, logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.tags import check_tag, shown
+from deepspeed.checkpoint.files.tags import check_tag, given_tag, shown
 from deepspeed.checkpoint.files.writers import replace_file, write_latest
 from deepspeed.checkpoint.names import LATEST, SCRIPTS
 from deepspeed.checkpoint.remote.store import Store
@@ -292,7 +292,7 @@ class Mirror:
         if tag is None and (tag := self._last(sizes)) is None:
             (self.local / LATEST).unlink(missing_ok=True)
             return None
-        check_tag(tag, source=f"{self.store.url}: the tag")
+        tag = check_tag(given_tag(tag), source=f"{self.store.url}: the tag")
         folder = self.local / tag
         if any(each.tag == tag for each in self._pending()):
             raise CheckpointError(

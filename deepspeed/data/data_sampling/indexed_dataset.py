@@ -22,7 +22,7 @@ from deepspeed.base.logging import logger
 __all__ = [
     "Index", "IndexedCachedDataset", "IndexedDataset", "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder", "code", "data_file_path", "get_available_dataset_impl",
-    "index_file_path", "infer_dataset_impl", "make_dataset", "read_longs", "write_longs",
+    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset", "read_longs", "write_longs",
 ]  # fmt: skip
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -248,6 +248,15 @@ class MMapIndexedDatasetBuilder:
         self._data_file.close()
         with Index.writer(index_file, self._dtype) as index:
             index.write(np.frombuffer(self._sizes, np.int32), np.frombuffer(self._doc_idx, np.int64))
+
+
+def make_builder(out_file: str | Path, impl: str, vocab_size: int | None = None) -> MMapIndexedDatasetBuilder:
+    """Make a builder for token ids: uint16 where a vocabulary of ``vocab_size`` fits (below 65,500), else int32.
+    ValueError: ``impl`` is not 'mmap', the only format written here."""
+    if impl != "mmap":
+        raise ValueError(f"impl={impl!r}: only 'mmap' is written, which make_dataset(path, 'infer') opens")
+    small = vocab_size is not None and vocab_size < 65_500
+    return MMapIndexedDatasetBuilder(out_file, np.uint16 if small else np.int32)
 
 
 # Detection of the format ------------------------------------------------------------------------------------

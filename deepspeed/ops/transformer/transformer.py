@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,9 +180,14 @@ class DeepSpeedTransformerConfig(TransformerConfig):
         config = cls()
         for name, value in json_object.items():
             setattr(config, name, value)
-        if "intermediate_size" not in json_object:
+        if config.intermediate_size <= 0:
             config.intermediate_size = 4 * config.hidden_size
         return config
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path) -> DeepSpeedTransformerConfig:
+        """Make a config from the object in a JSON file, as `from_dict` does."""
+        return cls.from_dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
 
 
 class DeepSpeedTransformerLayer(nn.Module):

@@ -125,6 +125,7 @@ class MoE(nn.Module):
         """
         ranks, layer = mesh.sharing_experts(self.ep_size), self.deepspeed_moe
         layer.spread_over(mesh.among(ranks))
+        mesh.expert_sizes.add(self.ep_size)
         layer.experts.set_rank(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
         if self.enable_expert_tensor_parallelism:
             mesh.splits_experts = True

@@ -59,6 +59,7 @@ class ExpertParallelism:
         except ValueError as error:
             raise DeepSpeedConfigError(f"{KEY}: {error}") from error
         ranks, number = mesh.among(sharing), sharing.index(mesh.global_rank)
+        mesh.expert_sizes.add(size)
         for _, experts in layers:
             total = int(experts.num_experts)  # type: ignore[arg-type]
             _keep_own(experts, size, number, context)

@@ -111,10 +111,14 @@ def test_groups_of_the_engine() -> None:
     engine, rank = start(config(2), 2), dist.get_rank()
     sharing, same = engine.expert_parallel_group, engine.expert_data_parallel_group
     assert list(sharing) == list(same) == ["ep_size_2"]
+    assert groups._EXPERT_PARALLEL_GROUP == groups._get_expert_parallel_group_dict() == sharing
+    assert same == groups._EXPERT_DATA_PARALLEL_GROUP
+    assert {"ep_size_2": [rank % 2, rank % 2 + 2]} == groups._EXPERT_DATA_PARALLEL_GROUP_RANKS
     assert dist.get_all_ranks_from_group(sharing["ep_size_2"]) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_all_ranks_from_group(same["ep_size_2"]) == [rank % 2, rank % 2 + 2]
     assert dist.get_world_size(engine.seq_data_parallel_group) == 4
     engine.destroy()
+    assert groups._EXPERT_PARALLEL_GROUP == groups._EXPERT_DATA_PARALLEL_GROUP == {}
 
 
 @distributed(world_size=4)
