@@ -526,6 +526,7 @@ def test_a_reader_that_does_not_read_stops_nobody() -> None:
 def test_the_model_by_its_name() -> None:
     with server(name="some/parrot") as running:
         assert running.call("GET", "/v1/models/some/parrot")[1]["id"] == "some/parrot"
+        assert running.call("GET", "/v1/models/")[1] == running.call("GET", "/v1/models")[1]
         status, found = running.call("GET", "/v1/models/other")
         assert status == 404 and "available: 'some/parrot'" in found["error"]["message"]
         for path, asked in (

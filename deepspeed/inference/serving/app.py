@@ -67,6 +67,7 @@ def make_app(models: Models, settings: ServerSettings) -> FastAPI:
     _add_health_routes(app, models)
 
     @app.get("/v1/models")
+    @app.get("/v1/models/")  # not a model without a name
     async def listed(request: Request) -> Response:
         if not intake.authorize(request):
             return unauthorized()
