@@ -6,6 +6,7 @@ Accelerate, Lightning and scripts read.
 
 from __future__ import annotations
 
+import abc
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -411,9 +412,14 @@ class FusedMasters(WholeMasters):
         return divisor
 
 
-class BF16_Optimizer(FusedMasters):
+class BF16_Optimizer(FusedMasters, abc.ABC):
     """Facade for bf16 weights whose gradients accumulate in fp32 (documented as
     ``deepspeed.zero.optimizer.BF16_Optimizer``); clients check for either class."""
+
+
+@BF16_Optimizer.register
+class ShardedBF16Optimizer(DeepSpeedZeroOptimizer):
+    """Facade of stage 1 for such weights, on the device: for clients an instance of both documented classes."""
 
 
 class UnfusedMasters(WholeMasters):
