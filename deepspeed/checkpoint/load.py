@@ -188,7 +188,8 @@ class Restorer:
         self.report.notes.append(text)
 
     def check_states(self) -> None:
-        """Raise CheckpointError if strict and there is no optimizer state, or none of a parameter frozen then."""
+        """Raise CheckpointError if the state is of a different optimizer, or if strict and there is none, or none of
+        a parameter frozen then."""
         folder, trained = self.catalog.folder, self.catalog.index.get("trained")
         if self.strict and not self.catalog.has_optimizer:
             raise CheckpointError(
@@ -202,6 +203,7 @@ class Restorer:
                 f"{thawed[0]} is trainable now, but was frozen when {folder} was saved: it has no optimizer state. "
                 "load_module_strict=False initializes it"
             )
+        self._check_kinds({entry.name for entry in self.entries}.difference(bare))
 
     def load_weights_through_module(self) -> None:
         """Load weights and buffers through the model's ``load_state_dict``, then refresh the masters from them."""
@@ -266,7 +268,6 @@ class Restorer:
         with_state = {entry.name for entry in self.entries if self._has_state(self._find(entry))}
         self.state.allocate_state(with_state)
         if with_state:
-            self._check_kinds()
             self._count_states()
             values: dict[str, dict[str, Tensor]] = {}
             for index, tensors in self._shards():
@@ -286,17 +287,16 @@ class Restorer:
             self.report.total_states += len(saved)
             self.report.states += len(saved & own)
 
-    def _check_kinds(self) -> None:
-        """Raise CheckpointError if the saved state is of a different optimizer."""
-        saved = self.catalog.kinds()
-        for _, tensors in self._shards():
-            wanted = {kind for kind in tensors if kind != MASTER}
-            if wanted - saved:
-                raise CheckpointError(
-                    f"the optimizer keeps {', '.join(sorted(wanted))}, but {self.catalog.folder} holds "
-                    f"{', '.join(sorted(saved))}: it was saved with another optimizer. "
-                    "load_optimizer_states=False loads the weights alone"
-                )
+    def _check_kinds(self, names: set[str]) -> None:
+        """Raise CheckpointError if the saved state, that of ``names``, is of a different optimizer."""
+        assert self.state is not None
+        saved, wanted = self.catalog.kinds(), self.state.kinds(names)
+        if wanted - saved:
+            raise CheckpointError(
+                f"the optimizer keeps {', '.join(sorted(wanted))}, but {self.catalog.folder} holds "
+                f"{', '.join(sorted(saved))}: it was saved with another optimizer. "
+                "load_optimizer_states=False loads the weights alone"
+            )
 
     def _has_state(self, name: str | None) -> bool:
         """Return whether the saved parameter ``name`` has optimizer state: not if it never had a gradient."""

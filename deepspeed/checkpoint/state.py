@@ -54,6 +54,10 @@ class TrainingState(Protocol):
         left out, all fragments are listed instead."""
         ...
 
+    def kinds(self, names: Container[str]) -> set[str]:
+        """Return the kinds of state that the optimizer keeps for parameters in ``names`` once it has stepped."""
+        ...
+
     def allocate_state(self, names: Container[str]) -> None:
         """Allocate optimizer state for the parameters in ``names``; reset the others to their state before the first
         update."""

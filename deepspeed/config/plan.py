@@ -60,6 +60,8 @@ class PrecisionPlan:
 
     name: str
     param: torch.dtype | None
+    keeps_mixed: bool
+    """True: parameters keep their dtypes if some already have ``param`` (adapters in fp32 on a 16-bit base)."""
     buffer: torch.dtype | None
     master: torch.dtype | None
     """Dtype of the weights that the optimizer updates; ``None``: the parameter itself."""
@@ -420,6 +422,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         "accumulate": config.grad_accum_dtype,
         "reduce": config.communication_data_type,
         "state": None,
+        "keeps_mixed": autocast is not None and config.param_dtype is None,
         "autocast": autocast,
         "autocast_modules": modules,
     }

@@ -43,6 +43,7 @@ from deepspeed.zero.optimizer import (
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
     FusedMasters,
+    ShardedBF16Optimizer,
     UnfusedMasters,
     ZeroOptimizer,
 )
@@ -468,7 +469,10 @@ def _exposed_optimizer(
             parallel = plan.zenflow.overlap
             variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
             return variant(optimizer, executor, access, mover)
-        return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
+        sums_in_fp32 = (plan.precision.param, plan.precision.accumulate) == (torch.bfloat16, torch.float32)
+        on_device = not plan.zero.shard_grads and plan.state_offload is None
+        kind = ShardedBF16Optimizer if sums_in_fp32 and on_device else DeepSpeedZeroOptimizer
+        return kind(optimizer, executor, access, mover)
     return _stage_0_kind(plan, optimizer)(optimizer, executor, access, mover)
 
 

@@ -113,4 +113,7 @@ def clone_optimizer(optimizer: Optimizer, group: Group, params: list[nn.Paramete
     substitute.__dict__.update(attributes)
     if "_tables" in attributes:
         substitute.__dict__["_tables"] = {}
+    train = getattr(substitute, "train", None)
+    if params and callable(train):
+        train()  # schedule-free optimizers step in this mode only
     return substitute

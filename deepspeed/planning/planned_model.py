@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from deepspeed.config.plan import Plan, PrecisionPlan
 from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
 from deepspeed.zero.layout import ParamSpec
 from deepspeed.zero.partitioning import TrainedParams, blocks_of, param_specs, trained_params, with_frozen
+from deepspeed.zero.precision import param_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def planned_model_of(
     everything = with_frozen(module, trained)
     index = {id(param): i for i, param in enumerate(everything.params)}
     number = {id(param): g for g, group in enumerate(groups) for param in group["params"]}
-    precision = plan.precision
+    precision = replace(plan.precision, param=param_dtype(module, plan.precision))
     return PlannedModel(
         specs=param_specs(module, everything, plan, lambda param: cast_dtype(param.dtype, precision)),
         trained=len(trained.params),

@@ -6,9 +6,11 @@ Accelerate, Lightning and scripts read.
 
 from __future__ import annotations
 
+import abc
 import copy
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,26 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """The engine's accumulation clock; set by the engine."""
 
     # What optimizers have -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``train`` or ``eval`` of an optimizer that has them: schedule-free ones swap the weights there.
+        AttributeError: any other name, with a hint if the wrapped optimizer has such a method."""
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # the error of a property
+        method = None if name.startswith("_") else getattr(vars(self).get("optimizer"), name, None)
+        if name in ("train", "eval") and callable(method):
+            return partial(self._run_on_masters, method)
+        hint = f"; optimizer.optimizer.{name} is that of the wrapped optimizer" if callable(method) else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _run_on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method that changes weights, with masters in the optimizer's groups; then publish them. Collective."""
+        store = self.executor.store
+        store.settle()
+        with store.swap_groups(store.by_group):
+            result = method(*args, **kwargs)
+        self.access.publish()
+        return result
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -411,9 +433,14 @@ class FusedMasters(WholeMasters):
         return divisor
 
 
-class BF16_Optimizer(FusedMasters):
+class BF16_Optimizer(FusedMasters, abc.ABC):
     """Facade for bf16 weights whose gradients accumulate in fp32 (documented as
     ``deepspeed.zero.optimizer.BF16_Optimizer``); clients check for either class."""
+
+
+@BF16_Optimizer.register
+class ShardedBF16Optimizer(DeepSpeedZeroOptimizer):
+    """Facade of stage 1 for such weights, on the device: for clients an instance of both documented classes."""
 
 
 class UnfusedMasters(WholeMasters):

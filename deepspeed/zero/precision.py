@@ -20,7 +20,7 @@ FULL_PRECISION = "ds_in_full"
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
-    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them as is.
+    """Cast floating parameters to ``param_dtype`` and buffers to ``plan.buffer``, in place; None leaves them as is.
     Quantized weights (frozen, 8 bits or less) and buffers of such dtypes are left alone. By default buffers keep
     their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
 
@@ -29,6 +29,7 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     included, or has the dtype of ``plan.buffer`` throughout. A batch norm without weights ("frozen") multiplies its
     inputs by its statistics, whose dtype its outputs get: so the statistics are cast to the model's dtype.
     """
+    param_to = param_dtype(module, plan)
     norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
     for param, dtype in wire_dtypes(module, plan).items():
         setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
@@ -36,11 +37,17 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     with torch.no_grad():
         for owner in module.modules():
             for param in owner.parameters(recurse=False):
-                _cast_param(param, own.get(owner, plan.param))
+                _cast_param(param, own.get(owner, param_to))
             for name, buffer in owner._buffers.items():
                 dtype = own.get(owner, plan.buffer)
                 if buffer is not None and dtype is not None and is_castable(buffer):
                     owner._buffers[name] = buffer.to(dtype)
+
+
+def param_dtype(module: nn.Module, plan: PrecisionPlan) -> torch.dtype | None:
+    """Return the dtype to which the parameters are cast; None: each keeps its own (``plan.keeps_mixed``)."""
+    mixed = plan.keeps_mixed and any(p.dtype == plan.param for p in module.parameters() if is_castable(p))
+    return None if mixed else plan.param
 
 
 def _is_low(dtype: torch.dtype | None) -> bool:

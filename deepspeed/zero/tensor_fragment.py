@@ -38,6 +38,14 @@ def _required(param: Tensor) -> Any:
     return access
 
 
+def _check_order(value: Any, optim_state_key: Any) -> None:
+    if isinstance(value, str) or not isinstance(optim_state_key, str):
+        raise ValueError(
+            f"The arguments are (param, value, optim_state_key), a tensor before the name of the state, not "
+            f"(param, {type(value).__name__}, {type(optim_state_key).__name__})."
+        )
+
+
 def _check_shape(param: Tensor, value: Tensor) -> None:
     expected = tuple(getattr(param, "ds_shape", param.shape))
     if tuple(value.shape) != expected:
@@ -68,6 +76,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write a whole optimizer state tensor. Collective."""
+    _check_order(value, optim_state_key)
     access = _required(param)
     _check_shape(param, value)
     access.set_full_state(param, optim_state_key, value)
@@ -130,6 +139,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Write this rank's part of an optimizer state tensor."""
+    _check_order(value, optim_state_key)
     _required(param).set_local_state(param, optim_state_key, value)
 
 

@@ -150,6 +150,12 @@ def test_wrong_shapes(param: nn.Parameter) -> None:
     ds.safe_set_full_fp32_param(param, torch.zeros(2, 3))
 
 
+@pytest.mark.parametrize("name", ["safe_set_full_optimizer_state", "safe_set_local_optimizer_state"])
+def test_swapped_arguments_are_named(param: nn.Parameter, name: str) -> None:
+    with pytest.raises(ValueError, match=r"\(param, value, optim_state_key\).* not \(param, str, Tensor\)"):
+        getattr(ds, name)(param, "exp_avg", torch.zeros(2, 3))
+
+
 def test_as_methods(param: nn.Parameter) -> None:
     get: Any = tensor_fragment.get_full_hp_param
     assert torch.equal(get(param), access(param).full_master(param))

@@ -49,5 +49,8 @@ class HeldState:
     def pending_gradients(self) -> None:
         return None
 
+    def kinds(self, names: Container[str]) -> set[str]:
+        return {kind for index, tensors in self.held if index.name in names for kind in tensors} - {"fp32"}
+
     def allocate_state(self, names: Container[str]) -> None:
         """It is there."""

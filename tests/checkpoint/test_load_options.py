@@ -251,9 +251,14 @@ def test_another_optimizer_is_not_taken_for_this_one(tmp_path):
     sgd = make_engine(
         config(1, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, scheduler=None)
     )
-    with pytest.raises(CheckpointError, match=r"keeps momentum_buffer.*holds exp_avg, exp_avg_sq, step"):
-        sgd.load_checkpoint(tmp_path)
+    for trained in (False, True):  # before there is any state, and after
+        before = full_state(sgd)
+        with pytest.raises(CheckpointError, match=r"keeps momentum_buffer.*holds exp_avg, exp_avg_sq, step"):
+            sgd.load_checkpoint(tmp_path)
+        assert_equal(before, full_state(sgd))  # nothing was written, so the engine may train
+        assert trained or train(sgd, 2, 4)
     sgd.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert train(sgd, 2, 4)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -173,6 +173,37 @@ def test_class_of_wrapped_clients_optimizers():
         assert model.weight.grad is None
 
 
+@distributed(world_size=1)
+def test_class_of_stage_1_with_bf16_weights_and_sums_in_fp32():
+    import deepspeed
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    sums, offload = {"grad_accum_dtype": "fp32"}, {"offload_optimizer": {"device": "cpu"}}
+    for stage, types, zero, expected in (
+        (1, sums, {}, True),
+        (1, {}, {}, False),
+        (2, sums, {}, False),
+        (1, sums, offload, False),
+    ):
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=torch.nn.Linear(3, 2),
+            config={
+                "train_batch_size": 1,
+                "optimizer": {"type": "Adam"},
+                "bf16": {"enabled": True},
+                "data_types": types,
+                "zero_optimization": {"stage": stage, **zero},
+            },
+        )
+        assert isinstance(optimizer, BF16_Optimizer) == expected and isinstance(
+            optimizer, DeepSpeedZeroOptimizer
+        )
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        engine.destroy()
+
+
 @distributed(world_size=2)
 def test_masters_of_replicas_are_shown_by_group():
     import deepspeed

@@ -426,8 +426,7 @@ def test_line_numbers(tmp_path: Any) -> None:
 
 def test_settings_without_effect_are_warnings() -> None:
     found = look_at(mutated({"torch_autocast": {"enabled": True}, "vocabulary_size": 50257}))
-    assert not found.errors and len(found.warnings) == 2
-    assert "torch_autocast.enabled' has no effect when bf16.enabled is true" in found.warnings[0]
+    assert not found.errors and len(found.warnings) == 1 and "vocabulary_size" in found.warnings[0]
     found = look_at(mutated({"zero_optimization.offload_param": {"device": "cpu"}}))
     assert not found.errors and "offload_param' has no effect at stage 2" in found.warnings[0]
 

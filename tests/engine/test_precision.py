@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.config.plan import LossScalePlan
 from deepspeed.engine.observers.progress.start_report import precision_rows
 from deepspeed.optim.loss_scaler import LossScaleError, LossScaler
+from deepspeed.utils import safe_get_full_fp32_param
 from tests.pool import distributed
 
 WIDTH = 16
@@ -423,6 +424,94 @@ def test_autocast_beside_16_bit_weights(kind: str, stage: int) -> None:
         engine.step()
     assert losses[-1] < losses[0]
     engine.destroy()
+
+
+class Adapted(nn.Module):
+    """A frozen and a trained layer, with an adapter that is attached later, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.base.weight.requires_grad_(False)
+
+    def attach(self) -> Adapted:
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x) + self.up(self.down(x))).float().square().mean()
+
+
+def adapted_by_torch(steps: int) -> dict[str, Tensor]:
+    """Train ``Adapted`` by torch over the batches of two ranks: masters in fp32, refreshed weights in their dtypes."""
+    torch.manual_seed(0)
+    model = Adapted().bfloat16().attach()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: p.detach().float().requires_grad_() for name, p in named.items()}
+    optimizer = torch.optim.SGD(masters.values(), lr=0.5)
+    for step in range(steps):
+        for rank in range(2):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + 100 * rank))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x)
+            (loss / 2).backward()
+        for name, param in named.items():
+            masters[name].grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        for name, param in named.items():
+            param.data.copy_(masters[name])
+    return {name: master.detach() for name, master in masters.items()}
+
+
+@pytest.mark.parametrize("attached", ["before", "under zero.Init"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_adapters_in_fp32_on_a_bf16_base_keep_their_dtype_under_autocast(stage: int, attached: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "bf16": {"enabled": True},
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": stage},
+    }
+    torch.manual_seed(0)
+    model = Adapted().bfloat16()
+    if attached == "before":
+        model.attach()
+    else:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+        base: Any = model.attach().base.weight
+        base.convert_to_zero_parameters([model.down.weight, model.up.weight])
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + 100 * engine.global_rank))
+        engine.backward(engine(x))
+        engine.step()
+    wanted = adapted_by_torch(steps=3)
+    for name, param in model.named_parameters():
+        dtype = torch.float32 if name in ("down.weight", "up.weight") else torch.bfloat16
+        assert param.dtype is dtype, name
+        if not param.requires_grad:
+            continue
+        master = safe_get_full_fp32_param(param)
+        assert torch.allclose(master, wanted[name], atol=2e-3), name  # gradients are summed in bf16
+        with deepspeed.zero.GatheredParameters([param]):
+            assert torch.equal(param.data, master.to(dtype)), name
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_a_whole_model_in_fp32_becomes_bf16_beside_autocast() -> None:
+    """So `bf16.enabled` says; and `data_types.param_dtype` says it for each parameter of any model."""
+    section = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    for model, more in (
+        (Adapted().attach(), {}),
+        (Adapted().bfloat16().attach(), {"data_types": {"param_dtype": "bf16"}}),
+    ):
+        config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"}, **section, **more}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        assert {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+        engine.destroy()
 
 
 class Several(nn.Module):

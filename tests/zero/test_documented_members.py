@@ -431,3 +431,97 @@ def test_whether_non_finite_gradients_skip_the_step(checks: bool) -> None:
     engine.step()
     assert engine.skipped_steps == int(checks)
     engine.destroy()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that averages: gradients are taken at a mix of the average and a faster sequence; ``eval`` and ``train``
+    move the parameters between the two (Defazio et al. 2024)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0, "training": False})
+
+    @torch.no_grad()
+    def _move(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["training"] != training else ():
+                if "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], weight)
+            group["training"] = training
+
+    def train(self) -> None:
+        self._move(True, 0.1)
+
+    def eval(self) -> None:
+        self._move(False, 1 - 1 / 0.9)
+
+    def steps_taken(self) -> int:
+        return self.param_groups[0]["steps"]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            assert group["training"], "call train() first"
+            share = 1 / (group["steps"] + 1)
+            for param in (param for param in group["params"] if param.grad is not None):
+                fast = self.state[param].setdefault("z", param.clone())
+                param.lerp_(fast, share).add_(param.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+                fast.sub_(param.grad, alpha=group["lr"])
+            group["steps"] += 1
+
+
+def schedule_free_losses(model: Any, optimizer: Any, backward: Any, step: Any) -> list[float]:
+    """Train three steps, evaluate, train one more, evaluate; the losses of all forwards."""
+    x, losses = torch.linspace(-1, 1, 16).view(2, 8), []
+    for steps in (3, 1):
+        optimizer.train()
+        for _ in range(steps):
+            loss = model(x).square().mean()
+            losses.append(loss.item())
+            backward(loss)
+            step()
+        optimizer.eval()
+        losses.append(model(x).square().mean().item())
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "device"), [(1, "none"), (3, "none"), (3, "cpu")])
+@distributed(world_size=2)
+def test_train_and_eval_of_a_schedule_free_optimizer(stage: int, device: str) -> None:
+    def make() -> tuple[nn.Module, ScheduleFree]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        return model, ScheduleFree(model.parameters())
+
+    model, client = make()
+
+    def step() -> None:
+        client.step()
+        client.zero_grad()
+
+    expected = schedule_free_losses(model, client, torch.Tensor.backward, step)
+    model, client = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": device}},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=config)
+    found = schedule_free_losses(engine, optimizer, engine.backward, engine.step)
+    assert found == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(AttributeError, match=r"'steps_taken'; optimizer\.optimizer\.steps_taken is that of"):
+        optimizer.steps_taken()
+    assert optimizer.optimizer.steps_taken() == 4
+    if stage == 3:
+        with pytest.raises(AttributeError, match="see fp32_partitioned_groups_flat"):
+            _ = optimizer.single_partition_of_fp32_groups
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_other_optimizers_have_no_train_and_eval() -> None:
+    """Accelerate and others ask for them by ``hasattr``."""
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    assert not hasattr(optimizer, "train") and not hasattr(optimizer, "eval")
+    engine.destroy()

@@ -43,10 +43,6 @@ def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
         if on and chosen is not dtype:
             text = f"{chosen.long_name} contradicts {key}: choose one of the two"
             yield Finding(("torch_autocast.dtype", key), text)
-        elif on:
-            yield Finding(
-                ("torch_autocast.enabled", key), f"has no effect when {key} is true", is_error=False
-            )
 
 
 def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:

@@ -224,6 +224,16 @@ class StateAccess:
         """Create initial state for all parameters that have none."""
         self.store.ensure_state()
 
+    def kinds(self, names: Container[str]) -> set[str]:
+        """Return the kinds of state that the optimizer keeps once it has stepped: for each group those of its smallest
+        fragment of a parameter in ``names``. Local; no state is created."""
+        self.store.settle()
+        groups = [[o for o in group if self.names[o.param_index] in names] for group in self.store.by_group]
+        smallest = [min(group, key=lambda owned: owned.fragment.numel) for group in groups if group]
+        states = [self.store.values_or_initial(owned) for owned in smallest]
+        kept = {k for state in states for k, v in state.items() if isinstance(v, (Tensor, int, float))}
+        return kept.difference(self.store.traits.rank_state)
+
     def allocate_state(self, names: Container[str]) -> None:
         """Create optimizer state, to be overwritten, for the parameters in ``names``; drop that of the others."""
         self.store.allocate_state(lambda owned: self.names[owned.param_index] in names)
