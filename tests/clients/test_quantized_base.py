@@ -56,7 +56,7 @@ def test_weights_are_quantized_one_by_one_as_they_load(tmp_path: Path, monkeypat
     base = llama()
     base.save_pretrained(tmp_path)
     adapters_before = []
-    made = quantization.quantized
+    made = quantization.make_quantized
 
     def watched(data: torch.Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
         adapters_before.append(any(hasattr(layer, "lora_weight_1") for layer in seen))
@@ -69,7 +69,7 @@ def test_weights_are_quantized_one_by_one_as_they_load(tmp_path: Path, monkeypat
         created(self, *args, **kwargs)
         seen.append(self)
 
-    monkeypatch.setattr(quantization, "quantized", watched)
+    monkeypatch.setattr(quantization, "make_quantized", watched)
     monkeypatch.setattr(LoRAOptimizedLinear, "__init__", create)
     model = load(tmp_path)
     targets = {path: m for path, m in layers(model).items() if not m.disabled}
