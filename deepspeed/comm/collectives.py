@@ -406,15 +406,15 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     return process_network.communicator(group)
 
 
-def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
-    """Return the documented functions' communicator of `group`, with its transport chosen; None: a single rank. A
-    communicator is returned unchanged."""
+def communicator_of(group: Communicator | ProcessGroup | None, *, prepared: bool = False) -> Communicator:
+    """Return the documented functions' communicator of `group`; None: a single rank. A communicator is returned
+    unchanged. ``prepared``: choose the transport of a process group now, for layers that are made once."""
     if isinstance(group, Communicator):
         return group
     if group is None or group.size() == 1:
         return Communicator(None)
     found = process_network.communicator(group)
-    return found if torch.compiler.is_compiling() else found.prepare()
+    return found.prepare() if prepared else found
 
 
 def histories() -> list[OperationHistory]:

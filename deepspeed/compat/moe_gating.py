@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed.parallel.expert.routes import gumbel_noise
+from deepspeed.parallel.expert.routes import capacity_of, gumbel_noise
 
 TUTEL_INSTALLED = False
 exp_selection_uniform_map: dict[torch.device, Callable[..., Tensor]] = {}
@@ -25,8 +24,7 @@ def gumbel_rsample(shape: Any, device: torch.device | str) -> Tensor:
 def capacity(gates: Tensor, capacity_factor: Tensor | float, min_capacity: Tensor | int) -> Tensor:
     """Return ``ceil(S / E x capacity_factor)`` for ``gates`` [S, E], at least ``min_capacity``; int64 []."""
     tokens, experts = gates.shape
-    found = max(math.ceil(tokens / experts * float(capacity_factor)), int(min_capacity))
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.tensor(capacity_of(tokens, experts, float(capacity_factor), int(min_capacity)))
 
 
 def one_hot_to_float(x: Tensor, num_classes: Tensor | int) -> Tensor:

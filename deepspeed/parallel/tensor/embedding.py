@@ -50,7 +50,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
             )
         self._adopt(module)
         self.name = name
-        self.group = communicator_of(mp_group)
+        self.group = communicator_of(mp_group, prepared=True)
         rows = full_shape(module.weight)[0]
         self.cut = cut or Cut.even(0, rows, self.group.size)
         check_ranks(self.cut, self.group, rows)

@@ -93,7 +93,7 @@ class TensorParallelLayer(nn.Module):
     def __init__(self, mp_group: Communicator | ProcessGroup | None = None, **kwargs: Any) -> None:
         """Initialize a user-defined layer. ``name``: its name."""
         super().__init__()
-        self.group = communicator_of(mp_group)
+        self.group = communicator_of(mp_group, prepared=True)
         self.name = kwargs.get("name")
 
     @property
@@ -223,7 +223,7 @@ class _ParallelLinear(TensorParallelLayer):
 
     def _start(self, module: nn.Module, group: Communicator | ProcessGroup | None, name: str | None) -> None:
         self._adopt(module)
-        self.group = communicator_of(group)
+        self.group = communicator_of(group, prepared=True)
         self.transposed = _is_transposed(module)
         self.name = name
 

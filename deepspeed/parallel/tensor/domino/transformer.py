@@ -41,7 +41,7 @@ class DominoAsyncColumnParallelLinear(nn.Module):
         blocks: int = 1,
     ) -> None:
         super().__init__()
-        self.group = communicator_of(_tp_group)
+        self.group = communicator_of(_tp_group, prepared=True)
         whole = (blocks, output_size * self.group.size // blocks, input_size)
         self.weight = _weight(whole, 1, self.group, config, init_method)
         self.bias = _zeros(output_size, config) if bias else None
@@ -244,7 +244,7 @@ class DominoTransformerLayer(DominoModule):
         super().__init__()
         self.layer_number, self.layer_type = layer_number, layer_type
         self.apply_residual_connection_post_layernorm = config.apply_residual_connection_post_layernorm
-        self.group = communicator_of(mpu.get_tensor_model_parallel_group())
+        self.group = communicator_of(mpu.get_tensor_model_parallel_group(), prepared=True)
         self.input_layernorm = _norm(config)
         self.self_attention = ShardedAttention(
             config, mpu, apply_rotary_pos_emb, layer_number, attn_mask_type=self_attn_mask_type
@@ -330,7 +330,7 @@ class DominoTransformer(DominoModule):
     ) -> None:
         super().__init__()
         self.model_type, self.layer_type, self.num_layers = model_type, layer_type, config.num_layers
-        self.group = communicator_of(mpu.get_tensor_model_parallel_group())
+        self.group = communicator_of(mpu.get_tensor_model_parallel_group(), prepared=True)
         rates = torch.linspace(0, drop_path_rate, config.num_layers).tolist()
         self.layers = nn.ModuleList(
             DominoTransformerLayer(
