@@ -6,6 +6,9 @@ WORKERS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Thousands of processes start in the tests: each compiles the package again where this says that none may keep it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench cells clients install-clients install-dev gpu-kernels torch-releases wheel lint types architecture docs format clean
 

@@ -140,12 +140,11 @@ class Job:
 
 
 def rank_environment(python: str, rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
-    """What a launcher would set. This interpreter sees this checkout; another one what is installed there, and
-    keeps the kernels that it compiles in its own environment (a lock file that somebody else's interrupted build
-    left in the user's cache would make it wait for ever)."""
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
+    """What a launcher would set. This interpreter sees this checkout, and keeps its bytecode as an installation does;
+    another one what is installed there, and keeps the kernels that it compiles in its own environment (a lock file that
+    somebody else's interrupted build left in the user's cache would make it wait for ever)."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
     if python == OURS:
         environment["PYTHONPATH"] = str(FOLDER.parent)
     else:
