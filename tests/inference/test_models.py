@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.inference.serving.models import ModelError, Models
+from deepspeed.inference.serving.models import ModelError, Models, ServedModel
 from deepspeed.inference.serving.service import Service
 from tests.inference.standin import Parrot, served
 
@@ -47,6 +47,23 @@ def test_adapters_are_limited() -> None:
     models.add("adapter 3", "other", anew=True)
     models.remove("adapter 5")
     models.add("more", "folder")
+
+
+def test_an_adapter_that_is_removed_while_models_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Models([served(Service(Parrot()), load_adapter=str)])
+    for name in ("a", "b"):
+        models.add(name, f"/{name}")
+    kind = ServedModel.type.fget
+    assert kind is not None
+
+    def removing(model: ServedModel) -> str:
+        if len(models._adapters) == 2:
+            models.remove("b")
+        return kind(model)
+
+    monkeypatch.setattr(ServedModel, "type", property(removing))
+    assert [each["id"] for each in models.described()][:2] == ["parrot", "a"]
+    assert [each["id"] for each in models.described()] == ["parrot", "a"]
 
 
 def test_adapters_belong_to_one_of_several_models() -> None:

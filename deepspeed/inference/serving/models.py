@@ -129,11 +129,17 @@ class Models:
 
     def described(self) -> list[dict[str, Any]]:
         """Return the entries of ``/v1/models``, adapters last."""
-        return [self.one(name) for name in (*self._models, *list(self._adapters))]
+        adapters = dict(self._adapters)  # one may be removed meanwhile
+        models = [self._entry(name, model) for name, model in self._models.items()]
+        return models + [self._entry(name, model, folder) for name, (folder, _, model) in adapters.items()]
 
     def one(self, name: str) -> dict[str, Any]:
         """Return the entry of one model. ModelError: unknown name."""
-        folder, _, model = self._adapters.get(name) or ("", None, self._base(name))
+        if (known := self._adapters.get(name)) is not None:
+            return self._entry(name, known[2], known[0])
+        return self._entry(name, self._base(name))
+
+    def _entry(self, name: str, model: ServedModel, folder: str = "") -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
