@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +121,18 @@ def test_what_can_be_scheduled() -> None:
     assert engine.free_blocks.tolist() == [4]
     with pytest.raises(ValueError, match="each uid once"):
         engine.put([1, 1], [torch.tensor([1])] * 2)
+
+
+def test_tokens_are_integers_of_any_container() -> None:
+    engine, tokens = engine_of(make("llama").eval()), [3, 14, 15, 92]
+    wanted = engine.put([0], [torch.tensor(tokens)])
+    kinds = tokens, tuple(tokens), np.array(tokens), torch.tensor([tokens], dtype=torch.int32)
+    for uid, given in enumerate(kinds, start=1):
+        torch.testing.assert_close(engine.put([uid], [given]), wanted)
+    with pytest.raises(TypeError, match="float32"):  # 0.7 is not the token 0
+        engine.put([9], [torch.tensor([0.7, 1.2])])
+    with pytest.raises(ValueError, match="each uid once"):
+        engine.put([9], [[]])
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

@@ -99,7 +99,7 @@ class InferenceEngineV2:
         return self._model
 
     def put(
-        self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True
+        self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor | Sequence[int]], do_checks: bool = True
     ) -> Tensor:
         """Append tokens to sequences and compute them.
 
@@ -114,11 +114,12 @@ class InferenceEngineV2:
         Raises:
             SchedulingError: a limit is exceeded. After this or any other error, new sequences are unknown again.
             IndexError: a token is outside the vocabulary.
+            TypeError: tokens that are no integers.
             ValueError: a uid occurs twice or without tokens, or a sequence would grow beyond a length at which its
                 rotations change and the model's ``generate`` is wrong.
         """
         uids = [int(uid) for uid in batch_uids]
-        tokens = [[int(token) for token in each.flatten().tolist()] for each in batch_tokens]
+        tokens = [_token_ids(each) for each in batch_tokens]
         if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not all(tokens) or not uids:
             raise ValueError(
                 f"{len(uids)} uids, {len(tokens)} lists of tokens: expected each uid once, with its tokens"
@@ -364,6 +365,14 @@ def build_hf_engine(
     if (Path(path) / MARK).is_file() or (Path(path) / _MARK_OF_OTHERS).is_file():
         return build_engine_from_ds_checkpoint(path, engine_config, debug_level)
     return InferenceEngineV2(InferenceV2Policy(HuggingFaceCheckpointEngine(path)), engine_config)
+
+
+def _token_ids(tokens: Tensor | Sequence[int]) -> list[int]:
+    """Return one sequence's tokens, of any shape and device, as a list. TypeError: they are no integers."""
+    found = torch.as_tensor(tokens)
+    if found.numel() and (found.is_floating_point() or found.is_complex()):
+        raise TypeError(f"tokens of {found.dtype}: put takes token ids, which are integers")
+    return found.long().flatten().tolist()
 
 
 def build_engine_from_ds_checkpoint(
