@@ -13,7 +13,7 @@ from deepspeed.base.staged import Staged, is_idle
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
-from deepspeed.optim.elementwise import check_partitioning, is_elementwise
+from deepspeed.optim.elementwise import check_partitioning, require_elementwise
 from deepspeed.zero.optimizer_registry import (
     build_optimizer,
     kind_of_group,
@@ -203,13 +203,9 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
             )
         return
     cut = [name for param, name in zip(trained.params, trained.names, strict=True) if is_partial(param)]
-    if not cut or traits.segment_sums or plan.zero.allow_untested_optimizer or is_elementwise(optimizer):
-        return
-    raise DeepSpeedConfigError(
-        f"{type(optimizer).__name__} does not update elements independently, but {len(cut)} tensors are split over "
-        f"tensor- or expert-parallel ranks, such as {cut[0]}; use another optimizer, or set "
-        "zero_allow_untested_optimizer: true to try."
-    )
+    if cut and not traits.segment_sums:
+        split = f"{len(cut)} tensors are split over tensor- or expert-parallel ranks, such as {cut[0]}"
+        require_elementwise(optimizer, plan, split, "use another optimizer")
 
 
 def no_training(what: str, *, destroyed: bool, configured: bool) -> RuntimeError:

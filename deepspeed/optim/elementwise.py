@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.base.logging import logger
+from deepspeed.base.logging import logger, warning_once
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
@@ -54,11 +54,21 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
             "zero_allow_untested_optimizer: false. Remove that key to have its update tested on a small "
             "tensor, or set it to true to accept the optimizer untested."
         )
-    if plan.zero.allow_untested_optimizer or traits.joins_ranks or is_elementwise(optimizer):
+    if not traits.joins_ranks:
+        cut = f"zero_optimization.stage={plan.zero.stage} partitions its tensors across ranks"
+        require_elementwise(optimizer, plan, cut, "use stage 0")
+
+
+def require_elementwise(optimizer: Optimizer, plan: Plan, cut: str, remedy: str) -> None:
+    """Raise DeepSpeedConfigError unless ``optimizer`` updates elements independently; only warn if the config has
+    ``zero_allow_untested_optimizer``. ``cut``: a clause that says which tensors it gets in parts."""
+    if is_elementwise(optimizer):
         return
-    raise DeepSpeedConfigError(
-        f"{name} does not update elements independently, so zero_optimization.stage={plan.zero.stage} cannot partition "
-        "its tensors across ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
+    said = f"{type(optimizer).__name__} does not update elements independently, but {cut}"
+    if not plan.zero.allow_untested_optimizer:
+        raise DeepSpeedConfigError(f"{said}; {remedy}, or set zero_allow_untested_optimizer: true to try.")
+    warning_once(
+        f"{said}: its updates differ from those of whole tensors (allowed by zero_allow_untested_optimizer: true)."
     )
 
 

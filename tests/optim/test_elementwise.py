@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.config.plan import Plan, make_plan
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
@@ -13,7 +16,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.sgd import SGD
 from deepspeed.optim import elementwise
-from deepspeed.optim.elementwise import is_elementwise
+from deepspeed.optim.elementwise import check_partitioning, is_elementwise
 from deepspeed.zero.optimizer_registry import set_optimizer_flags
 
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -99,3 +102,23 @@ def test_our_own_refuse_complex_parameters() -> None:
     with pytest.raises(ValueError, match="FusedAdam does not support complex parameters"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parts_that_change_the_update_are_refused_or_told(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(elementwise, "warning_once", told.append)
+
+    def plan_for(**given: bool) -> Plan:
+        config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, **given}
+        return make_plan(DeepSpeedConfig(config))
+
+    lars = Lars(_params(), lr=0.1)
+    with pytest.raises(DeepSpeedConfigError, match=f"Lars .*stage={stage} .*use stage 0, or set zero_allow"):
+        check_partitioning(lars, plan_for())
+    check_partitioning(torch.optim.AdamW(_params()), plan_for(zero_allow_untested_optimizer=True))
+    assert not told
+    check_partitioning(lars, plan_for(zero_allow_untested_optimizer=True))
+    assert "Lars" in told[0] and "its updates differ from those of whole tensors" in told[0]
