@@ -22,7 +22,7 @@ from deepspeed.zero.optimizer_registry import (
 )
 from deepspeed.zero.params import ZeRORuntimeException
 from deepspeed.zero.partitioning import TrainedParams
-from deepspeed.zero.placements import is_partial
+from deepspeed.zero.placements import is_partial, is_split_matrix
 from deepspeed.zero.states.store import PARAMS
 
 if TYPE_CHECKING:
@@ -188,18 +188,20 @@ def check_optimizer(
 
 def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
     """Check the optimizer against split tensors (tensor and expert parallelism, DTensors), at every stage: parts are
-    allowed if it is elementwise or requests segment sums, and for Muon if no matrix (of ``per_head_muon``: no head) is
-    cut. DeepSpeedConfigError names a tensor; ZeRO's shards are checked by ``check_partitioning``."""
+    allowed if it is elementwise or requests segment sums, and for Muon if the matrices can be assembled (of
+    ``per_head_muon``: no head is cut). DeepSpeedConfigError names a tensor; ZeRO's shards are checked by
+    ``check_partitioning``."""
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
         of_matrices = (g for g in optimizer.param_groups if g.get("use_muon") and not g.get("num_heads"))
         held = [p for group in of_matrices for p in group[PARAMS]]
-        cut = [named[id(p)] for p in held if id(p) in named and is_partial(p, matrices=True)]
+        parts = (p for p in held if id(p) in named and is_partial(p, matrices=True))
+        cut = [named[id(p)] for p in parts if not is_split_matrix(p)]
         if cut:
             raise DeepSpeedConfigError(
-                f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split over "
-                f"tensor-parallel ranks, such as {cut[0]}; set use_muon = False on these parameters, or use another "
-                "optimizer"
+                f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split in a way in which "
+                f"they cannot be assembled (experts, or an unknown dim), such as {cut[0]}; set use_muon = False on "
+                "these parameters, or use another optimizer"
             )
         return
     cut = [name for param, name in zip(trained.params, trained.names, strict=True) if is_partial(param)]

@@ -77,6 +77,13 @@ def is_partial(param: Tensor, *, matrices: bool = False) -> bool:
     return own[first:] != whole[first:]
 
 
+def is_split_matrix(param: Tensor) -> bool:
+    """Return whether ``param`` is a tensor-parallel part of a matrix that its ranks can assemble."""
+    placement = placement_of(param)
+    known = placement.split == ("tp",) and len(placement.global_shape) == len(full_shape(param))
+    return known and not is_stack(param) and is_partial(param)
+
+
 def whole_tensor(
     tensor: Tensor, replica_groups: ReplicaGroups, *, of: Tensor | None = None, share: int | None = None
 ) -> Tensor:

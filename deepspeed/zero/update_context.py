@@ -35,7 +35,7 @@ class UpdateContextBuilder:
         if (traits.segment_sums or traits.own_communication) and split:
             self._sums = SegmentSums(self.store, self.replica_groups, sharded=sharded)
         self._matrices = None
-        if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
+        if traits.whole_matrices and (split or any(map(is_stack, self.store.params))):
             from deepspeed.zero.whole_matrices import LocalMatrices, WholeMatrices  # for Muon
 
             make = WholeMatrices if sharded else LocalMatrices

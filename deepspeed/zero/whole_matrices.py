@@ -2,14 +2,15 @@
 
 Each matrix has one owner rank, the one that holds most of it. One all-to-all sends its fragments there, the owner
 computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the matrices
-over the ranks, they also spread this work.
+over the ranks, they also spread this work. Of a matrix that tensor parallelism splits, each rank of the split assembles
+the global matrix and computes the whole result, for its part.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
+from deepspeed.checkpoint.placement import local_part
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero.layout import UNUSED, batches
-from deepspeed.zero.placements import is_stack
+from deepspeed.zero.placements import is_split_matrix, is_stack, whole_tensor
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
 
@@ -53,16 +55,41 @@ class Matrix:
         return math.prod(self.shape)
 
 
+MatrixFunction = Callable[[Tensor], Tensor]
+
+
+class SplitMatrices:
+    """Applies functions of global matrices to the tensor-parallel parts of ``params``."""
+
+    def __init__(self, params: Sequence[Tensor], replica_groups: ReplicaGroups) -> None:
+        self.params = params
+        self.replica_groups = replica_groups
+        self.split = {number for number, param in enumerate(params) if is_split_matrix(param)}
+
+    def applied(self, function: MatrixFunction, number: int, part: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return this rank's part of ``function`` of the matrix of which ``part`` is the part of parameter ``number``.
+        Collective over the ranks of its split. Heads (``num_heads``) are whole on each rank."""
+        if number not in self.split or group.get("num_heads") is not None:
+            return function(part)
+        param = self.params[number]
+        whole = whole_tensor(part.reshape(full_shape(param)), self.replica_groups, of=param)
+        result = function(whole.view(len(whole), -1)).view(whole.shape)
+        return local_part(param, result).reshape(part.shape)
+
+
 class WholeMatrices:
     """Applies a function of whole matrices to values partitioned like the weights of ``store``."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
+        self.splits = SplitMatrices(store.params, replica_groups)
         self.matrices: list[dict[Communicator, list[Matrix]]] = [{} for _ in store.optimizer.param_groups]
         for matrix in matrices_of(store):
             if store.group_of[matrix.param] < 0:
                 continue
             holders = replica_groups.of(store.params[matrix.param]).shard
+            if matrix.param in self.splits.split:  # one position in all replica groups, also for uneven parts
+                matrix = replace(matrix, owner=matrix.param % holders.size)
             self.matrices[store.group_of[matrix.param]].setdefault(holders, []).append(matrix)
 
     def __call__(
@@ -70,7 +97,7 @@ class WholeMatrices:
         group: dict[str, Any],
         params: Sequence[Tensor],
         values: Sequence[Tensor],
-        function: Callable[[Tensor], Tensor],
+        function: MatrixFunction,
     ) -> None:
         """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
 
@@ -84,14 +111,15 @@ class WholeMatrices:
             mine[fragment_of[id(param)].param_index] = value.view(-1)
         for holders, matrices in self.matrices[index].items():
             for batch in batches(matrices, attrgetter("numel"), BATCH_NUMEL):
-                self._exchange(holders, batch, mine, function)
+                self._exchange(holders, batch, mine, group, function)
 
     def _exchange(
         self,
         holders: Communicator,
         batch: Sequence[Matrix],
         mine: dict[int, Tensor],
-        function: Callable[[Tensor], Tensor],
+        group: dict[str, Any],
+        function: MatrixFunction,
     ) -> None:
         rank, size = holders.rank, holders.size
         held = [
@@ -110,48 +138,52 @@ class WholeMatrices:
                 slot.copy_(mine[matrix.param])
         incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
         holders.all_to_all(incoming, outgoing, received, sent).wait()
-        self._compute(due, incoming, function)
+        self._compute(due, incoming, group, function)
         holders.all_to_all(outgoing, incoming, sent, received).wait()
         for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
                 mine[matrix.param].copy_(slot)
 
-    @staticmethod
     def _compute(
+        self,
         due: Sequence[Sequence[tuple[Matrix, MatrixPart]]],
         incoming: Tensor,
-        function: Callable[[Tensor], Tensor],
+        group: dict[str, Any],
+        function: MatrixFunction,
     ) -> None:
         """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
         gathered: dict[int, tuple[Matrix, list[tuple[Tensor, MatrixPart]]]] = {}
         for slot, (matrix, part) in _slots(due, incoming):
             gathered.setdefault(matrix.param, (matrix, []))[1].append((slot, part))
-        for matrix, parts in gathered.values():
+        for number in sorted(gathered):  # the order of all ranks of a split
+            matrix, parts = gathered[number]
             whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
             for slot, part in parts:
                 whole[part.start : part.stop] = slot
-            result = function(whole.view(matrix.shape)).reshape(-1)
+            result = self.splits.applied(function, number, whole.view(matrix.shape), group).reshape(-1)
             for slot, part in parts:
                 slot.copy_(result[part.start : part.stop])
 
 
 class LocalMatrices:
-    """Counterpart of ``WholeMatrices`` where every rank holds its tensors whole."""
+    """Counterpart of ``WholeMatrices`` where ZeRO does not shard tensors."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
+        self.splits = SplitMatrices(store.params, replica_groups)
 
     def __call__(
         self,
         group: dict[str, Any],
         params: Sequence[Tensor],
         values: Sequence[Tensor],
-        function: Callable[[Tensor], Tensor],
+        function: MatrixFunction,
     ) -> None:
         number = {id(owned.master): owned.param_index for owned in self.store.fragments}
         for param, value in zip(params, values, strict=True):
-            shape = matrix_shape(self.store.params[number[id(param)]])
-            value.copy_(function(value.view(shape)).view(value.shape))
+            index = number[id(param)]
+            matrix = value.view(matrix_shape(self.store.params[index]))
+            value.copy_(self.splits.applied(function, index, matrix, group).view(value.shape))
 
 
 def matrix_shape(param: Tensor) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def known_refusal(cell: Cell) -> bool:
     elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
     return (
         (cell.tier == "zenflow" and cell.optimizer not in elementwise)
-        or (cell.axis("tp") > 1 and (cell.lora or cell.optimizer == "Muon"))
+        or (cell.axis("tp") > 1 and cell.lora)
         or (cell.sends_signs and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics"))
     )
 

@@ -69,6 +69,7 @@ FOUND = [
     "ranks=2 stage=2 tier=zenflow optimizer=SGD resume=stage",
     "ranks=2 axes=tp optimizer=0/1_Adam resume=dp",
     "ranks=4 axes=tp optimizer=1-bit_Adam wire=int8",
+    "model=moe ranks=4 axes=tp+ep stage=1 optimizer=Muon clip=true resume=same",
 ]
 """Cells that failed once, made small."""
 

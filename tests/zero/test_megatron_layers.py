@@ -17,8 +17,10 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed.checkpoint.placement import local_part, placement_of
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.transforms.recompute import checkpointing as activation_checkpointing
+from deepspeed.zero.muon.muon_optimizer import SingleDeviceMuon
 from deepspeed.zero.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -298,6 +300,41 @@ def test_trains_like_whole_layers(
     torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-6)
     assert_weights(engine, model, rtol=1e-4, atol=1e-5)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=(2, 4))
+def test_muon_orthogonalizes_whole_matrices(world_size: int, stage: int) -> None:
+    """Of uneven parts (5 and 4 rows or columns), also where the shards of a part have other owners elsewhere."""
+    settings = config(stage, optimizer={"type": "Muon", "params": {"lr": 0.02}}, gradient_clipping=0.0)
+    engine = start(settings)
+    losses, _ = train(engine, 0, STEPS)
+    model, expected = Model(), []
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    muon = SingleDeviceMuon(matrices, lr=0.02)
+    adam = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    for step in range(STEPS):
+        each = [model(batch(step, replica)) for replica in range(world_size // 2)]
+        (sum(each) / len(each)).backward()
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(each[engine.mesh.rank("dp")].item())
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert_weights(engine, model, rtol=1e-3, atol=1e-4)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_muon_refuses_parts_that_cannot_be_assembled() -> None:
+    model = Model(Unit(2))
+    model.blocks[0].up.weight.partition_dim = None  # type: ignore[union-attr]
+    settings = config(1, optimizer={"type": "Muon", "params": {"lr": 0.02}})
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"cannot be assembled .*blocks\.0\.up\.weight.*use_muon = False"
+    ):
+        deepspeed.initialize(model=model, config=settings, mpu=model.unit)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -99,7 +99,10 @@ class InferenceEngineV2:
         return self._model
 
     def put(
-        self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor | Sequence[int]], do_checks: bool = True
+        self,
+        batch_uids: Iterable[int],
+        batch_tokens: Iterable[Tensor | Sequence[int]],
+        do_checks: bool = True,
     ) -> Tensor:
         """Append tokens to sequences and compute them.
 
