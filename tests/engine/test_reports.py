@@ -7,7 +7,7 @@ import contextlib
 import functools
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.base.logging import logger
 from deepspeed.engine.observers.progress import start_report
+from deepspeed.observe import op_speed
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -87,6 +88,20 @@ def test_a_dtype_without_instructions_is_told_once(section: dict[str, Any], warn
 
 def test_slowdown_is_a_ratio_of_times() -> None:
     assert 0.001 < start_report.slowdown(torch.bfloat16) < 1000
+
+
+def test_an_interrupted_measurement_of_the_slowdown_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = []
+
+    def seconds_of(run: Callable[[], Any], span: float) -> float:
+        spans.append(span)
+        return {0: 9.0}.get(len(spans) - 1, 1.0)  # the first one was interrupted
+
+    monkeypatch.setattr(op_speed, "seconds_of", seconds_of)
+    start_report.slowdown.cache_clear()
+    assert start_report.slowdown(torch.float16) == 1.0
+    assert spans == [0.0, 0.0, 0.05, 0.05]
+    start_report.slowdown.cache_clear()
     wide: Any = SimpleNamespace(products=torch.float32)
     assert start_report.slow_dtype_warning(wide, torch.device("cpu")) is None
 

@@ -182,11 +182,16 @@ def slow_dtype_warning(precision: PrecisionPlan, device: torch.device) -> str | 
 
 @cache
 def slowdown(dtype: torch.dtype) -> float:
-    """Return the ratio of the time of a product in ``dtype`` on the host to that in fp32. Takes milliseconds."""
+    """Return the ratio of the time of a product in ``dtype`` on the host to that in fp32. Takes milliseconds, or 0.1 s
+    where it seems large: a busy host interrupts short measurements."""
     from deepspeed.observe.op_speed import seconds_of  # only for 16-bit training on a host
 
-    def seconds(kind: torch.dtype) -> float:
+    def seconds(kind: torch.dtype, span: float) -> float:
         matrix = torch.ones(WIDTH, WIDTH, dtype=kind)
-        return seconds_of(lambda: torch.mm(matrix, matrix), span=0.0)
+        return seconds_of(lambda: torch.mm(matrix, matrix), span=span)
 
-    return seconds(dtype) / seconds(torch.float32)
+    def ratio(span: float) -> float:
+        return seconds(dtype, span) / seconds(torch.float32, span)
+
+    factor = ratio(0.0)
+    return factor if factor < SLOWER else min(factor, ratio(0.05))
