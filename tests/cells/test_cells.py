@@ -70,6 +70,7 @@ FOUND = [
     "ranks=2 axes=tp optimizer=0/1_Adam resume=dp",
     "ranks=4 axes=tp optimizer=1-bit_Adam wire=int8",
     "model=moe ranks=4 axes=tp+ep stage=1 optimizer=Muon clip=true resume=same",
+    "ranks=2 stage=2 accumulation=2 wire=int8 parameters=late",
 ]
 """Cells that failed once, made small."""
 
