@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from saved import FOLDER, Cell, Ratio, Source, parser_of, reports_of, tables, write_or_check
+from saved import FOLDER, Cell, Found, Ratio, Source, parser_of, reports_of, tables, write_or_check
 
 README = FOLDER.parent / "README.md"
 PAGE = FOLDER.parent / "docs" / "performance.md"
@@ -81,20 +81,22 @@ FIRST_ROWS: list[tuple[str, str, str, tuple[Source, ...]]] = [
     ),
     (
         "memory in which a model of 3 billion parameters trains, states on disk",
-        "**{0} GiB**",
+        "**{0} GiB**, at {2} and {3} s a step",
         "its states: {1} GiB",
         (
             Cell("offload_budget_3B_cpu2", "3001M", "peak of private memory, GiB", ""),
             Cell("offload_budget_3B_cpu2", "3001M", "model states (2 + 2 + 12 bytes), GiB", ""),
+            Found("offload_budget_3B_cpu2", r"step, s +(\S+)"),
+            Found("offload_budget_3B_cpu2", r"step, s +\S+ (\S+)"),
         ),
     ),
     (
-        "longest sequence in a fixed memory, narrow model with a large vocabulary",
-        "**{0} tokens**",
+        "longest sequence trained in a fixed memory, narrow model with a large vocabulary",
+        "**{0} tokens**, at {2}",
         "plain training: {1}",
-        tuple(
-            Cell("long_sequence_cpu2", "hidden 128", row, "longest")
-            for row in ("and attention in chunks", "plain")
+        (
+            *(Cell("long_sequence_cpu2", "hidden 128", row, "longest") for row in ("and tiles", "plain")),
+            Found("long_sequence_cpu2", r"tokens +loss .*; (\d+ s a step)"),
         ),
     ),
     (
@@ -119,12 +121,12 @@ FIRST_ROWS: list[tuple[str, str, str, tuple[Source, ...]]] = [
         ),
     ),
     (
-        "training again after `kill -9` of one of four ranks, stage 3",
+        "training again after `kill -9` of one of four ranks, 2.1M GPT at stage 3",
         "**{0} s**, {1} steps lost",
-        "a step: {2} ms",
+        "a step, with copies of the state in other ranks' memory: {2} ms; without: {3}",
         tuple(
             Cell("going_on_4_ranks", "4 ranks", "3", column)
-            for column in ("seconds still", "steps lost", "ms/step")
+            for column in ("seconds still", "steps lost", "with replicate_state", "ms/step")
         ),
     ),
 ]
@@ -226,9 +228,14 @@ def first_numbers() -> str:
     for what, number, other, sources in FIRST_ROWS:
         texts = [source.text().split(" [")[0] for source in sources]
         reports = dict.fromkeys(report for source in sources for report in reports_of(source))
-        files = ", ".join(f"[{name}](benchmarks/results/{name}.txt)" for name in reports)
+        files = ", ".join(f"[{name}](benchmarks/results/{name}.txt), {date_of(name)}" for name in reports)
         lines.append(f"| {what} | {number.format(*texts)} | {other.format(*texts)} | {files} |")
     return "\n".join([*lines, "", END])
+
+
+def date_of(report: str) -> str:
+    """Return the day on which a report was printed, from its first line."""
+    return Found(report, r"commit \S+, (\d{4}-\d{2}-\d{2})").text()
 
 
 def between_the_markers(text: str, numbers: str) -> str:
