@@ -72,7 +72,6 @@ class LabelRules:
 _PASSES = frozenset(
     "to clone contiguous detach alias dropout native_dropout _to_copy type_as view reshape".split()
 )
-_TURNS = frozenset("t transpose permute numpy_T".split())
 _PRODUCTS = frozenset("linear addmm mm matmul".split())
 
 
@@ -86,13 +85,13 @@ def factors(trace: Trace) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for node in trace.graph.nodes:
-        weight = _weight_of(node, trace)
+        weight = weight_of(node, trace)
         if weight is None:
             continue
         middle = node.meta["val"].shape[-1]
         into = node.all_input_nodes[0].meta["val"].shape[-1]
         for end in _ends(node):
-            second = _weight_of(end, trace)
+            second = weight_of(end, trace)
             if second is not None and middle < min(into, end.meta["val"].shape[-1]):
                 found[second] = weight
     return found
@@ -114,13 +113,14 @@ def _ends(node: Node) -> list[Node]:
     return ends
 
 
-def _weight_of(node: Node, trace: Trace) -> str | None:
-    """Return the name of the weight if the node is a linear layer, else None."""
+def weight_of(node: Node, trace: Trace) -> str | None:
+    """Return the name of the weight if the node is a linear layer, looking through operations on the weight alone, else
+    None."""
     if node.op != "call_function" or operation_name(node) not in _PRODUCTS:
         return None
     for each in node.all_input_nodes[1:]:
         place = each
-        while place.op == "call_function" and operation_name(place) in _TURNS:
+        while place.op == "call_function" and len(place.all_input_nodes) == 1:
             place = place.all_input_nodes[0]
         name = trace.params.get(place.name)
         if name is not None and len(place.meta["val"].shape) == 2:

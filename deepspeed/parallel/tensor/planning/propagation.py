@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.parallel.tensor.planning.label_rules import LabelRules, Operands
 from deepspeed.parallel.tensor.planning.labels import varies
@@ -36,7 +37,6 @@ from deepspeed.parallel.tensor.planning.values import (
     SharableChannels,
     Value,
     is_several,
-    leaves,
     moved_axes,
     operation_name,
     plain_value,
@@ -55,10 +55,9 @@ class Moves(LabelRules):
         return [value] * 2 if is_several(node) else value
 
     def _argument(self, node: Node, name: str, operands: Operands) -> Any:
-        value, argument = operands[0][1], self.trace.arguments[node.name]
+        value, key = operands[0][1], self.trace.arguments[node.name]
         if value.kind != PLAIN or value.learned or value.param is not None:
             return value
-        key = f"{argument.path}:{argument.name}"
         if key not in self.arguments or not prod(value.shape):
             return replace(value, argument=key)
         if self.graph.arguments.setdefault(key, value.shape) != value.shape:
@@ -85,7 +84,7 @@ class Moves(LabelRules):
         kwargs = {
             k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")
         }
-        if any(isinstance(arg, Node) for arg in leaves([args, kwargs])):
+        if any(isinstance(arg, Node) for arg in tree_leaves([args, kwargs])):
             return self._unknown(node, name, operands)
         if name in ("view", "_unsafe_view"):
             moved: Any = ids.reshape(list(cast("Sequence[int]", args[1])))

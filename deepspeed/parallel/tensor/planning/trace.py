@@ -28,26 +28,18 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument ``name`` of the forward of the module ``path``."""
-
-    path: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """A traced forward: ``graph`` of ATen operations. ``params``: placeholder name -> the parameter's (first) name in
     the module. ``constants``: placeholder name -> a tensor constant in the forward's code. ``module``: the traced
-    module, run with ``inputs``. ``arguments``: node name -> the module argument that it represents. ``input_nodes``:
-    names of the placeholders of ``inputs``."""
+    module, run with ``inputs``. ``arguments``: node name -> the module argument that it represents, "path:name".
+    ``input_nodes``: names of the placeholders of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
     module: nn.Module
     inputs: Mapping[str, Tensor]
-    arguments: Mapping[str, Argument]
+    arguments: Mapping[str, str]
     input_nodes: frozenset[str]
 
 
@@ -188,7 +180,7 @@ class _Marks:
 
     def __init__(self, module: nn.Module) -> None:
         self._paths = {path: each for path, each in module.named_modules() if path and any(each.children())}
-        self._arguments: list[Argument] = []
+        self._arguments: list[str] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -208,10 +200,10 @@ class _Marks:
     def _rolled(self, path: str, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
-        self._arguments.append(Argument(path, name))
+        self._arguments.append(f"{path}:{name}")
         return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
 
-    def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
+    def found(self, graph: torch.fx.Graph) -> dict[str, str]:
         """Map the names of marker nodes to the arguments that they mark."""
         return {
             node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
@@ -252,9 +244,7 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         raise TraceError(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        first.setdefault(id(param), name)
+    first = {id(param): name for name, param in module.named_parameters()}
     every = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
     signature = exported.graph_signature
     params = {

@@ -55,8 +55,6 @@ class LabelledGraph:
     axis_labels: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     columns: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    inputs: dict[str, Node] = field(default_factory=dict)
-    """Weight of a column layer -> source node of its input."""
     values: dict[Node, Any] = field(default_factory=dict)
     entries: dict[Node, Node] = field(default_factory=dict)
     """Node of a column layer -> node of its input."""
@@ -157,12 +155,8 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves(each)]
-    if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in leaves(each)]
-    return [value]
+def values_in(value: Any) -> list[Value]:
+    return [each for each in as_list(value) if isinstance(each, Value)]
 
 
 def moved_axes(node: Node, name: str) -> Sequence[int]:
