@@ -64,11 +64,6 @@ class Cut:
         return cls.fused(dim, [even_sizes(size // blocks, ranks, grain)] * blocks)
 
     @classmethod
-    def of_sizes(cls, dim: int, sizes: Sequence[int]) -> Cut:
-        """Cut into consecutive runs of these extents, one per rank."""
-        return cls.fused(dim, [sizes])
-
-    @classmethod
     def fused(cls, dim: int, blocks: Sequence[Sequence[int]]) -> Cut:
         """Cut several matrices side by side; ``blocks[i][rank]`` is a rank's extent of the i-th."""
         parts: list[list[Interval]] = [[] for _ in blocks[0]]
