@@ -187,47 +187,14 @@ class TokenExchange:
         """Number of rows that each local expert receives."""
         return [sum(column) for column in zip(*self.received, strict=True)]
 
-    def to_experts(self, rows: Tensor) -> Arrival:
-        """Send rows [n, h] to their experts. Arriving: [rows of the local experts, h], sorted by expert, then by source
-        rank. Collective."""
-        return self._begin(rows, outward=True)
-
-    def from_experts(self, rows: Tensor) -> Arrival:
-        """Send the experts' results back to the ranks of the tokens. Collective."""
-        return self._begin(rows, outward=False)
-
-    def _begin(self, rows: Tensor, *, outward: bool) -> Arrival:
+    def start(self, rows: Tensor, *, outward: bool) -> Arrival:
+        """Send rows [n, h] to their experts, or back to the ranks of the tokens. Arriving at the experts: [rows of the
+        local experts, h], sorted by expert, then by source rank. Collective."""
         if self.group.size == 1:
             return lambda: rows
         flight = _InFlight(self)
         sent = _Depart.apply(rows, flight, outward)
         return lambda: _Arrive.apply(sent, flight, outward)
-
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (rank, expert) to (expert, rank) order."""
-        local = len(self.received[0])
-        if local == 1:
-            return rows
-        runs = rows.split([count for run in self.received for count in run])
-        return torch.cat([runs[place * local + e] for e in range(local) for place in range(self.group.size)])
-
-    def _by_rank(self, rows: Tensor) -> Tensor:
-        local, size = len(self.received[0]), self.group.size
-        if local == 1:
-            return rows
-        runs = rows.split([self.received[place][e] for e in range(local) for place in range(size)])
-        return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
-
-    def start(self, rows: Tensor, outward: bool) -> tuple[Tensor, Pending]:
-        """Start the exchange of ``rows`` and return the receive buffer, in rank order, with its handle."""
-        width, theirs = rows.shape[1], [sum(run) for run in self.received]
-        sent, received = (self.sent, theirs) if outward else (theirs, self.sent)
-        got = rows.new_empty(sum(received), width)
-        with _timed(self.watch):
-            pending = self.group.all_to_all(
-                got, rows, [n * width for n in received], [n * width for n in sent]
-            )
-        return got, pending
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
@@ -244,8 +211,16 @@ class _InFlight:
 
     def depart(self, rows: Tensor, outward: bool) -> Tensor:
         """Send ``rows`` and return the receive buffer, in rank order."""
-        rows = (rows if outward else self.exchange._by_rank(rows)).contiguous()
-        got, pending = self.exchange.start(rows, outward)
+        exchange, width = self.exchange, rows.shape[1]
+        sent, received = exchange.sent, tuple(sum(run) for run in exchange.received)
+        if not outward:
+            sent, received = received, sent
+            rows = _transposed(rows, list(zip(*exchange.received, strict=True)))
+        rows = rows.contiguous()
+        got = rows.new_empty(sum(received), width)
+        sizes = [n * width for n in received], [n * width for n in sent]
+        with _timed(exchange.watch):
+            pending = exchange.group.all_to_all(got, rows, *sizes)
         self._pending = got, pending, rows
         return got
 
@@ -255,7 +230,15 @@ class _InFlight:
         with _timed(self.exchange.watch):
             pending.wait()
         self._pending = None
-        return self.exchange._by_expert(got) if outward else got
+        return _transposed(got, self.exchange.received) if outward else got
+
+
+def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder runs of ``sizes[i][j]`` rows from the order (i, j) to (j, i)."""
+    if min(len(sizes), len(sizes[0])) == 1:
+        return rows
+    runs, columns = rows.split([size for each in sizes for size in each]), len(sizes[0])
+    return torch.cat([run for column in range(columns) for run in runs[column::columns]])
 
 
 class _Depart(torch.autograd.Function):
@@ -285,6 +268,40 @@ class _Arrive(torch.autograd.Function):
         return grad.new_zeros(()).expand(ctx.shape), None, None
 
 
+def route_to_experts(
+    tokens: Tensor,
+    weights: Tensor,
+    order_of: Callable[[slice], TokenOrder],
+    ranks: Communicator,
+    compute: Callable[[Tensor, list[int]], Tensor],
+    watch: RoutingStats | None,
+) -> Tensor:
+    """Return the sum of the chosen experts' outputs times ``weights`` [S, k], for each of the ``tokens`` [S, h].
+
+    Dispatches them in parts, applies ``compute(rows, rows per expert)`` and sends the results back. Part i is computed
+    while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective over ``ranks``.
+
+    Args:
+        order_of: the order of the choices of a part of the tokens.
+    """
+    parts = halve(len(tokens), ranks, tokens.device)
+    orders = [order_of(part) for part in parts]
+    exchanges = TokenExchange.agree([order.counts for order in orders], ranks, watch)
+    arriving = [
+        exchange.start(permute(tokens[part], order), outward=True)
+        for exchange, part, order in zip(exchanges, parts, orders, strict=True)
+    ]
+    returning = [
+        exchange.start(compute(arrival(), exchange.per_expert), outward=False)
+        for exchange, arrival in zip(exchanges, arriving, strict=True)
+    ]
+    made = [
+        combine(arrival(), weights[part], order)
+        for arrival, part, order in zip(returning, parts, orders, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
 def halve(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
     """Split the tokens into two halves, to overlap exchange and computation, where the exchange runs in the background
     of a device; into one part on a CPU, which would do both. All ranks get the same number of parts, whatever their
@@ -292,19 +309,6 @@ def halve(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]
     if ranks.size == 1 or device.type == "cpu" or not ranks.works_in_background(device.type):
         return [slice(0, tokens)]
     return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
-
-
-def run_experts(
-    rows: Sequence[Tensor], exchanges: Sequence[TokenExchange], compute: Callable[[Tensor, list[int]], Tensor]
-) -> list[Tensor]:
-    """Dispatch each part to the experts, apply ``compute(rows, rows per expert)`` and send the results back. Part i is
-    computed while part i + 1 is dispatched and part i - 1 returns; in backward, too. Collective."""
-    arriving = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
-    returning = [
-        exchange.from_experts(compute(arrival(), exchange.per_expert))
-        for exchange, arrival in zip(exchanges, arriving, strict=True)
-    ]
-    return [arrival() for arrival in returning]
 
 
 def _timed(watch: RoutingStats | None) -> AbstractContextManager[None]:
