@@ -7,6 +7,7 @@ ranks (shared keys and values): backward sums its gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +51,14 @@ class HeadExchange:
     @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
         """Return this rank's heads of all tokens, for several tensors in one all-to-all; differentiable."""
-        result: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), *tensors)  # pyright: ignore[reportAssignmentType]
+        result: tuple[Tensor, ...] = _Exchanged.apply(self, tuple(heads), True, *tensors)  # pyright: ignore[reportAssignmentType]
         return result
 
     @untraced
     def to_tokens(self, tensor: Tensor, heads: Heads) -> Tensor:
         """Return all heads of this rank's tokens, each head from one rank; differentiable."""
-        result: Tensor = _ToTokens.apply(self, heads, tensor)  # pyright: ignore[reportAssignmentType]
-        return result
+        result: tuple[Tensor] = _Exchanged.apply(self, (heads,), False, tensor)  # pyright: ignore[reportAssignmentType]
+        return result[0]
 
     def spread(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
         """Do ``to_heads`` outside autograd."""
@@ -108,7 +109,7 @@ class HeadExchange:
             return sent
         first = sent[0][0]
         outgoing = _flat(sent, first)
-        counts = [[_numel(shape) for shape in run] for run in shapes]
+        counts = [[math.prod(shape) for shape in run] for run in shapes]
         incoming = first.new_empty(sum(map(sum, counts)))
         sent_counts = [sum(each.numel() for each in run) for run in sent]
         self.comm.all_to_all(incoming, outgoing, [sum(run) for run in counts], sent_counts).wait()
@@ -116,30 +117,19 @@ class HeadExchange:
         return [[next(pieces).view(shape) for shape in run] for run in shapes]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], *tensors: Tensor
+        ctx: Any, exchange: HeadExchange, heads: tuple[Heads, ...], to_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.spread(tensors, heads)
+        ctx.heads = heads
+        ctx.back = exchange.collect if to_heads else exchange.spread
+        return (exchange.spread if to_heads else exchange.collect)(tensors, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.exchange.collect(grads, ctx.heads)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, heads: Heads, tensor: Tensor) -> Tensor:
-        ctx.exchange, ctx.heads = exchange, heads
-        return exchange.collect((tensor,), (heads,))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
+        return None, None, None, *ctx.back(grads, ctx.heads)
 
 
 def join_shards(own: Tensor, comm: Communicator, *, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
@@ -208,11 +198,4 @@ def _assembled(shards: Sequence[Tensor], heads: Heads, dim: int) -> Tensor:
     for shard, each in zip(shards, heads, strict=True):
         if each:
             result.index_add_(dim, torch.tensor(each, device=shard.device), shard)
-    return result
-
-
-def _numel(shape: Sequence[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
     return result

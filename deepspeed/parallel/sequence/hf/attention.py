@@ -155,7 +155,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 with fewer heads than ranks.
         """
         if self.disable_in_eval and not self._is_training(module):
-            own = attention_mask.local_mask() if isinstance(attention_mask, DeferredMask) else attention_mask
+            own = attention_mask.local if isinstance(attention_mask, DeferredMask) else attention_mask
             out, _ = self.attn(module, query, key, value, own, *args, **kwargs)
             return out, None
         self.calls += 1
