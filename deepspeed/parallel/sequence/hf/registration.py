@@ -58,16 +58,15 @@ class AttentionTarget:
         return cls(type(model).__name__, text_config(model.config), model)
 
     @property
-    def heads(self) -> int:
-        return int(self.config.num_attention_heads)
-
-    @property
-    def kv_heads(self) -> int:
-        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
-
-    @property
-    def head_size(self) -> int:
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
+    def counts(self) -> dict[str, int]:
+        """Its numbers of layers and heads, under the names of `UlyssesSPAttentionHF`'s arguments."""
+        config, heads = self.config, int(self.config.num_attention_heads)
+        return {
+            "attn_head_count": heads,
+            "attn_head_size": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            "kv_head_count": int(getattr(config, "num_key_value_heads", None) or heads),
+            "num_hidden_layers": int(config.num_hidden_layers),
+        }
 
     def core_name(self, wanted: str | None) -> str:
         """Return the name of the local attention. ValueError: the model's differs or needs whole masks, or the model
