@@ -67,10 +67,8 @@ class SharedInput:
         if gone is self._seen:
             self._seen = self._made = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput()
-
     def __reduce__(self) -> tuple[Any, ...]:
+        """Copy without the cached result."""
         return SharedInput, ()
 
 
