@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.parallel.expert.metrics import RoutingStats
 from deepspeed.parallel.expert.routes import Routes
+from deepspeed.parallel.tensor.mappings import mapped
 
 _CACHED = 2**17
 """Elements per run of rows on a CPU (see `_runs`)."""
@@ -57,25 +58,15 @@ class TokenOrder:
 
 def permute(inputs: Tensor, order: TokenOrder) -> Tensor:
     """Return the rows of ``inputs`` [S, h] in the order of the experts, [n, h]."""
-    return _Permute.apply(inputs, order)
+    return mapped(
+        inputs, lambda rows: rows.index_select(0, order.tokens), lambda grad: _gathered(grad, None, order)
+    )
 
 
 def combine(outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
     """Return [S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], accumulated
     in the order of choices, in fp32 at least, and rounded once."""
     return _Combine.apply(outputs, weights, order)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, order: TokenOrder) -> Tensor:
-        ctx.order = order
-        return inputs.index_select(0, order.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, None, ctx.order), None
 
 
 class _Combine(torch.autograd.Function):
@@ -193,8 +184,15 @@ class TokenExchange:
         if self.group.size == 1:
             return lambda: rows
         flight = _InFlight(self)
-        sent = _Depart.apply(rows, flight, outward)
-        return lambda: _Arrive.apply(sent, flight, outward)
+        sent = mapped(rows, lambda rows: flight.depart(rows, outward), lambda _: flight.arrive(not outward))
+        shape = sent.shape
+
+        def send_gradient(grad: Tensor) -> Tensor:
+            """Send the gradient; autograd gets a placeholder of the expected shape that takes no memory."""
+            flight.depart(grad, not outward)
+            return grad.new_zeros(()).expand(shape)
+
+        return lambda: mapped(sent, lambda _: flight.arrive(outward), send_gradient)
 
 
 Arrival: TypeAlias = Callable[[], Tensor]
@@ -230,6 +228,7 @@ class _InFlight:
         with _timed(self.exchange.watch):
             pending.wait()
         self._pending = None
+        got = got.view_as(got)  # another tensor than `depart` has returned
         return _transposed(got, self.exchange.received) if outward else got
 
 
@@ -239,33 +238,6 @@ def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
         return rows
     runs, columns = rows.split([size for each in sizes for size in each]), len(sizes[0])
     return torch.cat([run for column in range(columns) for run in runs[column::columns]])
-
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _InFlight, outward: bool) -> Tensor:
-        ctx.flight, ctx.outward = flight, outward
-        return flight.depart(rows, outward)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.flight.arrive(not ctx.outward), None, None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, got: Tensor, flight: _InFlight, outward: bool) -> Tensor:
-        ctx.flight, ctx.outward, ctx.shape = flight, outward, got.shape
-        arrived = flight.arrive(outward)
-        return arrived.view_as(arrived)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Send the gradient; autograd gets a placeholder of the expected shape that takes no memory."""
-        ctx.flight.depart(grad, not ctx.outward)
-        return grad.new_zeros(()).expand(ctx.shape), None, None
 
 
 def route_to_experts(

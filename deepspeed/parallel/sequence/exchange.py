@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
 from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.mappings import mapped
 
 Heads = tuple[tuple[int, ...], ...]
 """Heads that each rank of a group computes; () for ranks that compute none for this shard."""
@@ -132,18 +133,14 @@ class _Exchanged(torch.autograd.Function):
         return None, None, None, *ctx.back(grads, ctx.heads)
 
 
+@untraced
 def join_shards(own: Tensor, comm: Communicator, *, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
     """Concatenate all ranks' shards along ``dim``; backward sums each shard's gradient over ranks. ``lengths``: of the
     shards; None: they are exchanged. Collective, also in backward."""
     lengths = gather_lengths(own.shape[dim], comm, own.device) if lengths is None else lengths
-    result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
-    return result
+    lengths = tuple(lengths)
 
-
-class _JoinedShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, lengths: tuple[int, ...], comm: Communicator, dim: int) -> Tensor:
-        ctx.lengths, ctx.comm, ctx.dim = lengths, comm, dim
+    def gathered(own: Tensor) -> Tensor:
         if comm.size == 1:
             return own.clone()
         shape = list(own.shape)
@@ -155,12 +152,12 @@ class _JoinedShards(torch.autograd.Function):
         shards = zip(everyone, lengths, strict=True)
         return torch.cat([shard.narrow(dim, 0, length) for shard, length in shards], dim)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.comm.all_reduce(total).wait()
-        return total.split(ctx.lengths, ctx.dim)[ctx.comm.rank], None, None, None
+    def own_sum(grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total).wait()
+        return total.split(lengths, dim)[comm.rank]
+
+    return mapped(own, gathered, own_sum)
 
 
 def _pick(tensor: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:

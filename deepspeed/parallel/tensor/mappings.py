@@ -125,7 +125,7 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
     total = _summed if cut is None else partial(_summed_where_shared, cut=cut)
-    return _Mapping.apply(weight, _same, lambda grad: total(grad, group))
+    return mapped(weight, _same, lambda grad: total(grad, group))
 
 
 @untraced
@@ -136,12 +136,15 @@ def gather_whole(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
 
 
 def _mapped(inputs: Tensor, group: Communicator, forward: Map, backward: Map) -> Tensor:
-    return inputs if group.size == 1 else _Mapping.apply(inputs, forward, backward)
+    return inputs if group.size == 1 else mapped(inputs, forward, backward)
+
+
+def mapped(inputs: Tensor, forward: Map, backward: Map) -> Tensor:
+    """Return ``forward(inputs)``, computed outside autograd; the gradient is ``backward(gradient of the result)``."""
+    return _Mapping.apply(inputs, forward, backward)
 
 
 class _Mapping(torch.autograd.Function):
-    """Computes ``forward(inputs)``; the gradient is ``backward(gradient of the result)``."""
-
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, forward: Map, backward: Map) -> Tensor:
         ctx.map = backward
