@@ -64,7 +64,9 @@ class ExpertParallelism:
             total = int(experts.num_experts)  # type: ignore[arg-type]
             _keep_own(experts, size, number, context)
             triton = not self.config.disable_triton_grouped_mm
-            _send_tokens(experts, ExpertRanks(ranks, total, f"ep_size_{size}", triton))
+            experts._ds_spread = ExpertRanks(ranks, total, f"ep_size_{size}", triton)  # type: ignore[assignment]
+            experts.watch = None  # type: ignore[assignment]
+            experts.forward = types.MethodType(_forward, experts)
         context.report(
             f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}"
         )
@@ -120,12 +122,6 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context | Non
         if context is not None:
             context.replace_param(old, new)
     experts.num_experts = local  # type: ignore[assignment]
-
-
-def _send_tokens(experts: nn.Module, spread: ExpertRanks) -> None:
-    experts._ds_spread = spread  # type: ignore[assignment]
-    experts.watch = None  # type: ignore[assignment]
-    experts.forward = types.MethodType(_forward, experts)
 
 
 @untraced
