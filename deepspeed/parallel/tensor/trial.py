@@ -189,7 +189,8 @@ _MAX_FP32 = 2**31
 def materialize_module(example: Example, device: torch.device) -> nn.Module:
     """Materialize the example's module on ``device`` in evaluation mode, with random weights of trained magnitude, and
     ties preserved. Buffers keep the user's values if known."""
-    module, numbers = example.module, _numbers(device)
+    module = example.module
+    numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(device)
     few = sum(param.numel() for param in module.parameters()) <= _MAX_FP32
     memo: dict[int, Any] = {}
     for param in module.parameters():
@@ -226,13 +227,9 @@ def _value(meta: Tensor, tokens: int, source: torch.Generator) -> Tensor:
     return torch.randint(tokens, meta.shape, generator=source).to(meta.dtype)
 
 
-def _numbers(device: torch.device) -> Tensor:
-    """Return normally distributed numbers, fp32 [_PERIOD]."""
-    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(device)
-
-
 def _random(shape: torch.Size, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return random weights: around 1 for norms and biases, else scaled so that products keep the size of inputs."""
+    """Return random weights, of normally distributed ``numbers``: around 1 for norms and biases, else scaled so that
+    products keep the size of inputs."""
     made = torch.empty(shape, dtype=dtype, device=numbers.device)
     flat = made.view(-1)
     for start in range(0, flat.numel(), _PERIOD):

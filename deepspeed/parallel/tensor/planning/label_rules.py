@@ -49,11 +49,7 @@ class LabelRules:
                 self.labels.forbid(each.ids, reason)
 
     def _operands(self, node: Node) -> list[tuple[Node, Value]]:
-        found: list[tuple[Node, Value]] = []
-        for each in node.all_input_nodes:
-            value = self.graph.values[each]
-            found += [(each, v) for v in as_list(value)]
-        return found
+        return [(each, v) for each in node.all_input_nodes for v in as_list(self.graph.values[each])]
 
     def _unknown(self, node: Node, name: str, operands: Operands) -> Any:
         for _, value in operands:

@@ -21,7 +21,6 @@ from deepspeed.parallel.tensor.planning.plan import (
     ParameterPlan,
     PlanError,
     TensorParallelPlan,
-    VocabularyPlan,
 )
 from deepspeed.parallel.tensor.planning.rules import Rules, apply_rules, author_rules, plan_by_rules
 from deepspeed.parallel.tensor.planning.solver import Solution, kind_of, solve
@@ -113,14 +112,11 @@ def _plan_by_graph(traced: Trace, ranks: int, kept: Mapping[str, str], grain: in
         if not isinstance(parts, Mismatch):
             plan = in_local_order(plan, solution, parts)
             vocabulary = find_vocabulary(traced, ranks, kept)
-            return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
+            split = {each.weight for each in vocabulary}
+            whole = {name: why for name, why in plan.whole.items() if name not in split}
+            return replace(plan, vocabulary=vocabulary, whole=whole)
         _keep_part_whole(parts, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
-
-
-def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> dict[str, str]:
-    split = {each.weight for each in vocabulary}
-    return {name: why for name, why in whole.items() if name not in split}
 
 
 def _keep_part_whole(

@@ -276,7 +276,7 @@ class Products(Elementwise):
         return self._contracted(node, scores, value, shape)
 
     def _repeated(self, value: Value, times: int) -> Value:
-        ids = value.ids if value.ids is not None else torch.arange(1, prod(value.shape) + 1).view(value.shape)
+        ids = value.own_ids()
         if value.kind == SPLIT:
             self.graph.copied.append((self.labels.united, torch.unique(ids)))
         ids = ids.repeat_interleave(times, -3)

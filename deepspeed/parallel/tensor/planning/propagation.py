@@ -30,12 +30,12 @@ from deepspeed.parallel.tensor.planning.values import (
     MAX_NUMEL,
     MOVES,
     PLAIN,
-    POINTWISE,
     SPLIT,
     UNIFORM,
     LabelledGraph,
     SharableChannels,
     Value,
+    is_pointwise,
     is_several,
     moved_axes,
     operation_name,
@@ -79,7 +79,7 @@ class Moves(LabelRules):
                 return replace(made, argument=value.argument) if isinstance(made, Value) else made
             if value.shape and prod(value.shape) > MAX_NUMEL:
                 return plain_value(node, value.learned)
-            ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
+            ids = value.own_ids()
         args = [ids if arg is node.args[0] else arg for arg in node.args]
         kwargs = {
             k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "pin_memory")
@@ -135,12 +135,7 @@ class Moves(LabelRules):
                 self._use_whole(value, node)
             shape = shape_of(node)
             if name != "stack" and any(v.ids is not None and v.kind == PLAIN for v in values):
-                made = [
-                    v.ids
-                    if v.ids is not None and v.kind == PLAIN
-                    else torch.arange(1, prod(v.shape) + 1).view(v.shape)
-                    for v in values
-                ]
+                made = [(v if v.kind == PLAIN else Value(v.shape)).own_ids() for v in values]
                 return Value(shape or (), PLAIN, torch.cat(made, dim), learned=learned)
             return plain_value(node, learned)
         width = len(values[0].shape)
@@ -154,10 +149,7 @@ class Moves(LabelRules):
             if value.kind == FREE:
                 self.graph.adopted.setdefault(node, set()).add(place)
             assert value.ids is not None
-            together = (
-                self.labels.merged(value.ids, sorted(shared)).expand(value.shape) if shared else value.ids
-            )
-            ids.append(together)
+            ids.append(self.labels.merged(value.ids, sorted(shared)).expand(value.shape))
         joined = torch.stack(ids, dim) if name == "stack" else torch.cat(ids, dim)
         return Value(tuple(joined.shape), SPLIT, joined, learned=True)
 
@@ -239,8 +231,7 @@ class _Propagation(Moves, Products):
     def _rule(self, node: Node, name: str) -> Callable[[_Propagation, Node, str, Operands], Any]:
         if node.name in self.trace.arguments:
             return _Propagation._argument
-        pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return RULES.get(name, _Propagation._pointwise if pointwise else _Propagation._unknown)
+        return RULES.get(name, _Propagation._pointwise if is_pointwise(node) else _Propagation._unknown)
 
 
 RULES: dict[str, Callable[[_Propagation, Node, str, Operands], Any]] = {

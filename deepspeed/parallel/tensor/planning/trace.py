@@ -89,15 +89,10 @@ def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
 
 
 def traceable_copy(module: nn.Module) -> nn.Module:
-    """Copy ``module`` to the meta device (``meta_copy``), in evaluation mode, prepared for tracing."""
+    """Copy ``module`` to the meta device (``meta_copy``), in evaluation mode, with settings such that a forward can be
+    traced without other ranks; data dependencies stay the same."""
     copied = meta_copy(module).eval()
-    _prepare(copied)
-    return copied
-
-
-def _prepare(module: nn.Module) -> None:
-    """Change settings so that a forward can be traced without other ranks; data dependencies stay the same."""
-    for each in module.modules():
+    for each in copied.modules():
         if isinstance(each, DistributedAttention):
             each.spg = None
         if is_plain_moe(each):  # a layer of deepspeed.moe
@@ -114,6 +109,7 @@ def _prepare(module: nn.Module) -> None:
                 setattr(config, name, value)
         if getattr(each, "gradient_checkpointing", False):
             vars(each)["gradient_checkpointing"] = False
+    return copied
 
 
 def _mixed(hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,13 +100,11 @@ def _origin(node: Node) -> Node:
 
 def _is_input(run: Trace, node: object) -> bool:
     """Return whether the token ids are computed elementwise from a single input of the model."""
-    while (
-        isinstance(node, Node)
-        and node.op == "call_function"
-        and (is_elementwise(node, moves=True) and len(node.all_input_nodes) == 1)
-    ):
+    if not isinstance(node, Node):
+        return False
+    while node.op == "call_function" and is_elementwise(node) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return isinstance(node, Node) and node.name in run.input_nodes
+    return node.name in run.input_nodes
 
 
 def _factors(node: Node) -> tuple[object, object]:
@@ -127,7 +125,7 @@ def _is_result(node: Node) -> bool:
         seen.add(each)
         if each.op == "output":
             reached = True
-        elif each.op == "call_function" and is_elementwise(each, moves=True):
+        elif each.op == "call_function" and is_elementwise(each):
             pending += each.users
         else:
             return False
