@@ -33,6 +33,7 @@ from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.chunks import Prefetcher, SequenceChunk
 from deepspeed.parallel.sequence.exchange import HeadExchange
 from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
+from deepspeed.parallel.tensor.cuts import even_sizes
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 Rotary = tuple[Tensor, Tensor]
@@ -41,8 +42,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
     """Return, for each chunk of ``length`` tokens, the number of tokens per rank (Note: which tokens)."""
-    sizes = [length // chunks + (at < length % chunks) for at in range(chunks)]
-    return [tuple(size // ranks + (rank < size % ranks) for rank in range(ranks)) for size in sizes]
+    return [even_sizes(size, ranks) for size in even_sizes(length, chunks)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

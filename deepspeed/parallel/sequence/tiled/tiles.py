@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.tracing import untraced
 from deepspeed.parallel.sequence.tiled.token_losses import TileLosses
+from deepspeed.parallel.tensor.cuts import even_sizes
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 from deepspeed.zero.gathering.gathered_parameters import KeepGathered
 
@@ -33,8 +34,7 @@ def tile_lengths(length: int, tiles: int) -> list[int]:
     """Split ``length`` into ``tiles`` lengths that differ by at most one; fewer if ``length`` is smaller."""
     if tiles < 1:
         raise ValueError(f"shards={tiles}: must be at least 1")
-    tiles = max(1, min(tiles, length))
-    return [length // tiles + (i < length % tiles) for i in range(tiles)]
+    return list(even_sizes(length, max(1, min(tiles, length))))
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.shards import Interval
 from deepspeed.parallel.tensor.cuts import Cut, even_sizes
 from deepspeed.parallel.tensor.planning.labels import NONE, Labels
 from deepspeed.parallel.tensor.planning.plan import PlanError
@@ -218,7 +219,7 @@ class _Attempt:
                     region.cuts.clear()
                     return problem
             elif bool(held.any(0).all()):
-                region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
+                region.cuts[axis] = Cut(axis[1], held.shape[1], _parts(held))
             elif axis not in region.others:
                 region.cuts.clear()
                 return "some of its channels are used elsewhere"
@@ -295,7 +296,7 @@ def _cut_argument(region: SplitRegion, name: str, held: Tensor, used: Tensor) ->
             continue
         size = own.shape[1]
         period = next(n for n in range(1, size + 1) if size % n == 0 and torch.equal(own[:, n:], own[:, :-n]))
-        region.arguments[name] = Cut(dim, period, tuple(_intervals(mask) for mask in own[:, :period]))
+        region.arguments[name] = Cut(dim, period, _parts(own[:, :period]))
         return None
     return f"its part of the argument {name} is not along one dim"
 
@@ -308,8 +309,18 @@ def _runs(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _intervals(mask: Tensor) -> tuple[tuple[int, int], ...]:
-    edges = torch.diff(torch.nn.functional.pad(mask.to(torch.int8), (1, 1)))
-    lows = (edges == 1).nonzero().flatten().tolist()
-    highs = (edges == -1).nonzero().flatten().tolist()
-    return tuple(zip(lows, highs, strict=True))
+def _parts(held: Tensor) -> tuple[tuple[Interval, ...], ...]:
+    """Return the intervals that each rank holds, by ``held`` [ranks, size]."""
+    return tuple(intervals_of(mask.nonzero()[:, 0]) for mask in held)
+
+
+def intervals_of(positions: Tensor) -> tuple[Interval, ...]:
+    """Merge positions [n], in this order, into as few intervals as possible."""
+    if not len(positions):
+        return ()
+    breaks = (torch.diff(positions) != 1).nonzero().flatten().add(1).tolist()
+    edges = [0, *breaks, len(positions)]
+    return tuple(
+        (int(positions[start]), int(positions[end - 1]) + 1)
+        for start, end in zip(edges, edges[1:], strict=False)
+    )
