@@ -127,7 +127,7 @@ class UlyssesSPAttentionHF(nn.Module):
             disable_in_eval=disable_in_eval,
             **target.counts,
         )
-        register(attention, core, target)
+        attention.take_over(core, target)
         return parallel_state_sp
 
     @untraced
@@ -180,10 +180,36 @@ class UlyssesSPAttentionHF(nn.Module):
         back = HeadExchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
         return back.to_tokens(out, queries), None
 
-    def belong_to(self, model: nn.Module) -> None:
-        """Let the mode of ``model`` decide whether this is an evaluation, not that of single layers: frozen layers may
-        be in evaluation mode while the model is trained on shards."""
-        self._model = weakref.ref(model)
+    def take_over(self, core: str, target: AttentionTarget) -> None:
+        """Register with Transformers in place of ``core``.
+
+        The mode of the model, if given, then decides whether a forward is an evaluation, not that of single layers:
+        frozen layers may be in evaluation mode while the model is trained on shards. After its first forward, before
+        any gradient, ValueError is raised unless each layer has called this attention. Some models accept any attention
+        but keep computing their own, which would see only one shard.
+        """
+        register(self.forward, core, target)
+        if not isinstance(target.model, nn.Module):
+            return
+        self._model = weakref.ref(target.model)
+        layers = (
+            int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
+        )
+        before = self.calls
+
+        def check(model: nn.Module, *_: Any) -> None:
+            if self.disable_in_eval and not model.training:
+                return
+            handle.remove()
+            calls = self.calls - before
+            if calls < layers:
+                raise ValueError(
+                    f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers "
+                    "called the registered attention; the others compute their own and would only see one shard of "
+                    "the sequence"
+                )
+
+        handle = target.model.register_forward_hook(check)
 
     def _is_training(self, module: nn.Module) -> bool:
         model = self._model() if self._model is not None else None
@@ -247,7 +273,7 @@ def shard_attention(
         disable_in_eval=disable_in_eval,
         **target.counts,
     )
-    register(attention, core, target)
+    attention.take_over(core, target)
     return core
 
 
