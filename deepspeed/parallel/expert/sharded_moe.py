@@ -22,13 +22,7 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.expert.dispatch import TokenOrder, route_to_experts
 from deepspeed.parallel.expert.metrics import RoutingStats
-from deepspeed.parallel.expert.routes import (
-    Routes,
-    capacity_of,
-    top1_routes,
-    top2_routes,
-    topk_routes,
-)
+from deepspeed.parallel.expert.routes import Routes, capacity_of, top1_routes, top2_routes, topk_routes
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
 from deepspeed.transforms.recompute.rng import RegionRNG
 
