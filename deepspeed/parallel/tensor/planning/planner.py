@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
@@ -89,17 +90,13 @@ def _trace_shortened(
     module: nn.Module, inputs: Mapping[str, Tensor] | None, kept: Container[str]
 ) -> tuple[Trace, RepeatedBlocks]:
     """Trace the model with one block for all identical ones; with all blocks if the forward depends on their number."""
-    for shortened in (True, False):
+    copied = traceable_copy(module)
+    repeated = drop_repeated(copied, kept)
+    if repeated:
+        with contextlib.suppress(TraceError):
+            return trace(copied, inputs), repeated
         copied = traceable_copy(module)
-        repeated = drop_repeated(copied, kept) if shortened else {}
-        if shortened and not repeated:
-            continue
-        try:
-            return trace(copied, inputs if inputs is not None else example_inputs(copied)), repeated
-        except TraceError:
-            if not shortened:
-                raise
-    raise AssertionError("unreachable")
+    return trace(copied, inputs), {}
 
 
 def _plan_by_graph(traced: Trace, ranks: int, kept: Mapping[str, str], grain: int) -> TensorParallelPlan:

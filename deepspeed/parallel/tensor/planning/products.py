@@ -19,6 +19,7 @@ from deepspeed.parallel.tensor.planning.values import (
     PLAIN,
     SPLIT,
     Value,
+    as_list,
     copies_along,
     is_several,
     plain_value,
@@ -94,20 +95,12 @@ class Elementwise(LabelRules):
         if is_several(node):
             shape = tuple(node.meta["val"][0].shape)
         self._use_whole(value, node)
-        if value.kind != SPLIT or shape is None or len(operands) > 1:
-            return (
-                self._unknown(node, name, operands)
-                if value.kind == SPLIT
-                else plain_value(node, value.learned)
-            )
+        if value.kind != SPLIT:
+            return plain_value(node, value.learned)
+        if shape is None or len(operands) > 1:
+            return self._unknown(node, name, operands)
         given: Any = node.kwargs.get("dim", node.args[ALONG[name]] if len(node.args) > ALONG[name] else None)
-        dims = (
-            list(range(len(value.shape)))
-            if given is None or given == []
-            else [given]
-            if isinstance(given, int)
-            else list(given)
-        )
+        dims = list(range(len(value.shape))) if given in (None, []) else as_list(given)
         merged = self.labels.merged(value.ids, dims)  # type: ignore[arg-type]
         if name in KEEPS_SHAPE:
             return Value(shape, SPLIT, merged.expand(shape), learned=True)

@@ -72,10 +72,10 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
     own = None
     if section.partition_config is not None:
         own = AutoTPConfig.from_dict(section.partition_config.model_dump())
+    mine = own.layer_specs if own is not None else []
     everything = merge_autotp_configs(preset or AutoTPConfig(), own) if own is not None else preset
     found: dict[str, Rule] = {}
     if everything is not None:
-        mine = own.layer_specs if own is not None else []
         for name in _linear_weights(module) if everything.strict_mode else every:
             spec = everything.find_matching_spec(name, model_type)
             if spec is not None and (every[name] > 1 or spec.grad_allreduce):
@@ -91,7 +91,7 @@ def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
     whole = {n: USER for n, r in found.items() if r.of_user and r.spec.partition_type is PartitionType.SKIP}
     if own is not None and not own.use_default_specs:
         whole |= {name: _UNNAMED for name in names if name not in found}
-    patterns = [pattern for spec in (own.layer_specs if own is not None else []) for pattern in spec.patterns]
+    patterns = [pattern for spec in mine for pattern in spec.patterns]
     unmatched = tuple(pattern for pattern in patterns if not any(re.match(pattern, name) for name in every))
     return Rules(found, whole, bool(section.injection_policy_tuple), unmatched)
 

@@ -224,11 +224,12 @@ def _quiet() -> Iterator[None]:
             each.setLevel(level)
 
 
-def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Trace one forward of ``module``, which is on the meta device.
+def trace(module: nn.Module, inputs: Mapping[str, Tensor] | None) -> Trace:
+    """Trace one forward of ``module``, which is on the meta device. ``inputs``: by default ``example_inputs``.
 
     TraceError: the forward depends on values.
     """
+    inputs = example_inputs(module) if inputs is None else inputs
     flat = _Flat(module).eval()
     marks = _Marks(module)
     try:
