@@ -49,7 +49,7 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
         module = materialize_module(plan.example, device)
         inputs = materialize_inputs(plan.example, device)
         own = plan.within(module)
-        comparison = _Comparison()
+        comparison = _ObservedRuns()
         failed = _run(module, inputs, own, group.rank, comparison.keep)
         if _largest(failed is not None, group, device):
             return f"not compared with the whole model: its stand-in does not run ({failed})"
@@ -74,7 +74,7 @@ class _SilentCommunicator(Communicator):
         return DONE
 
 
-class _Comparison:
+class _ObservedRuns:
     """Records inputs and outputs of layers in the whole run, and compares those of the split run with them. ``errors``:
     relative differences at ``places``, in order."""
 
@@ -153,7 +153,7 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
 
 
 def _outcome(
-    comparison: _Comparison, failed: str | None, limit: float, group: Communicator, device: torch.device
+    comparison: _ObservedRuns, failed: str | None, limit: float, group: Communicator, device: torch.device
 ) -> str:
     """Return the outcome as text. PlanError, on all ranks, for the first difference that any of them has seen."""
     errors = comparison.errors
